@@ -16,7 +16,7 @@ from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
-from dflash_openai.sampling import max_tokens, sampling_parameters
+from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest, decode
 from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
@@ -30,11 +30,11 @@ async def create_chat_completion(request: Request) -> Response:
     use = read_tool_use(body, model.output_format)
     messages, options = template_messages(body.messages), template_options(body)
     sampling = sampling_parameters(body, model.description)
-    asked = await prepare(model, messages, options, use, sampling, continues(body))
+    asked = await prepare(model, messages, options, use, sampling, client_names(body), continues(body))
     limit = max_tokens(body, len(asked.prompt), model.description)
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], asked)
-    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit])
+    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
     return await respond(answer, generation, stream)
 
 

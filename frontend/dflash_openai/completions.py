@@ -17,7 +17,7 @@ from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.prompts import PromptBuilder
-from dflash_openai.sampling import max_tokens, sampling_parameters
+from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
 from dflash_openai.schemas import CompletionRequest, decode
 from dflash_openai.state import Frontend
 
@@ -44,7 +44,8 @@ async def create_completion(request: Request) -> Response:
     limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
     stream = bool(body.stream)
     answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts, only_echo)
-    return await respond(answer, Generation(frontend.pool, prompts, sampling, request, stream, limits), stream)
+    generation = Generation(frontend.pool, prompts, sampling, request, stream, limits, client_names(body))
+    return await respond(answer, generation, stream)
 
 
 async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list[int]]:

@@ -18,13 +18,15 @@ TAIL_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt's token ids, and the sampling parameters with which it is answered."""
+    """A prompt's token ids, and the sampling parameters with which it is answered. `names` has what the client calls
+    one of them, where it is not the same."""
 
     model: Model
     prompt: list[int]
     sampling: dict[str, Any]
     use: ToolUse
     tail: str
+    names: Mapping[str, str]
 
     def parser(self) -> OutputParser:
         """What splits one of its answers."""
@@ -37,11 +39,12 @@ async def prepare(
     options: Mapping[str, Any],
     use: ToolUse,
     sampling: Mapping[str, Any],
+    names: Mapping[str, str],
     continue_final_message: bool = False,
 ) -> Conversation:
     """The prompt of messages, through the chat template with the variables `options`; with `continue_final_message` the
     last of them is the beginning of the answer. `sampling` are the request's parameters; those that tools and reasoning
-    need are added. Raises `ApiError`."""
+    need are added. `names` has what the client calls a parameter, where it is not the same. Raises `ApiError`."""
     if model.output_format.is_harmony:
         messages = harmony.template_messages(messages)
     if continue_final_message and use.forced:
@@ -54,6 +57,7 @@ async def prepare(
     sampling = dict(sampling)
     if use.forced:
         sampling["structured_outputs"] = {"grammar": _forced_grammar(model, use, sampling)}
+        names = {**names, "structured_outputs": "tools"}
     output = model.output_format
     # The grammar of a forced call in harmony has the reasoning in it.
     in_grammar = use.forced and output.is_harmony
@@ -61,7 +65,7 @@ async def prepare(
         _begin_after_reasoning(sampling, model.tokenizer.encode_part(output.reasoning.close))
     if output.shows_special_tokens:
         sampling.setdefault("skip_special_tokens", False)
-    return Conversation(model, prompt, sampling, use, tail)
+    return Conversation(model, prompt, sampling, use, tail, names)
 
 
 def _forced_grammar(model: Model, use: ToolUse, sampling: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from dflash_client.errors import (
 
 # Seconds after which a client may try again.
 RETRY_AFTER_S = 1
-_PARAMETER = re.compile(r"(?:parameter|the grammar in) ['\"](\w+)['\"]")
+_PARAMETER = re.compile(r"(?:parameter|the grammar in) (['\"])(\w+)\1")
 
 
 class ApiError(Exception):
@@ -65,12 +66,16 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, "service_unavailable_error", "unavailable", headers=_retry())
 
 
-def from_client_error(error: ClientError) -> ApiError:
-    """What a failure behind the front end is to its client."""
+def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
+    """What a failure behind the front end is to its client, which calls some parameters of the model by other `names`:
+    the model's name -> the client's."""
     message = str(error)
     if isinstance(error, InvalidArgument):
         found = _PARAMETER.search(message)
-        return invalid(message, found[1] if found else None)
+        if found is None:
+            return invalid(message)
+        param = names.get(found[2], found[2])
+        return invalid(f"{message[: found.start(2)]}{param}{message[found.end(2) :]}", param)
     if isinstance(error, QueueFull):
         return ApiError(429, message, "rate_limit_error", "queue_full", headers=_retry())
     if isinstance(error, Unavailable | ConnectionFailed | NotFound):

@@ -32,9 +32,12 @@ class Generation:
         request: Request,
         stream: bool,
         max_tokens: Sequence[int],
+        names: Mapping[str, str],
     ) -> None:
         """`request` is one whose body was read: what comes next is its client's leaving. `max_tokens` has an entry for
-        each prompt. Raises `ApiError` where the request's key does not allow it."""
+        each prompt. `names` has what the client calls a parameter of the model, where it is not the same. Raises
+        `ApiError` where the request's key does not allow it."""
+        self._names = names
         num_prompt_tokens = sum(map(len, prompts))
         charge_prompt(request, num_prompt_tokens)
         if (tenant := tenant_of(request, sampling.get("tenant"))) is not None:
@@ -100,7 +103,7 @@ class Generation:
         if isinstance(error, Cancelled):
             self._record.error = "cancelled"
             return ClientGone()
-        translated = from_client_error(error)
+        translated = from_client_error(error, self._names)
         self._record.error = translated.code or str(translated.status)
         return translated
 

@@ -29,6 +29,9 @@ from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
 from dflash_openai.usage import UsageCounter
 
+# What a client of this endpoint calls a parameter of the model.
+CLIENT_NAMES = {"response_format": "text.format"}
+
 
 async def create_response(request: Request) -> Response:
     """Answer an input."""
@@ -38,11 +41,12 @@ async def create_response(request: Request) -> Response:
     chat = as_chat(body)
     use = read_tool_use(chat, model.output_format)
     messages, options = template_messages(chat.messages), template_options(chat)
-    asked = await prepare(model, messages, options, use, sampling_parameters(chat, model.description))
+    sampling = sampling_parameters(chat, model.description)
+    asked = await prepare(model, messages, options, use, sampling, CLIENT_NAMES)
     limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
     answer = ResponseAnswer(body, body.model or model.names[0], asked)
     stream = bool(body.stream)
-    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit])
+    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
     return await respond(answer, generation, stream)
 
 

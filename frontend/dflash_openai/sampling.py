@@ -71,6 +71,12 @@ def _structured_outputs(request: GenerationFields) -> dict[str, Any]:
     return {("response_format" if name == "response_format" else "structured_outputs"): v for name, v in given.items()}
 
 
+def client_names(request: GenerationFields) -> dict[str, str]:
+    """What this client calls a parameter of the model, where it is not the same: the model's name -> the client's."""
+    guided = next((name for name in GUIDED if getattr(request, name) is not None), None)
+    return {} if guided is None else {"structured_outputs": guided}
+
+
 def _logprobs(request: GenerationFields) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs

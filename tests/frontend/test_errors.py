@@ -54,6 +54,25 @@ def test_a_failure_of_the_model_has_its_status(
         assert f"'{caught.value.param}'" in str(behind)
 
 
+def test_an_error_names_a_parameter_as_its_client_does(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(texts=(), error=InvalidArgument("the grammar in 'structured_outputs' is too large"))
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    for fields, name in (
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": schema}, "structured_outputs"),
+    ):
+        error = http.post("/v1/completions", json={"prompt": "a", **fields}).json()["error"]
+        assert (error["param"], error["message"]) == (name, f"the grammar in '{name}' is too large")
+    pool.script = Script(texts=(), error=InvalidArgument("parameter \"response_format\" is wrong: 'type' is missing"))
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    error = http.post("/v1/responses", json={"input": "a", "text": text}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "text.format",
+        "parameter \"text.format\" is wrong: 'type' is missing",
+    )
+
+
 def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = Script(texts=("He",), error=Internal("out of memory"))
     with pytest.raises(openai.APIError, match="out of memory"):

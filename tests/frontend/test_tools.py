@@ -11,6 +11,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from tests.frontend.scripted_pool import Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
@@ -159,6 +160,10 @@ def test_a_forced_call_is_asked_for_by_a_grammar_that_begins_after_the_reasoning
     assert asked["after_reasoning"] == list(b"</think>")
     ask(client, tool_choice=choice, reasoning_effort="none")
     assert "after_reasoning" not in pool.asked[1].sampling["structured_outputs"]
+    pool.script = Script(texts=(), error=InvalidArgument("the grammar in 'structured_outputs' is too large"))
+    with pytest.raises(openai.BadRequestError, match="the grammar in 'tools' is too large") as caught:
+        ask(client, tool_choice=choice)
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.usefixtures("forcing")
