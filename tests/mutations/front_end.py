@@ -18,6 +18,33 @@ FRONT_END_MUTANTS = (
         ),
     ),
     *mutants_of(
+        f"{FRONTEND}/conversation.py",
+        (f"{TESTS}/test_tools.py",),
+        (
+            "an error of a forced call's grammar names a parameter that nobody sent",
+            'names = {**names, "structured_outputs": "tools"}',
+            "names = {**names}",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/responses.py",
+        (f"{TESTS}/test_errors.py",),
+        (
+            "an error of a response's format has the name of another endpoint",
+            '{"response_format": "text.format"}',
+            "dict[str, str]()",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/metrics.py",
+        (f"{TESTS}/test_endpoints.py",),
+        (
+            "metrics are read over HTTPS from a server that nobody trusts",
+            "verify=secure)",
+            "verify=False)",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/prompts.py",
         (f"{TESTS}/test_chat.py",),
         (
@@ -34,6 +61,11 @@ FRONT_END_MUTANTS = (
     *mutants_of(
         f"{FRONTEND}/sampling.py",
         (f"{TESTS}/test_errors.py",),
+        (
+            "an error names vLLM's older parameters by the newer one",
+            "return {} if guided is None else",
+            "return {} if guided is not None else",
+        ),
         (
             "a bias of more tokens than there are is written for the model",
             "len(value) > vocab_size",
@@ -121,8 +153,8 @@ FRONT_END_MUTANTS = (
         ),
         (
             "the parameter of an error is not named",
-            "return invalid(message, found[1] if found else None)",
-            "return invalid(message)",
+            "        if found is None:\n            return invalid(message)\n",
+            "        if True:\n            return invalid(message)\n",
         ),
     ),
     *mutants_of(
