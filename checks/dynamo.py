@@ -2,9 +2,9 @@
 
 `python -m checks.dynamo` starts two servers that publish KV events, a Dynamo worker for each and Dynamo's frontend with
 its KV-aware router, which find each other through files: no etcd, no NATS. It needs `ai-dynamo` (the extra `dynamo`, or
-`ai-dynamo` and `ai-dynamo-runtime` with `--no-deps` in a folder that PYTHONPATH names). Some prompts are asked, then
-several times again with other questions behind them. The exit status is 0 when every later request came to the server
-that had its prompt, and 2 where Dynamo is not installed.
+`ai-dynamo`, `ai-dynamo-runtime` and `uvloop` with `--no-deps` in a folder that PYTHONPATH names). Some prompts are
+asked, then several times again with other questions behind them. The exit status is 0 when every later request came to
+the server that had its prompt, and 2 where Dynamo is not installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def free_port() -> int:
 
 @contextmanager
 def program(name: str, args: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module that runs meanwhile, its output in `folder`. Raises `RuntimeError` when it ended by itself."""
+    """A Python module that runs meanwhile, its output in `folder`. Raises `RuntimeError` when it ended by itself. Its
+    last output is shown when it, or what was waited for, failed."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         environ = os.environ | {"DYN_FILE_KV": str(folder / "discovery")}
@@ -60,7 +61,11 @@ def program(name: str, args: Sequence[str], folder: Path) -> Iterator[subprocess
         try:
             yield process
             if process.poll() is not None:
-                raise RuntimeError(f"{name} has ended: {log.read_text(errors='replace')[-2000:]}")
+                raise RuntimeError(f"{name} has ended")
+        except (RuntimeError, TimeoutError):
+            output_so_far = log.read_text(errors="replace")
+            print(f"{name} (exit status {process.poll()}): {output_so_far[-2000:]}", file=sys.stderr)
+            raise
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 if process.poll() is None:
@@ -71,10 +76,12 @@ def program(name: str, args: Sequence[str], folder: Path) -> Iterator[subprocess
                         continue
 
 
-def wait_until(what: str, condition: Callable[[], bool]) -> None:
-    """Raises `TimeoutError`."""
+def wait_until(what: str, condition: Callable[[], bool], programs: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Raises `TimeoutError`, or `RuntimeError` when one of the programs has ended."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
+        if any(program.poll() is not None for program in programs):
+            raise RuntimeError(f"{what} was not there when a program ended")
         try:
             if condition():
                 return
@@ -168,14 +175,15 @@ def main() -> int:
             server = TritonServer(settings, host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0)
             servers.append(stack.enter_context(server))
         files = ("--discovery-backend", "file")
+        programs = []
         for number, server in enumerate(servers):
             worker = ["dflash_cli.main", "dynamo", "--triton", server.grpc_url, "--served-model-name", MODEL, *files]
-            stack.enter_context(program(f"worker{number}", worker, folder))
+            programs.append(stack.enter_context(program(f"worker{number}", worker, folder)))
         port = free_port()
         router = ["dynamo.frontend", "--router-mode", "kv", "--http-host", "127.0.0.1", "--http-port", str(port)]
-        stack.enter_context(program("frontend", [*router, *files], folder))
+        programs.append(stack.enter_context(program("frontend", [*router, *files], folder)))
         fleet = Fleet(f"http://127.0.0.1:{port}", servers)
-        wait_until("the model at Dynamo's frontend", fleet.knows_model)
+        wait_until("the model at Dynamo's frontend", fleet.knows_model, programs)
         time.sleep(2 * SETTLE_S)  # the second worker
         misses = measure(fleet, args.prompts, args.repeats)
     print("\n".join(misses) or "every bound was kept")

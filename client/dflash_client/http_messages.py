@@ -50,7 +50,7 @@ def client_options(connection: Connection) -> dict[str, Any]:
     Each request has a connection of its own: one that was kept open may have been closed by the server just before,
     which cannot be told from a server that died while it worked. No bound on connections: how many requests run is
     the caller's business. `trust_env` is off since a proxy set for the web must not swallow calls to a server of one's
-    own. In the clear nobody's certificate is looked at, and reading the authorities takes longer than a short request.
+    own. In the clear no certificate is looked at, and reading the authorities takes longer than a short request.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return {

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -247,3 +248,20 @@ def test_without_the_package_it_says_what_to_install(capsys: pytest.CaptureFixtu
         pytest.skip("ai-dynamo is installed")
     assert main(["dynamo"]) == 1
     assert "pip install -e '.[dynamo]'" in capsys.readouterr().err
+
+
+def test_without_a_package_that_it_needs_it_names_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dynamo" / "common").mkdir(parents=True)
+    (tmp_path / "dynamo" / "common" / "backend.py").write_text("import uvloop_that_is_not_there\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "dynamo"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "dflash_cli.dynamo_engine", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert main(["dynamo", "--triton", "127.0.0.1:1", "--served-model-name", "toy"]) == 1
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "dynamo"]:
+            del sys.modules[name]
+    assert "pip install uvloop_that_is_not_there" in capsys.readouterr().err

@@ -52,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo.common") is None:
         return fail(MISSING)
     leave_torch_out()
-    from dflash_cli.dynamo_engine import serve
+    try:
+        from dflash_cli.dynamo_engine import serve
+    except ModuleNotFoundError as error:
+        return fail(f"the package ai-dynamo needs {error.name}, which is missing: pip install {error.name}")
     from dflash_client import ClientError
 
     try:
