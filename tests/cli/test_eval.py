@@ -92,7 +92,7 @@ def test_ctrl_c_shows_and_writes_what_was_answered(tmp_path: Path) -> None:
                 break
         process.send_signal(signal.SIGINT)
         text, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, error
     assert "cancelled; this is what was answered until then" in error
     found = json.loads((out / "eval.json").read_text())
     assert 0 < found["overall"]["num_prompts"] == 200 - found["num_left_out"] < 200
