@@ -22,7 +22,7 @@ _context.set_forkserver_preload(["tests.mutations.preloaded"])
 
 def run_pytest(folder: Path, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
     """pytest's exit status in `folder`, below 0 when a signal ended it, None when it took too long; and what it
-    printed."""
+    printed. What pytest found stands, however its process ends then: libraries are taken down behind it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
     with tempfile.TemporaryDirectory(prefix="dflash-pytest-") as name:
         output = Path(name, "output")
@@ -33,6 +33,8 @@ def run_pytest(folder: Path, arguments: Sequence[str], timeout_s: float) -> tupl
         if status is None:
             os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
+        elif (found := Path(f"{output}.status")).exists():
+            status = int(found.read_text())
         return status, output.read_text(errors="replace")
 
 
@@ -55,4 +57,6 @@ def _in_child(folder: str, arguments: list[str], output: str) -> None:
 
     import pytest
 
-    sys.exit(int(pytest.main(arguments)))
+    status = int(pytest.main(arguments))
+    Path(f"{output}.status").write_text(str(status))
+    sys.exit(status)

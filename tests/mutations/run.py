@@ -96,7 +96,7 @@ def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) 
     if status is None:
         return None, f"not done after {timeout_s:g} s"
     if status > PYTEST_FAILED:
-        raise MutantError(f"pytest {' '.join(tests)} could not run:\n{output[-3000:]}")
+        raise MutantError(f"pytest {' '.join(tests)} could not run, status {status}:\n{output[-3000:]}")
     return status, output[-3000:]
 
 

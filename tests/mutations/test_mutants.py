@@ -77,6 +77,7 @@ def test_the_tests_notice(name: str, source_copy: Path) -> None:
         ("assert 1 + 1 == 3", 1, "1 failed"),
         ("import os; os.kill(os.getpid(), 11)", -11, ""),
         ("import time; time.sleep(60)", None, ""),
+        ("from multiprocessing.util import Finalize as F; F(None, __import__('os').abort, exitpriority=1)", 0, ""),
     ],
 )
 def test_how_tests_ended_is_told(body: str, status: int | None, printed: str, tmp_path: Path) -> None:
