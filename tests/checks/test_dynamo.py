@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +56,17 @@ def test_without_dynamo_it_says_what_to_install(
     monkeypatch.setattr("checks.dynamo.importlib.util.find_spec", lambda name: None)
     assert dynamo.main() == 2
     assert "ai-dynamo is not installed" in capsys.readouterr().err
+
+
+def test_a_program_that_ends_ends_the_wait_and_its_words_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dynamo, "START_S", 20.0)
+    with (
+        pytest.raises(RuntimeError, match="the model was not there when a program ended"),
+        dynamo.program("worker", ["platform_that_is_not_there"], tmp_path) as worker,
+    ):
+        dynamo.wait_until("the model", lambda: False, [worker])
+    said = capfd.readouterr().err
+    assert "worker (exit status 1)" in said
+    assert "No module named platform_that_is_not_there" in said
