@@ -1,4 +1,5 @@
-"""While drafting rests, when a few rows draft a little, so that it is noticed when drafting pays again, and which ones.
+"""While drafting rests, when a few rows draft a little, so that it is noticed when drafting pays again, and which ones;
+and while rows draft, when a step runs without drafts, so that its time is known.
 
 A probe costs time for nothing while the traffic stays as it is. So they come the more seldom the more a probe costs,
 and the more of them have failed one after the other.
@@ -14,6 +15,10 @@ PROBE_COST = 0.0125
 MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 # Each probe that failed makes the next ones rarer by this part of what they were at first, up to a factor.
 LATER_BY, LATEST = 0.25, 2.0
+# A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
+# then after twice as many each time, since one costs about half of what a step yields.
+MAX_UNCERTAINTY = 0.15
+MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 
 
 class Probes:
@@ -59,3 +64,25 @@ class Probes:
         chosen = [(self._next + turn) % num_rows for turn in range(num_probing)]
         self._next = (self._next + num_probing) % num_rows
         return chosen
+
+
+class Trials:
+    """Counts the steps between those without drafts while rows draft."""
+
+    def __init__(self) -> None:
+        self._since = 0  # steps since the last one
+        self._wait = MIN_STEPS_BETWEEN_TRIALS
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Go on by some steps."""
+        self._since += num_steps
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the last one was long enough ago."""
+        return self._since >= self._wait
+
+    def begin(self) -> None:
+        """Run one in the step that is planned now."""
+        self._since = 0
+        self._wait = min(2 * self._wait, MAX_STEPS_BETWEEN_TRIALS)

@@ -33,20 +33,17 @@ from dflash_backend.core.arrays import Floats
 from dflash_backend.core.draft_budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.core.probing import PROBE_DRAFTS, Probes
+from dflash_backend.core.probing import MAX_UNCERTAINTY, PROBE_DRAFTS, Probes, Trials
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
 Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
-# A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
-# then after twice as many each time, since one costs about half of what a step yields.
-MAX_UNCERTAINTY = 0.15
-MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. With few rows, where a step is short, what is decided again holds for twice as many each time.
-STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
+# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short, and
+# while drafting rests, which a probe that is accepted ends at once.
+STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW, MOST_STEPS_AT_REST = 4, 16, 8
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
@@ -105,13 +102,13 @@ class AdaptiveSpeculation:
         self._work = work
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
         self._num_rows = 0  # at the last decision
-        self._rested = False  # whether no row was to draft by the last choice
+        self.rests = False
+        """Whether no row was to draft by the last choice."""
         self._num_running = 0  # requests then
         self._age = 0  # steps since then
         self._interval = STEPS_BETWEEN_DECISIONS
         self._probes = Probes()
-        self._since_trial = 0
-        self._trial_wait = MIN_STEPS_BETWEEN_TRIALS
+        self._trials = Trials()
         self.uneven = UnevenDrafts(uneven_cost)
 
     @property
@@ -131,7 +128,7 @@ class AdaptiveSpeculation:
         """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
         not called for it. num_running: requests that run."""
         changed = abs(num_running - self._num_running) > MAX_CHANGE * self._num_running
-        if changed or not self._rested or self._age + 1 >= self._interval:
+        if changed or not self.rests or self._age + 1 >= self._interval:
             self._num_running = num_running
             return False
         self._age += 1
@@ -155,7 +152,7 @@ class AdaptiveSpeculation:
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
         self._stats.num_steps_without_drafts += not any(lengths)
-        self._rested = bool(self._lengths) and not any(self._lengths.values()) and not any(lengths)
+        self.rests = bool(self._lengths) and not any(self._lengths.values()) and not any(lengths)
         return lengths
 
     def _is_outdated(self, num_rows: int) -> bool:
@@ -169,7 +166,7 @@ class AdaptiveSpeculation:
             return [row.k for row in rows]  # no step has been timed
         self._num_rows = len(rows)
         self._probes.pass_steps(self._age)
-        self._since_trial += self._age
+        self._trials.pass_steps(self._age)
         self._age = 0
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
@@ -181,20 +178,25 @@ class AdaptiveSpeculation:
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
-        goes_on = self._lengths == before and len(rows) <= FEW_ROWS
-        self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW) if goes_on else STEPS_BETWEEN_DECISIONS
+        self._interval = min(2 * self._interval, self._longest_interval(before, len(rows)))
         if not any(lengths):
             self._probe(rows, lengths, line)
         else:
             self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
-                self._since_trial = 0
-                self._trial_wait = min(2 * self._trial_wait, MAX_STEPS_BETWEEN_TRIALS)
+                self._trials.begin()
                 lengths = [0] * len(rows)
         for row, length in zip(rows, lengths, strict=True):
             if not length:
                 row.effect.drift()
         return lengths
+
+    def _longest_interval(self, before: dict[int, int], num_rows: int) -> int:
+        """Steps that a decision may hold for, when `before` was the one before it."""
+        if self._lengths == before and num_rows <= FEW_ROWS:
+            return MOST_STEPS_OF_FEW
+        goes_on_resting = bool(before) and not any(before.values()) and not any(self._lengths.values())
+        return MOST_STEPS_AT_REST if goes_on_resting else STEPS_BETWEEN_DECISIONS
 
     def choose_budget(
         self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow]
@@ -389,7 +391,7 @@ class AdaptiveSpeculation:
 
     def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
         """Whether to run a step without drafts, since too little is known of its time."""
-        if self._since_trial < self._trial_wait:
+        if not self._trials.may_begin:
             return False
         shape = StepShape(num_rows + num_other, int(num_rows * position), int((num_rows + num_other) * position))
         return self.costs.uncertainty(shape) > MAX_UNCERTAINTY

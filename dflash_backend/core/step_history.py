@@ -16,8 +16,9 @@ from dflash_backend.core.step_time import StepTime
 # Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
 # again soon, shall not meet a long step each time.
 SEVERAL_TENANTS_S = 5.0
-# While drafting rests, one step of this many is taken in: it takes time, and tells little.
-PLAIN_STEPS = 4
+# While drafting rests, one step without drafts of this many is taken in, and after a while one of more: it takes time,
+# and tells little.
+EVERY, WHILE, THEN_EVERY = 4, 64, 16
 
 
 class StepHistory:
@@ -37,10 +38,9 @@ class StepHistory:
                 self.speculation.costs.observe(
                     StepShape.of_measured(step, config.drafter_work), step.target_s, step.draft_s
                 )
-        # Of the planned steps that have not been observed: prompt and decode tokens, and whether they are plain ones of
-        # single tokens while drafting rests.
+        # Of the planned steps that were not observed yet: prompt and decode tokens, and whether they are without drafts
+        # while drafting rests.
         self._num_tokens: dict[int, tuple[int, int, bool]] = {}
-        self._rests = False  # as of the last plan
         self._num_plain = 0  # such steps since another one was observed
         self._num_prefill_tokens = 0  # of the last plan
         self._several_until = 0.0  # until when the tenants count as several
@@ -58,8 +58,7 @@ class StepHistory:
         if self.speculation is None:
             return
         running = list(running)
-        self._rests = self.speculation.goes_on_resting(len(running))
-        if self._rests:
+        if self.speculation.goes_on_resting(len(running)):
             return  # none of them drafts, by the last decision, and each has been told so
         decoding = [request for request in running if not prefills_next(request)]
         drafting = [request for request in decoding if request.num_speculative_tokens]
@@ -99,7 +98,11 @@ class StepHistory:
         """Take in a step that was planned."""
         self._num_prefill_tokens = num_prefill_tokens
         num_tokens = plan.num_tokens
-        is_plain = self._rests and num_tokens == len(plan.rows)
+        is_plain = (
+            self.speculation is not None
+            and self.speculation.rests
+            and not any(row.num_draft or row.num_next_draft for row in plan.rows)
+        )
         self._num_tokens[plan.step_id] = num_prefill_tokens, num_tokens - num_prefill_tokens, is_plain
 
     def observe_drafts(self, request: Request, row: ScheduledRequest, result: RequestResult) -> None:
@@ -118,7 +121,7 @@ class StepHistory:
         if self.speculation is None:
             return
         self._num_plain = self._num_plain + 1 if is_plain else 0
-        if self._num_plain % PLAIN_STEPS:
+        if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):
             self.speculation.pass_step()
         else:
             shape = StepShape.of(plan.rows, self._config.drafter_work, sum(row.num_verified for row in result.rows))

@@ -15,6 +15,8 @@ from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.probing import MAX_STEPS_BETWEEN_PROBES
 from dflash_backend.core.speculation import (
     FIRST_STEPS,
+    MOST_STEPS_AT_REST,
+    MOST_STEPS_OF_FEW,
     TIE,
     AdaptiveSpeculation,
     SpeculatingRow,
@@ -294,7 +296,7 @@ def test_it_is_tried_now_and_then_for_ever() -> None:
     drafts = simulate(AdaptiveSpeculation(K), [False] * 1500)
     tried = [step for step, count in enumerate(drafts) if count and step > 100]
     gaps = [after - before for before, after in itertools.pairwise([100, *tried, 1500])]
-    assert max(gaps) <= MAX_STEPS_BETWEEN_PROBES + 8
+    assert max(gaps) <= MAX_STEPS_BETWEEN_PROBES + MOST_STEPS_AT_REST
     assert len(tried) < 0.1 * 1400
 
 
@@ -315,6 +317,20 @@ def test_what_runs_is_looked_at_again_when_it_changes() -> None:
     assert policy.goes_on_resting(8)
     assert policy.goes_on_resting(9)
     assert not policy.goes_on_resting(11)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most"), [(1, MOST_STEPS_OF_FEW), (8, MOST_STEPS_AT_REST), (64, MOST_STEPS_AT_REST)]
+)
+def test_while_drafting_rests_decisions_become_rarer(num_rows: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
+    decided, decide = [], policy._decide
+    monkeypatch.setattr(policy, "_decide", lambda *args: (decided.append(args), decide(*args))[1])
+    rows = [SpeculatingRow(K) for _ in range(num_rows)]
+    for _ in range(320):
+        if not policy.goes_on_resting(num_rows):
+            policy.choose(rows, 100.0, 0)
+    assert 320 // most <= len(decided) <= 320 // most + 5
 
 
 def test_an_accepted_probe_is_followed_by_a_decision_at_once() -> None:

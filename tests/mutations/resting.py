@@ -9,6 +9,20 @@ TESTS = ("tests/core/test_probing.py", "tests/core/test_speculation.py", "tests/
 
 RESTING_MUTANTS = (
     *mutants_of(
+        f"{CORE}/speculation.py",
+        TESTS,
+        (
+            "decisions stay as frequent while drafting rests",
+            "return MOST_STEPS_AT_REST if goes_on_resting else",
+            "return",
+        ),
+        (
+            "decisions become as rare while many rows draft",
+            "return MOST_STEPS_AT_REST if goes_on_resting else STEPS_BETWEEN_DECISIONS",
+            "return MOST_STEPS_AT_REST",
+        ),
+    ),
+    *mutants_of(
         f"{CORE}/probing.py",
         TESTS,
         ("the same row probes each time", "self._next = (self._next + num_probing) % num_rows", "pass"),
@@ -18,6 +32,11 @@ RESTING_MUTANTS = (
             "(1 + self._num_failed)",
         ),
         ("probes that fail do not become rarer", "self._num_failed += not self._succeeded", "pass"),
+        (
+            "steps without drafts stay as frequent while rows draft",
+            "self._wait = min(2 * self._wait, MAX_STEPS_BETWEEN_TRIALS)",
+            "pass",
+        ),
         (
             "a probe that was accepted is not followed by one",
             "return self._succeeded or self._since",
@@ -32,7 +51,16 @@ RESTING_MUTANTS = (
             "                self.choose_first_draft_length(request)\n",
             "                pass\n",
         ),
-        ("no step is taken in while drafting rests", "if self._num_plain % PLAIN_STEPS:", "if self._num_plain:"),
+        (
+            "no step is taken in while drafting rests",
+            "if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):",
+            "if is_plain:",
+        ),
+        (
+            "each step is taken in while drafting rests",
+            "if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):",
+            "if False:",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/pending_context.py",

@@ -34,8 +34,8 @@ SPECULATION_MUTANTS = (
         ),
         (
             "drafting rests for ever",
-            "if changed or not self._rested or self._age + 1 >= self._interval:",
-            "if changed or not self._rested:",
+            "if changed or not self.rests or self._age + 1 >= self._interval:",
+            "if changed or not self.rests:",
         ),
         (
             "steps that rest are not counted",
@@ -124,8 +124,8 @@ SPECULATION_MUTANTS = (
     Mutant(
         "a decision to draft holds on, however many drafts it is for",
         f"{CORE}/speculation.py",
-        "goes_on = self._lengths == before and",
-        "goes_on = any(before.values()) == any(lengths) and",
+        "if self._lengths == before and num_rows <= FEW_ROWS:",
+        "if any(self._lengths.values()) == any(before.values()) and num_rows <= FEW_ROWS:",
         ("tests/benchmarks/test_adaptive_simulation.py",),
     ),
     *mutants_of(
