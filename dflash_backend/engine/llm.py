@@ -18,10 +18,12 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.build import BuiltEngine, Progress, build_engine
+from dflash_backend.engine.interrupts import HeldInterrupt
 from dflash_backend.messages import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    RequestRejected,
     RequestStats,
     SamplingParams,
     TokenLogprobs,
@@ -110,7 +112,8 @@ class LLM:
         `generate("...", max_tokens=8, temperature=0)`. An output has `n` completions, each with a seed of its own.
         `on_finished` is called with the index and the output of each finished prompt. Raises `ParameterError` for a bad
         parameter and `RequestError` for a prompt that cannot be served, which may show only as it runs; the other
-        prompts are aborted then.
+        prompts are aborted then. So are all after Ctrl-C, which ends it behind the step that runs; a second one ends it
+        at once, and then another `LLM` is needed.
         """
         batch = _as_batch(prompts)
         states = [
@@ -186,24 +189,35 @@ class LLM:
         eos = self.tokenizer.eos_token_ids
         running: dict[str, RequestState] = {}
         waiting = ((state, request) for state in states for request in state.generation_requests(eos))
+        whole = HeldInterrupt()
         try:
-            self._feed(waiting, running)
-            while core.has_unfinished():
-                outputs = core.step()
-                for delta in outputs.deltas:
-                    state = running[delta.request_id]
-                    stopped_at = state.add(delta).stopped_at
-                    if stopped_at is not None:
-                        core.abort([delta.request_id], {delta.request_id: stopped_at})
-                    if stopped_at is not None or delta.finish_reason is not None:
-                        del running[delta.request_id]
-                        if state.finished:
-                            yield state
-                for failure in outputs.rejected:
-                    raise RequestError(failure.status, failure.message)
+            with whole:
                 self._feed(waiting, running)
+            while core.has_unfinished():
+                with whole:
+                    finished, rejected = self._step(running)
+                    self._feed(waiting, running)
+                yield from finished
+                for failure in rejected:
+                    raise RequestError(failure.status, failure.message)
         finally:
-            core.abort(list(running))
+            with whole:
+                core.abort(list(running))
+
+    def _step(self, running: dict[str, RequestState]) -> tuple[list[RequestState], list[RequestRejected]]:
+        """Run a step; the requests that it finishes, and those that cannot be served."""
+        core, finished = self.engine.core, []
+        outputs = core.step()
+        for delta in outputs.deltas:
+            state = running[delta.request_id]
+            stopped_at = state.add(delta).stopped_at
+            if stopped_at is not None:
+                core.abort([delta.request_id], {delta.request_id: stopped_at})
+            if stopped_at is not None or delta.finish_reason is not None:
+                del running[delta.request_id]
+                if state.finished:
+                    finished.append(state)
+        return finished, outputs.rejected
 
     def _feed(
         self, waiting: Iterator[tuple[RequestState, GenerationRequest]], running: dict[str, RequestState]

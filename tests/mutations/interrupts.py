@@ -1,0 +1,29 @@
+"""Defects of Ctrl-C in the offline API."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+TESTS = ("tests/engine/test_interrupts.py",)
+
+INTERRUPT_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/engine/interrupts.py",
+        TESTS,
+        ("Ctrl-C ends a step within it", "        self._came = True\n", "        raise KeyboardInterrupt\n"),
+        ("Ctrl-C is forgotten", "if self._came and error is None:", "if False:"),
+        ("a second Ctrl-C waits as well", "        if self._came:\n", "        if False:\n"),
+        ("Ctrl-C hides a step's own error", "if self._came and error is None:", "if self._came:"),
+        ("a program's own handling of Ctrl-C is set aside", "is signal.default_int_handler\n", "is not None\n"),
+        ("other threads take signals as well", "threading.current_thread() is threading.main_thread()", "True"),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/llm.py",
+        TESTS,
+        (
+            "what runs goes on after Ctrl-C",
+            "            with whole:\n                core.abort(list(running))\n",
+            "            pass\n",
+        ),
+    ),
+)
