@@ -277,8 +277,14 @@ class _CheckpointFiles(WeightSource):
         if self._progress is not None and (ended or now - self._reported > REPORT_S):
             self._reported = now
             rate = self._read / max(now - self._began, 1e-9)
-            sizes = f"{self._read / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s"
+            sizes = f"{part_of_bytes(self._read, self._total)}, {rate / 1e9:.2f} GB/s"
             self._progress(f"{header.file.name}: {sizes}", self._read / self._total)
+
+
+def part_of_bytes(part: int, whole: int) -> str:
+    """As in `0.25 of 1.50 GB`, or in MB where the whole has no GB."""
+    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+    return f"{part / size:.2f} of {whole / size:.2f} {unit}"
 
 
 def load_weights(

@@ -135,7 +135,7 @@ def test_only_a_gpus_tensors_are_read_ahead() -> None:
 def test_progress_says_the_file_the_bytes_and_their_rate(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, float]] = []
     load_weights(directory, read, torch.float32, CPU, progress=lambda *args: heard.append(args))
-    form = re.compile(r"\d.safetensors: \d+\.\d\d of 0\.00 GB, \d+\.\d\d GB/s")
+    form = re.compile(r"\d.safetensors: \d+\.\d\d of \d+\.\d\d MB, \d+\.\d\d GB/s")
     assert len(heard) == NUM_SHARDS
     assert all(form.fullmatch(message) for message, _ in heard), heard
     assert [share for _, share in heard] == sorted({share for _, share in heard})
@@ -144,3 +144,10 @@ def test_progress_says_the_file_the_bytes_and_their_rate(directory: Path, monkey
     heard.clear()
     load_weights(directory, read, torch.float32, CPU, progress=lambda *args: heard.append(args))
     assert len(heard) == len(NAMES), "a large file says nothing before its end"
+
+
+def test_bytes_are_in_a_unit_that_shows_them() -> None:
+    assert weights.part_of_bytes(2_500_000, 10_000_000) == "2.50 of 10.00 MB"
+    assert weights.part_of_bytes(2_500_000_000, 10_000_000_000) == "2.50 of 10.00 GB"
+    assert weights.part_of_bytes(0, 999_999_999) == "0.00 of 1000.00 MB"
+    assert weights.part_of_bytes(0, 1_000_000_000) == "0.00 of 1.00 GB"
