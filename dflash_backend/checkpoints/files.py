@@ -169,3 +169,9 @@ def broken_file(file: Path, error: Exception) -> CheckpointError:
 def code_files(directory: Path) -> list[str]:
     """The Python files of a checkpoint, which are never run."""
     return sorted(path.name for path in directory.glob("*.py"))
+
+
+def part_of_bytes(part: int, whole: int) -> str:
+    """As in `0.25 of 1.50 GB`, or in MB where the whole has no GB."""
+    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+    return f"{part / size:.2f} of {whole / size:.2f} {unit}"

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.decoder_fields import DTYPES
-from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
+from dflash_backend.checkpoints.files import TensorHeader, broken_file, part_of_bytes, read_headers
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
@@ -279,12 +279,6 @@ class _CheckpointFiles(WeightSource):
             rate = self._read / max(now - self._began, 1e-9)
             sizes = f"{part_of_bytes(self._read, self._total)}, {rate / 1e9:.2f} GB/s"
             self._progress(f"{header.file.name}: {sizes}", self._read / self._total)
-
-
-def part_of_bytes(part: int, whole: int) -> str:
-    """As in `0.25 of 1.50 GB`, or in MB where the whole has no GB."""
-    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
-    return f"{part / size:.2f} of {whole / size:.2f} {unit}"
 
 
 def load_weights(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_backend.checkpoints import CheckpointError, read_ahead, weights
-from dflash_backend.checkpoints.files import read_headers
+from dflash_backend.checkpoints.files import part_of_bytes, read_headers
 from dflash_backend.checkpoints.read_ahead import ReadAhead
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 
@@ -147,7 +147,7 @@ def test_progress_says_the_file_the_bytes_and_their_rate(directory: Path, monkey
 
 
 def test_bytes_are_in_a_unit_that_shows_them() -> None:
-    assert weights.part_of_bytes(2_500_000, 10_000_000) == "2.50 of 10.00 MB"
-    assert weights.part_of_bytes(2_500_000_000, 10_000_000_000) == "2.50 of 10.00 GB"
-    assert weights.part_of_bytes(0, 999_999_999) == "0.00 of 1000.00 MB"
-    assert weights.part_of_bytes(0, 1_000_000_000) == "0.00 of 1.00 GB"
+    assert part_of_bytes(2_500_000, 10_000_000) == "2.50 of 10.00 MB"
+    assert part_of_bytes(2_500_000_000, 10_000_000_000) == "2.50 of 10.00 GB"
+    assert part_of_bytes(0, 999_999_999) == "0.00 of 1000.00 MB"
+    assert part_of_bytes(0, 1_000_000_000) == "0.00 of 1.00 GB"
