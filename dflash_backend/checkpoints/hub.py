@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dflash_backend.checkpoints.files import READ_PATTERNS
+from dflash_backend.checkpoints.files import READ_PATTERNS, part_of_bytes
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import first_line
 
@@ -50,8 +50,7 @@ class DownloadProgress:
         self._seen = [*self._seen[-15:], (now, have)]
         then, had = self._seen[0]
         rate = (have - had) / (now - then) if now > then else 0.0
-        unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
-        text = f"downloading {self._name}: {have / unit:.2f} of {self._total / unit:.2f} {name}"
+        text = f"downloading {self._name}: {part_of_bytes(have, self._total)}"
         if rate <= 0:
             return text
         return f"{text}, {rate / 1e6:.1f} MB/s, about {_duration((self._total - have) / rate)} left"
