@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,3 +24,20 @@ def scaled(count: int, at_least: int = 1) -> int:
 def by_night(*values: Any) -> Any:
     """A parameter, or some at once, whose test `make test` leaves to `make nightly`."""
     return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def others_by_night(values: Iterable[str], by_day: Collection[str]) -> list[Any]:
+    """The values as parameters, of which `make test` has those of `by_day`, and `make nightly` the others."""
+    values = list(values)
+    assert set(by_day) <= set(values), f"no such case: {set(by_day) - set(values)}"
+    return [value if value in by_day else by_night(value) for value in values]
+
+
+def one_in(count: int, *axes: Sequence[Any]) -> list[Any]:
+    """Every combination of the values of all axes, of which `make test` has one in `count`: each value of an axis with
+    others of the next, and `make nightly` has all."""
+    found = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        found.append(pytest.param(*values) if sum(places) % count == 0 else by_night(*values))
+    return found

@@ -103,5 +103,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=scaled(120, at_least=40), stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=scaled(60, at_least=40), stateful_step_count=30, deadline=None, derandomize=True
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.drafters.drafts import make_demo_dflash2, make_dflash2
+from tests.scale import by_night
 from tests.test_device_lossless import (
     FORMS,
     REQUESTS,
@@ -22,6 +23,10 @@ from tests.tiny_models import make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+# The same steps in another order, or without padding, which the target's own tests have.
+BY_NIGHT = ("no overlap", "ragged steps alone")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,10 @@ def test_texts_are_the_targets_own(alone: Result, drafted: Result) -> None:
     assert drafted.num_drafted > drafted.num_accepted > 100
 
 
-@pytest.mark.parametrize(("settings", "options"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [pytest.param(*way, id=name, marks=pytest.mark.nightly if name in BY_NIGHT else []) for name, way in WAYS.items()],
+)
 def test_the_padded_steps_of_a_gpu_have_the_same_drafts(
     settings: dict[str, Any], options: dict[str, Any], prompts: list[list[int]], draft: str, drafted: Result
 ) -> None:
@@ -61,15 +69,15 @@ def test_the_padded_steps_of_a_gpu_have_the_same_drafts(
     assert run(built, prompts) == drafted
 
 
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("form", [by_night("on a CPU"), by_night("any number"), "shapes"])
 def test_shorter_blocks_as_the_load_asks_change_no_text(
-    options: dict[str, Any] | None, prompts: list[list[int]], draft: str, alone: Result
+    form: str, prompts: list[list[int]], draft: str, alone: Result
 ) -> None:
     built = engine(**SETTINGS, draft_model=draft, adaptive_speculation=True)
-    check_adaptive_texts(built, options, prompts, alone)
+    check_adaptive_texts(built, FORMS[form], prompts, alone)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [by_night(False), True])
 def test_walks_with_the_requests_noise_change_no_text(
     padded: bool, prompts: list[list[int]], draft: str, alone: Result, drafted: Result
 ) -> None:

@@ -48,23 +48,34 @@ def expected(target: str) -> dict[str, list[int]]:
     return outputs(built_engine(target, "", enable_prefix_caching=False)).tokens
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"num_speculative_tokens": 1},
-        {"num_speculative_tokens": 12, "prompt_lookup_min": 1},
-        {"prompt_lookup_max": 1},
-        {"max_num_batched_tokens": 24},
-        {"enable_prefix_caching": False},
-        {"kv_cache_gb": 0.0003, "enable_prefix_caching": False},
-        {"max_num_seqs": 1},
-        {"draft_temperature_ratio": 1.0},
-        {"max_model_len": 93},
-    ],
-    ids=str,
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_speculative_tokens": 1},
+    {"num_speculative_tokens": 12, "prompt_lookup_min": 1},
+    {"prompt_lookup_max": 1},
+    {"max_num_batched_tokens": 24},
+    {"enable_prefix_caching": False},
+    {"kv_cache_gb": 0.0003, "enable_prefix_caching": False},
+    {"max_num_seqs": 1},
+    {"draft_temperature_ratio": 1.0},
+    {"max_model_len": 93},
 )
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_device"),
+    [
+        # By day every other one on each, and by night all.
+        pytest.param(
+            settings,
+            on_device,
+            id=f"{'device' if on_device else 'host'}-{settings}",
+            marks=[] if (number + on_device) % 2 else pytest.mark.nightly,
+        )
+        for on_device in (False, True)
+        for number, settings in enumerate(WAYS)
+    ],
+)
 def test_the_text_is_that_of_the_target_alone(
     target: str, expected: dict[str, list[int]], settings: dict[str, Any], on_device: bool
 ) -> None:
@@ -80,11 +91,13 @@ def test_the_text_is_that_of_the_target_alone(
 
 
 @pytest.mark.slow
-def test_our_kernels_give_it_too(target: str, expected: dict[str, list[int]]) -> None:
-    settings = {"max_num_seqs": 2, "max_model_len": 96, "num_speculative_tokens": 3}
-    built = triton_engine(target_model=target, draft_model="ngram", **settings)
-    found = outputs_of(built, PROMPTS[:2], [{**own, "max_tokens": 8} for own in MIXED[:2]])
-    assert found.tokens == {name: expected[name][:8] for name in ("0", "1")}
+def test_our_kernels_give_it_too(tmp_path: Path) -> None:
+    make_target(tmp_path, num_hidden_layers=2)
+    settings = {"max_num_seqs": 2, "max_model_len": 96, "num_speculative_tokens": 3, "target_model": str(tmp_path)}
+    sampling = [{**own, "max_tokens": 8} for own in MIXED[:2]]
+    built = triton_engine(draft_model="ngram", **settings)
+    expected = outputs_of(engine(**settings | {"draft_model": "", "num_speculative_tokens": 0}), PROMPTS[:2], sampling)
+    assert outputs_of(built, PROMPTS[:2], sampling).tokens == expected.tokens
 
 
 def test_a_prefix_hit_changes_neither_text_nor_drafts(target: str) -> None:

@@ -59,9 +59,10 @@ def _run(source: str, function: str, *arguments: object) -> None:
 class Fork:
     """A process that runs a function of this file; as `subprocess.Popen`, as far as ranks are concerned."""
 
-    def __init__(self, function: str, *arguments: object) -> None:
+    def __init__(self, function: str, *arguments: object, daemon: bool = True) -> None:
+        """daemon: whether it ends with this process, and can start none."""
         arguments = dflash_backend.__file__, function, *arguments
-        self._process = _context.Process(target=_run, args=arguments, daemon=True)
+        self._process = _context.Process(target=_run, args=arguments, daemon=daemon)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -157,6 +158,28 @@ def over_the_network(patch: pytest.MonkeyPatch) -> None:
         return RemoteRanks(Shard(0, size), ForkLauncher())
 
     patch.setattr("dflash_backend.engine.ranks.ray_ranks", ranks)
+
+
+def start_engine(models: dict[str, str], **settings: Any) -> tuple[Fork, list[int]]:
+    """An engine in a process of its own, which has answered a request, and the processes of its ranks, which are
+    reached over the network."""
+    ours, theirs = _context.Pipe()
+    with theirs:
+        process = Fork("run_engine", theirs, models, settings, daemon=False)
+    return process, ours.recv()
+
+
+def run_engine(connection: Connection, models: dict[str, str], settings: dict[str, Any]) -> None:
+    """In a fork, which makes its ranks of itself."""
+    global _context
+    from tests.worker.engines import engine, outputs_of
+
+    _context = multiprocessing.get_context("fork")
+    over_the_network(pytest.MonkeyPatch())
+    built = engine(**models, **settings)
+    outputs_of(built, [[5, 6, 7]], [{"temperature": 0.0, "max_tokens": 8}])
+    connection.send([process.pid for process in multiprocessing.active_children()])
+    time.sleep(600)
 
 
 class PausedStep:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +27,17 @@ from dflash_backend.models.parallel import Follower, RankLostError
 from dflash_backend.models.vocabulary import Sums
 from tests.engine import rank_forks
 from tests.engine.rank_forks import ForkLauncher, PausedStep
-from tests.engine.test_ranks import PROMPTS, SETTINGS, end, group, lives, texts, texts_until_lost
+from tests.engine.test_ranks import (
+    PROMPTS,
+    SAMPLINGS,
+    SETTINGS,
+    assert_same_texts,
+    end,
+    group,
+    lives,
+    texts,
+    texts_until_lost,
+)
 from tests.scale import by_night
 from tests.tiny_models import make_pair
 from tests.waiting import eventually
@@ -37,18 +45,6 @@ from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 RAY = {"distributed_executor": "ray"}
-# The engine in a process of its own, that is killed while its ranks wait for a pass.
-ENGINE = """
-import sys
-import pytest
-from tests.engine import test_remote_ranks as tests
-tests.rank_forks.over_the_network(pytest.MonkeyPatch())
-built = tests.engine(target_model=sys.argv[1], draft_model=sys.argv[2], **tests.SETTINGS, **tests.RAY,
-                     tensor_parallel_size=2)
-tests.texts(built, temperature=0.0)
-print(*tests.pids(built), flush=True)
-tests.time.sleep(600)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +69,7 @@ def pids(built: BuiltEngine) -> list[int]:
 def test_ranks_over_the_network_give_the_text_of_one_and_end_with_the_engine(pair: dict[str, str], size: int) -> None:
     alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=size)
     assert isinstance(group(shared).reduce, NetworkSum)
-    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
-        assert texts(shared, **sampling) == texts(alone, **sampling)
+    assert_same_texts(shared, alone, SAMPLINGS)
     assert shared.core.stats().prefix_cache_hits > 0
     ranks = pids(shared)
     assert all(map(lives, ranks))
@@ -83,18 +78,19 @@ def test_ranks_over_the_network_give_the_text_of_one_and_end_with_the_engine(pai
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
-    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered for 3.5 s")],
+    ("size", "number", "words"),
+    [(4, signal.SIGKILL, "has ended"), (2, signal.SIGSTOP, "has not answered for 3.5 s")],
 )
 def test_the_loss_of_a_rank_ends_the_engine_and_is_named(
-    pair: dict[str, str], number: signal.Signals, words: str
+    pair: dict[str, str], size: int, number: signal.Signals, words: str
 ) -> None:
-    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=size)
     texts(built, temperature=0.0)
     ranks = pids(built)
-    os.kill(ranks[1], number)
+    lost = size // 2
+    os.kill(ranks[lost - 1], number)
     since = time.monotonic()
-    with pytest.raises(RankLostError, match=f"rank 2 on machine 2 {words}"):
+    with pytest.raises(RankLostError, match=f"rank {lost} on machine {lost} {words}"):
         texts_until_lost(built)
     silence_s = NETWORK_SILENCE_S + HEARTBEAT_MS / 1000 if number == signal.SIGSTOP else 0
     assert time.monotonic() - since < silence_s + 1
@@ -138,13 +134,12 @@ def test_what_a_rank_fails_of_is_told(pair: dict[str, str]) -> None:
 
 
 def test_ranks_end_with_an_engine_that_is_killed(pair: dict[str, str]) -> None:
-    command = [sys.executable, "-c", ENGINE, pair["target_model"], pair["draft_model"]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        ranks = [int(word) for word in process.stdout.readline().split()]
-        assert len(ranks) == 1
-        assert lives(ranks[0])
-        process.kill()
+    """While they wait for a pass."""
+    process, ranks = rank_forks.start_engine(pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    assert len(ranks) == 1
+    assert lives(ranks[0])
+    process.kill()
+    process.wait()
     try:
         eventually(lambda: not any(map(lives, ranks)))
     finally:

@@ -3,11 +3,11 @@
 The interpreter takes kernels that the compiler refuses, such as a variable of two types. Run by the tests as a process
 of its own, since a kernel is either interpreted or compiled from its definition on:
 
-    python -m tests.kernels.compile_only MODULE
+    python -m tests.kernels.compile_only MODULE ...
 
-imports MODULE, whose `launches()` calls the kernels' functions with tensors on the CPU, and prints each kernel's name
-once it has been compiled for Hopper, whose shared memory it must fit. What the functions return is as undefined as any
-memory that was not written.
+imports each MODULE, whose `launches()` calls the kernels' functions with tensors on the CPU, and prints the module and
+each kernel's name once it has been compiled for Hopper, whose shared memory it must fit. What the functions return is
+as undefined as any memory that was not written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +77,35 @@ def compiled_for(arch: int, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def compiled_kernels(module: str) -> set[str]:
-    """Names of the kernels that `module`'s launches compile. Raises `AssertionError` with the compiler's message when
-    one does not compile."""
+def compiled_kernels(modules: Sequence[str]) -> dict[str, set[str]]:
+    """Names of the kernels that each module's launches compile. Raises `AssertionError` with the compiler's message
+    when one does not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_only", module]
+    command = [sys.executable, "-m", "tests.kernels.compile_only", *modules]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return set(done.stdout.split())
+    found: dict[str, set[str]] = {module: set() for module in modules}
+    for line in done.stdout.splitlines():
+        module, _, name = line.partition(" ")
+        found[module].add(name)
+    return found
 
 
-def main(module: str) -> None:
-    """Compile everything that `module` launches."""
+def main(modules: Sequence[str]) -> None:
+    """Compile everything that the modules launch."""
     from triton.runtime.jit import JITFunction
 
-    JITFunction.run = compile_launch
-    importlib.import_module(module).launches()
+    current = ""
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        print(current, end=" ")
+        compile_launch(kernel, *args, **kwargs)
+
+    # Before the kernels are imported, which keep it.
+    JITFunction.run = run
+    for current in modules:
+        importlib.import_module(current).launches()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Compiles the kernels that are launched before the one before them has ended, and says what PTX they become; a
 program, since a kernel is either interpreted or compiled from its definition on.
 
-    python -m tests.kernels.dependent_launches [--attention] ARCH ...
+    python -m tests.kernels.dependent_launches ARCH ...
 
 prints for each kernel and architecture its name, whether the launch is a dependent one, and what `describe` counts.
 """
@@ -58,7 +58,7 @@ def report(arch: int, kernel: Any, *args: Any, grid: object = None, warmup: bool
         print(f"{kernel.__name__} {arch} pdl={int(compiled.metadata.launch_pdl)} {describe(compiled.asm['ptx'])}")
 
 
-def main(archs: list[int], attention: bool) -> None:
+def main(archs: list[int]) -> None:
     """Entry point."""
     from triton.runtime.jit import JITFunction
 
@@ -68,11 +68,11 @@ def main(archs: list[int], attention: bool) -> None:
     dependent_launch.use_dependent_launch(True)
     left = archs
     while left:
-        launch(attention)
+        launch()
         left = left[1:]
 
 
-def launch(attention: bool) -> None:
+def launch() -> None:
     """Each of the kernels; of attention, rows that share workers."""
     from dflash_kernels.gelu_mul import gelu_mul
     from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
@@ -80,9 +80,7 @@ def launch(attention: bool) -> None:
     from dflash_kernels.silu_mul import silu_mul
     from tests.kernels.model_launches import attend, zeros
 
-    if attention:
-        attend([16] * 8, causal=True)
-        return
+    attend([16] * 8, causal=True)
     add_rms_norm(zeros(2, 256), zeros(2, 256), zeros(256), 1e-6)
     silu_mul(zeros(2, 256))
     gelu_mul(zeros(2, 256))
@@ -91,4 +89,4 @@ def launch(attention: bool) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:] if each.isdigit()], "--attention" in sys.argv)
+    main([int(each) for each in sys.argv[1:]])

@@ -49,8 +49,14 @@ FILES["step_launches"] = sorted(KERNELS.keys() - {file for files in FILES.values
 MODULES = [module for module in FILES if module != "model_launches" or SCALE >= 4]
 
 
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, set[str]]:
+    """The kernels of each module, by one process, of which each would take two seconds to import torch."""
+    return compiled_kernels([f"tests.kernels.{module}" for module in MODULES])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
-def test_every_kernel_compiles_for_hopper(module: str) -> None:
+def test_every_kernel_compiles_for_hopper(module: str, compiled: dict[str, set[str]]) -> None:
     expected = set().union(*(KERNELS[file] for file in FILES[module]))
-    assert compiled_kernels(f"tests.kernels.{module}") == expected != set()
+    assert compiled[f"tests.kernels.{module}"] == expected != set()

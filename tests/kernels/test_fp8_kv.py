@@ -11,6 +11,7 @@ from dflash_kernels.fp8_kv import LARGEST, decode_e4m3, dequantise_kv_reference,
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write, qk_norm_rope_write_reference
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, random, rotary_tables
 from tests.kernels.test_paged_attention import Case
+from tests.scale import one_in
 
 NUM_SLOTS, EPS = 24, 1e-6
 
@@ -102,12 +103,13 @@ def test_attention_over_fp8_for_any_pattern_and_number_of_splits(causal: bool, w
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "block_size"), [((1, 1), 64, 16), ((6, 3), 80, 5), ((5, 1), 16, 1), ((16, 8), 64, 64)]
+    ("shape", "sink"),
+    one_in(2, [((1, 1), 64, 16), ((6, 3), 80, 5), ((5, 1), 16, 1), ((16, 8), 64, 64)], [1.0, None]),
 )
-@pytest.mark.parametrize("sink", [None, 1.0])
 def test_attention_over_fp8_for_any_heads_blocks_and_sinks(
-    heads: tuple[int, int], head_dim: int, block_size: int, sink: float | None
+    shape: tuple[tuple[int, int], int, int], sink: float | None
 ) -> None:
+    heads, head_dim, block_size = shape
     case = Case([2, 1], [37, 18], heads=heads, head_dim=head_dim, block_size=block_size, sink=sink, fp8=True)
     for splits in (1, 3):
         case.check(True, None, splits)

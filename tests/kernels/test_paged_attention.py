@@ -14,7 +14,7 @@ from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night, one_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -132,12 +132,12 @@ def test_any_pattern_and_number_of_splits(causal: bool, window: int | None, spli
     Case([3, 2], [61, 7], heads=(2, 1)).check(causal, window, splits)
 
 
-@pytest.mark.parametrize("loop", ["split", "overlapped"])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("causal", [True, False])
 # None, a block, no block that all of a tile's queries see, some of them; and, in `make nightly`, itself alone and more
 # than any row.
-@pytest.mark.parametrize("window", [None, 16, 20, 50, *((1, 1000) if SCALE >= 4 else ())])
+@pytest.mark.parametrize(
+    ("loop", "splits", "causal", "window"),
+    one_in(2, ["split", "overlapped"], [1, 3], [True, False], [None, 16, 20, 50, *((1, 1000) if SCALE >= 4 else ())]),
+)
 def test_blocks_that_all_queries_see_need_no_masks(loop: str, splits: int, causal: bool, window: int | None) -> None:
     """Tiles of 16 queries behind 0, 1, 15, 16, 66 and 100 positions; the last one is in a share by itself."""
     lens, behind = [40, 17, 3, 16, 33, 1], [0, 1, 15, 16, 66, 100]
@@ -145,10 +145,12 @@ def test_blocks_that_all_queries_see_need_no_masks(loop: str, splits: int, causa
     case.compare(case.run(causal, window, splits, loop=loop), causal, window)
 
 
-@pytest.mark.parametrize("loop", ["split", "overlapped"])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 80), ((5, 1), 64), ((3, 1), 24)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_loops_without_masks_for_any_heads_and_kv(loop: str, heads: tuple[int, int], head_dim: int, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("loop", "shape", "fp8"),
+    one_in(2, ["split", "overlapped"], [((4, 2), 80), ((5, 1), 64), ((3, 1), 24)], [False, True]),
+)
+def test_loops_without_masks_for_any_heads_and_kv(loop: str, shape: tuple[tuple[int, int], int], fp8: bool) -> None:
+    heads, head_dim = shape
     case = Case([9, 2], [71, 50], heads=heads, head_dim=head_dim, block_size=5, fp8=fp8, sink=0.5)
     case.compare(case.run(True, None, 1, loop=loop), True, None)
     case.compare(case.run(True, 40, 2, loop=loop), True, 40)
@@ -194,7 +196,7 @@ def test_queries_that_see_nothing_of_a_piece_that_others_see(causal: bool, windo
     Case([34], [38], heads=(1, 1), dtype=torch.float16).check(causal, window, splits)
 
 
-@pytest.mark.parametrize("most", [1, 6, 20])
+@pytest.mark.parametrize("most", [by_night(1), 6, by_night(20)])
 def test_tiles_that_are_merged_by_few_programs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Programs take several parts of a tile each where tiles are many, most of them without queries."""
     monkeypatch.setattr("dflash_kernels.attention_merge.MAX_PROGRAMS", most)
@@ -229,13 +231,14 @@ def test_lengths_below_their_bounds_and_padding_give_zeros(splits: int, causal: 
     assert not case.run(causal, window, splits)[6:9].any()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("bound", [4, 20])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 7)])
+@pytest.mark.parametrize(
+    ("splits", "bound", "pattern"), one_in(2, [1, 3], [4, 20], [(True, None), (False, None), (True, 7)])
+)
 def test_rows_of_any_length_within_one_bound_leave_each_other_alone(
-    splits: int, bound: int, causal: bool, window: int | None
+    splits: int, bound: int, pattern: tuple[bool, int | None]
 ) -> None:
     """A captured graph whose rows share its tokens: behind a row's last query lies the next row's first."""
+    causal, window = pattern
     case = Case([3, 1, 0, 4, 2], [45, 20, 0, 9, 33], query_bounds=[bound] * 5, packed=True, heads=(2, 1))
     case.check(causal, window, splits)
     assert not case.run(causal, window, splits)[10:].any()

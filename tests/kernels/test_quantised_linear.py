@@ -23,6 +23,7 @@ from dflash_kernels.quantised_linear import (
 )
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, MXFP4, QuantisedWeight, pack, run_of, unpack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
+from tests.scale import one_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Rows, columns, and how many of them share a scale.
@@ -87,9 +88,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype] * size, rtol=0)
 
 
-@pytest.mark.parametrize("name", FP8_SHAPES)
-@pytest.mark.parametrize("reading", [BY_INTEGERS, BY_FLOAT32, DIRECTLY])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("name", "reading", "dtype"),
+    one_in(3, list(FP8_SHAPES), [BY_INTEGERS, BY_FLOAT32, DIRECTLY], list(TOLERANCE)),
+)
 def test_fp8_products_equal_the_reference_however_codes_are_read(name: str, reading: int, dtype: torch.dtype) -> None:
     if DEVICE == "cuda":  # the compiler for an older one knows no e4m3
         reading = min(reading, products.reading_on(torch.device(DEVICE)))
@@ -130,9 +132,7 @@ def test_every_code_of_mxfp4_under_every_scale_is_its_number_to_the_bit() -> Non
     assert torch.equal(found, weight.dequantised(torch.float32))
 
 
-@pytest.mark.parametrize("name", FP8_SHAPES)
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("name", "zeros", "dtype"), one_in(2, list(FP8_SHAPES), [False, True], list(TOLERANCE)))
 def test_int8_products_equal_the_reference(name: str, zeros: bool, dtype: torch.dtype) -> None:
     weight = int8(*FP8_SHAPES[name], zeros=zeros)
     x, bias = random(21, weight.shape[1], seed=1).to(dtype), random(weight.shape[0], seed=2).to(dtype)

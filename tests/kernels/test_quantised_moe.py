@@ -25,6 +25,7 @@ from dflash_kernels.quantised_moe import (
 from dflash_kernels.quantised_weight import QuantisedWeight, WeightStack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
 from tests.kernels.test_quantised_linear import TOLERANCE, fp8, int4, int8, mxfp4
+from tests.scale import one_in
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 128, 64
 Make = Callable[..., QuantisedWeight]
@@ -92,8 +93,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2 * TOLERANCE[found.dtype] * size, rtol=0)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), one_in(2, list(SCHEMES), DTYPES))
 def test_experts_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     case = Case(SCHEMES[name], dtype=dtype)
     assert_close(quantised_experts_mlp(*case.inputs), case.expected())
@@ -115,8 +115,7 @@ def test_the_reference_is_that_of_each_experts_own_numbers(name: str) -> None:
     assert_close(case.expected(), torch.stack(outputs))
 
 
-@pytest.mark.parametrize("reading", [BY_INTEGERS, BY_FLOAT32, DIRECTLY])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("reading", "dtype"), one_in(2, [BY_INTEGERS, BY_FLOAT32, DIRECTLY], list(TOLERANCE)))
 def test_fp8_experts_are_the_same_however_codes_are_read(reading: int, dtype: torch.dtype) -> None:
     if DEVICE == "cuda":  # the compiler for an older one knows no e4m3
         reading = min(reading, quantised_linear.reading_on(torch.device(DEVICE)))

@@ -57,7 +57,7 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.scale import by_night
+from tests.scale import by_night, others_by_night
 from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -81,6 +81,8 @@ UNQUANTISED = ["lm_head", "re:.*mlp[.]gate$"]
 SMALL_BLOCKS = {"weight_block_size": [32, 32]}
 ONE_ORDER = {name: each for name, each in FORMATS.items() if "order" not in name}
 OF_EXPERTS = ONE_ORDER | {"fp8 in small blocks": (fp8_block(32, 32), FP8_BLOCK | SMALL_BLOCKS, FP8)}
+# Codes and scales of each kind; that the others are read as well test_kept_weights.py shows by day.
+BY_DAY = ("fp8 in small blocks", "fbgemm fp8", "awq", "pack-quantized", "gptq of 8 bits")
 
 
 def load(directory: Path, ops: LayerOps = KERNELS, **options: Any) -> TargetModel:
@@ -150,7 +152,7 @@ def pack_all_but(packer: Packer, pattern: str, other: Packer | None) -> Callable
     return pack
 
 
-@pytest.mark.parametrize("name", OF_EXPERTS)
+@pytest.mark.parametrize("name", others_by_night(OF_EXPERTS, BY_DAY))
 def test_experts_keep_their_codes_and_give_the_logits_of_their_numbers(tmp_path: Path, name: str) -> None:
     packer, fields, kind = OF_EXPERTS[name]
     directory = make(tmp_path, packer, fields)
@@ -179,7 +181,7 @@ def dense_products(layer: LayerWeights | DeltaNetLayerWeights) -> list[Linear]:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", by_night("Qwen3_5MoeForCausalLM")])
-@pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
+@pytest.mark.parametrize("name", ["fp8 in blocks", by_night("awq")])
 def test_a_hybrid_keeps_its_codes_in_all_but_small_gates(tmp_path: Path, architecture: str, name: str) -> None:
     directory = write_hybrid(tmp_path, architecture, name, "in_proj_(ba|b|a)[.]")
     kept, plain = load(directory), load(directory, TORCH)
@@ -200,8 +202,8 @@ def test_a_hybrid_keeps_its_codes_in_all_but_small_gates(tmp_path: Path, archite
     ("architecture", "left", "kinds"),
     [
         ("Qwen3NextForCausalLM", "nothing", [QuantisedLinear, Linear]),
-        ("Qwen3NextForCausalLM", "in_proj_qkvz", [Linear]),
-        ("Qwen3_5MoeForCausalLM", "nothing", [QuantisedLinear, Linear]),
+        by_night("Qwen3NextForCausalLM", "in_proj_qkvz", [Linear]),
+        by_night("Qwen3_5MoeForCausalLM", "nothing", [QuantisedLinear, Linear]),
         ("Qwen3_5MoeForCausalLM", "in_proj_z", [Linear]),
     ],
 )
@@ -231,7 +233,7 @@ def test_projections_into_and_out_of_experts_may_be_of_two_schemes(tmp_path: Pat
     assert_sizes_are_known(directory, kept, within=0.1)
 
 
-@pytest.mark.parametrize("left", ["up_proj", "down_proj"])
+@pytest.mark.parametrize("left", ["up_proj", by_night("down_proj")])
 def test_experts_of_which_one_is_not_quantised_are_dequantised_in_its_layer_alone(tmp_path: Path, left: str) -> None:
     make_target(tmp_path / "source", architecture=MOE, **SIZES)
     pack = pack_all_but(fp8_block(), rf"layers\.1\..*experts\.3\.{left}", None)
@@ -280,7 +282,7 @@ def test_a_rank_of_a_shared_target_dequantises_its_part_of_the_experts(tmp_path:
         assert own.gate_up.shape == (EXPERTS, INNER, HIDDEN)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [by_night(False), True])
 def test_fp8_made_at_load_keeps_the_codes_of_experts(tmp_path: Path, stacked: bool) -> None:
     make_target(tmp_path, architecture="Qwen3_5MoeForCausalLM", **SIZES | HYBRID)
     if stacked:
@@ -318,7 +320,7 @@ def test_fp8_made_at_load_keeps_the_codes_of_gemma_4s_experts(tmp_path: Path) ->
     assert_kept(kept, load(tmp_path, TORCH, fp8=True), (FP8, FP8))
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["awq", by_night("fp8 in blocks")])
 def test_experts_of_gemma_4_that_are_quantised_one_by_one_keep_their_codes(tmp_path: Path, name: str) -> None:
     """Plain ones are a tensor of all of a layer; tools quantise each by itself."""
     packer, fields, kind = FORMATS[name]
@@ -354,7 +356,7 @@ def assert_sizes_are_known(directory: Path, kept: TargetModel, within: float = 0
     assert numbers == layers * EXPERTS * 3 * INNER * HIDDEN
 
 
-@pytest.mark.parametrize("name", ["fp8 in blocks", "fp8 in small blocks", "awq", "gptq of 8 bits"])
+@pytest.mark.parametrize("name", [by_night("fp8 in blocks"), "fp8 in small blocks", "awq", by_night("gptq of 8 bits")])
 def test_headers_say_what_experts_take_in_memory(tmp_path: Path, name: str) -> None:
     packer, fields, _ = OF_EXPERTS[name]
     directory = make(tmp_path, packer, fields)

@@ -39,6 +39,7 @@ from tests.quantised import (
     write,
     write_by_name,
 )
+from tests.scale import by_night, others_by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -90,6 +91,8 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any], str]] = {
         INT8,
     ),
 }
+# Of each of these there is another form by day.
+BY_NIGHT = {"fp8 of a tensor", "gptq", "pack-quantized", "int8 of rows", "gptq, an order that the config does not name"}
 # Weights of these stay numbers, as on a CPU.
 DEQUANTISED: dict[str, tuple[Packer, dict[str, Any]]] = {
     "groups that no tile is made of": (gptq(), GPTQ),
@@ -123,7 +126,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", others_by_night(FORMATS, FORMATS.keys() - BY_NIGHT))
 def test_projections_keep_their_codes_and_give_the_logits_of_their_numbers(tmp_path: Path, name: str) -> None:
     packer, fields, kind = FORMATS[name]
     make_target(tmp_path / "source", architecture="Qwen2ForCausalLM", **SIZES)
@@ -246,7 +249,14 @@ def test_a_rank_of_a_shared_target_dequantises_its_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8 in blocks", "gptq, columns in an order of their own", "awq", "pack-quantized", "gptq of 8 bits"]
+    "name",
+    [
+        "fp8 in blocks",
+        "gptq, columns in an order of their own",
+        by_night("awq"),
+        "pack-quantized",
+        by_night("gptq of 8 bits"),
+    ],
 )
 def test_headers_say_what_the_weights_take_in_memory(tmp_path: Path, name: str) -> None:
     packer, fields, _ = FORMATS[name]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
@@ -17,11 +19,16 @@ from dflash_backend.worker.kv_cache import PagedKVCache
 CPU = torch.device("cpu")
 
 
+@functools.cache
+def reference() -> PreTrainedModel:
+    """The target in `transformers`."""
+    return AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
+
+
 def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
     """Outputs of the layers `layer_ids` for every token, by `transformers`: `[n, L * hidden]`."""
-    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
     with torch.inference_mode():
-        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        states = reference()(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[i + 1][0] for i in layer_ids], dim=-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.worker.grammars import STEPS_WITH_MASKS, Filled
+from tests.scale import by_night
 from tests.worker.engines import Outputs, engine
 
 EOS = (2,)
@@ -26,6 +28,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"temperature": 0.0, "ignore_eos": True},
 }
 CHECKED = {"greedy", "sampled"}
+GRAMMARS = {"letters": LETTERS, "anything": ANYTHING}
+# What is checked with both grammars, and each other way with one.
+BY_DAY = {
+    *itertools.product(GRAMMARS, CHECKED),
+    ("letters", "top_p"),
+    ("letters", "min_tokens"),
+    ("letters", "ignore_eos"),
+    ("anything", "top_k"),
+    ("anything", "min_p"),
+}
 
 
 def run(grammar: StructuredOutputs, checks: bool, **sampling: Any) -> tuple[Outputs, list[int]]:
@@ -49,9 +61,11 @@ def run(grammar: StructuredOutputs, checks: bool, **sampling: Any) -> tuple[Outp
     return outputs, filled
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("grammar", [LETTERS, ANYTHING], ids=["letters", "anything"])
-def test_the_text_is_the_same_with_checks_and_with_masks(grammar: StructuredOutputs, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [each if each in BY_DAY else by_night(*each) for each in itertools.product(GRAMMARS, WAYS)]
+)
+def test_the_text_is_the_same_with_checks_and_with_masks(name: str, way: str) -> None:
+    grammar = GRAMMARS[name]
     checked, few = run(grammar, True, **WAYS[way])
     masked, all_of_them = run(grammar, False, **WAYS[way])
     assert checked.tokens == masked.tokens

@@ -21,6 +21,7 @@ GRAMMARS = [
 ]
 EOS = (2,)
 COUNT = 4
+SIZES = {"kv_cache_gb": 0.2, "max_model_len": 128}
 
 
 def run(built: BuiltEngine) -> Outputs:
@@ -42,12 +43,12 @@ def run(built: BuiltEngine) -> Outputs:
 
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
-    return run(engine(kv_cache_gb=0.2, max_num_seqs=3))
+    return run(engine(**SIZES, max_num_seqs=3))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: bool) -> None:
-    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=3), overlap=overlap)
+    built = on_device_runner(engine(**SIZES, max_num_seqs=3), overlap=overlap)
     waiting = []
     complete = built.runner._complete
     built.runner._complete = lambda step: (  # type: ignore[method-assign]
@@ -61,7 +62,7 @@ def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: b
 
 
 def test_no_row_sits_a_step_out_for_its_grammar() -> None:
-    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=1))
+    built = on_device_runner(engine(**SIZES, max_num_seqs=1))
     outputs = Outputs(built)
     outputs.add("a", list(range(20, 60)), eos_token_ids=EOS, max_tokens=12, structured_outputs=GRAMMARS[0], k=0)
     rows = []
@@ -73,7 +74,7 @@ def test_no_row_sits_a_step_out_for_its_grammar() -> None:
 
 
 def test_an_answer_that_is_aborted_and_its_id_used_again_does_not_meet_the_old_one() -> None:
-    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=2))
+    built = on_device_runner(engine(**SIZES, max_num_seqs=2))
     outputs = Outputs(built)
     prompt = list(range(20, 60))
     outputs.add("a", prompt, eos_token_ids=EOS, max_tokens=30, structured_outputs=GRAMMARS[0])
@@ -87,7 +88,7 @@ def test_an_answer_that_is_aborted_and_its_id_used_again_does_not_meet_the_old_o
 
 
 def test_a_request_that_is_resumed_goes_on_in_its_grammar() -> None:
-    states = engine(kv_cache_gb=0.2, max_num_seqs=3).runner.grammars
+    states = engine(**SIZES, max_num_seqs=3).runner.grammars
     sampling = SamplingParams(structured_outputs=GRAMMARS[1])
 
     def answer(*generated: int) -> GrammarAnswer:

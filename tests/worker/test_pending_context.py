@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.workload import load_prompts
-from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker import pending_context
 from dflash_backend.worker.pending_context import PendingContext
 from tests.worker.engines import Outputs, engine
@@ -19,7 +20,7 @@ BLOCK_SIZE = 16
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = LLM(draft="").tokenizer
+    tokenizer = Tokenizer.load(asset_path("demo", "pair", "target"))
     return [tokenizer.encode(row.prompt) for row in load_prompts(3)]
 
 

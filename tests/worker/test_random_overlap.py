@@ -1,6 +1,6 @@
 """Random traffic with steps in flight yields what the engine without overlap yields: tokens and finish reasons.
 
-25 workloads in `make test`, 1,000 in `make nightly`.
+13 workloads in `make test`, 1,000 in `make nightly`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 from checks.lossless import pool_of
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.graphs import capture_shapes
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 K = 7
-NUM_WORKLOADS = 25
+NUM_WORKLOADS = 25 if SCALE >= 4 else 13
 LONGEST_PROMPT, LONGEST_OUTPUT = 14, 18
 # Rows and tokens of steps with prompts.
 MIXED = [(2, 16), (3, 24), (4, 48), (6, 64)]

@@ -11,7 +11,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, DeviceLen
 from dflash_backend.attention.shared_prefixes import SharingCost
 from dflash_backend.engine import shared_prefixes
 from dflash_backend.engine.build import BuiltEngine
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.worker.engines import Outputs, engine, triton_engine
 
 pytest.importorskip("triton")
@@ -75,7 +75,7 @@ def test_the_text_is_that_of_each_request_by_itself(few_layers: dict[str, Any], 
 def test_kv_in_fp8_is_read_once_too(few_layers: dict[str, Any], low_bound: None) -> None:
     """The bytes and their scales are those of the same blocks, so the text is that of each request by itself."""
     sizes = few_layers | SIZES | {"kv_write_guard": False, "kv_cache_dtype": "fp8"}
-    expected = run(triton_engine(**sizes, share_prefix_attention=False))
+    expected = run(engine(**sizes))
     built = triton_engine(**sizes)
     layouts = watched(built)
     assert run(built).tokens == expected.tokens
@@ -83,7 +83,7 @@ def test_kv_in_fp8_is_read_once_too(few_layers: dict[str, Any], low_bound: None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [by_night(False), True])
 def test_steps_with_a_guard_and_with_a_budget_share_too(
     few_layers: dict[str, Any], low_bound: None, adaptive: bool
 ) -> None:

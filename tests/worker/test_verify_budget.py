@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.workload import load_prompts
-from dflash_backend import LLM
+from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
@@ -30,10 +31,13 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0, "num_speculative_tokens": 0},
 ]
 WEIGHT = 0.7
+# A padded step looks at all the positions that a request may have.
+SIZES = {"max_num_seqs": 8, "max_model_len": 192}
 
 
+@cache
 def prompts() -> list[list[int]]:
-    encode = LLM(draft="").tokenizer.encode
+    encode = Tokenizer.load(asset_path("demo", "pair", "target")).encode
     return [encode(row.prompt) for row in load_prompts(len(SAMPLING))]
 
 
@@ -82,7 +86,19 @@ FORMS: dict[str, Callable[[BuiltEngine], BuiltEngine]] = {
 
 
 def watched_engine(form: str, seed: int) -> Watched:
-    return Watched(FORMS[form](engine(adaptive_speculation=True, max_num_seqs=8)), seed)
+    return Watched(FORMS[form](engine(adaptive_speculation=True, **SIZES)), seed)
+
+
+@pytest.fixture(scope="module")
+def ran() -> Callable[[str], tuple[Watched, dict[str, list[int]]]]:
+    """An engine that has run all requests, which it does once, and its texts."""
+
+    @cache
+    def once(form: str) -> tuple[Watched, dict[str, list[int]]]:
+        watched = watched_engine(form, seed=1)
+        return watched, run(watched).tokens
+
+    return once
 
 
 def run(watched: Watched, sampling: list[dict[str, Any]] = SAMPLING) -> Outputs:
@@ -93,14 +109,16 @@ def run(watched: Watched, sampling: list[dict[str, Any]] = SAMPLING) -> Outputs:
 def texts() -> dict[str, list[int]]:
     """What the target gives without a drafter."""
     sampling = [{key: value for key, value in own.items() if key != "num_speculative_tokens"} for own in SAMPLING]
-    built = engine(draft_model="", max_num_seqs=8)
+    built = engine(draft_model="", **SIZES)
     return outputs_of(built, prompts(), [{"max_tokens": 40, **own} for own in sampling]).tokens
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_any_budget_gives_the_same_text(form: str, texts: dict[str, list[int]]) -> None:
-    watched = watched_engine(form, seed=1)
-    assert run(watched).tokens == texts
+def test_any_budget_gives_the_same_text(
+    form: str, texts: dict[str, list[int]], ran: Callable[[str], tuple[Watched, dict[str, list[int]]]]
+) -> None:
+    watched, found = ran(form)
+    assert found == texts
     budgets = [(plan, result) for plan, result in watched.steps if plan.budget is not None]
     assert len(budgets) > 10
     for plan, result in budgets:
@@ -139,9 +157,10 @@ def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back(for
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_confidences_come_with_the_drafts_that_they_belong_to(form: str) -> None:
-    watched = watched_engine(form, seed=1)
-    run(watched)
+def test_confidences_come_with_the_drafts_that_they_belong_to(
+    form: str, ran: Callable[[str], tuple[Watched, dict[str, list[int]]]]
+) -> None:
+    watched, _ = ran(form)
     for plan, result in watched.steps:
         for row, found in zip(plan.rows, result.rows, strict=True):
             assert len(found.confidences) == row.num_next_draft
@@ -151,7 +170,7 @@ def test_confidences_come_with_the_drafts_that_they_belong_to(form: str) -> None
 
 
 def test_without_the_setting_the_drafter_is_not_asked_how_sure_the_drafter_is() -> None:
-    watched = Watched(engine(max_num_seqs=8), 1)
+    watched = Watched(engine(**SIZES), 1)
     run(watched)
     assert not any(found.confidences for _, result in watched.steps for found in result.rows)
 
@@ -186,7 +205,7 @@ def test_only_steps_that_ask_for_confidences_compute_them(
         HostStepOps, "log_odds", lambda self, *args: computed.append(1) or log_odds(self, *args), raising=True
     )
     monkeypatch.setitem(build.UNEVEN_COST, "cpu", 100.0)
-    built = engine(adaptive_speculation=True, max_num_seqs=8)
+    built = engine(adaptive_speculation=True, **SIZES)
     watched = Watched(built, seed=0)
     built.core.scheduler.history.choose_budget = partial(  # type: ignore[method-assign]
         StepHistory.choose_budget, built.core.scheduler.history

@@ -3,7 +3,9 @@ were given back, and a hit needs only the blocks that its first query sees."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.models.test_family_engines import MAX_TOKENS, expected
+from tests.scale import by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
@@ -49,14 +52,24 @@ class Case:
         return built
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory = tmp_path_factory.mktemp("windows")
-    model = make_target(directory / "target", architecture=request.param, sliding_window=WINDOW)
-    make_draft(directory / "draft")
-    return Case(
-        request.param, directory / "target", directory / "draft", [expected(model, prompt) for prompt in prompts()]
-    )
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """The case of an architecture, which is made once."""
+
+    @cache
+    def made(architecture: str) -> Case:
+        directory = tmp_path_factory.mktemp("windows")
+        model = make_target(directory / "target", architecture=architecture, sliding_window=WINDOW)
+        make_draft(directory / "draft")
+        wanted = [expected(model, prompt) for prompt in prompts()]
+        return Case(architecture, directory / "target", directory / "draft", wanted)
+
+    return made
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
+    return cases(request.param)
 
 
 def generate(built: BuiltEngine, asked: list[list[int]], stagger: int = 8) -> list[list[int]]:
@@ -71,7 +84,18 @@ def generate(built: BuiltEngine, asked: list[list[int]], stagger: int = 8) -> li
     return [found[str(index)] for index in range(len(asked))]
 
 
-@pytest.mark.parametrize("with_drafter", [False, True], ids=["alone", "with a drafter"])
+@pytest.mark.parametrize(
+    ("case", "with_drafter"),
+    [
+        by_night("GptOssForCausalLM", False),
+        ("GptOssForCausalLM", True),
+        by_night("Gemma4ForCausalLM", False),
+        ("Gemma4ForCausalLM", True),
+        ("MistralForCausalLM", False),
+        by_night("MistralForCausalLM", True),
+    ],
+    indirect=["case"],
+)
 def test_text_is_that_of_transformers_while_blocks_are_given_back(case: Case, with_drafter: bool) -> None:
     built = case.engine(with_drafter)
     assert generate(built, prompts()) == case.wanted
@@ -80,7 +104,7 @@ def test_text_is_that_of_transformers_while_blocks_are_given_back(case: Case, wi
 
 
 # Not Mistral: blocks of the drafter alone take little, so no pool is small that has enough for windows.
-@pytest.mark.parametrize("case", ARCHITECTURES[:2], indirect=True)
+@pytest.mark.parametrize("case", [ARCHITECTURES[0], by_night(ARCHITECTURES[1])], indirect=True)
 def test_text_is_the_same_after_preemptions(case: Case) -> None:
     two = {"max_num_seqs": 2, "max_model_len": 160}
     built = case.engine(**two)
