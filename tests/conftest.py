@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import math
+import multiprocessing
 import os
 import signal
 from collections.abc import Generator, Iterator, Sequence
@@ -111,9 +112,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """A process that takes itself down finds all of it, or libraries complain. A worker does not: it looks once for
-    what its last tests left, and pytest, which then looks five times more, finds nothing to go through."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    """A process that takes itself down finds all of it, or libraries complain. A worker does not, nor one of
+    `multiprocessing`, such as that of a mutant: it looks once for what its last tests left, and pytest, which then
+    looks five times more, finds nothing to go through."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and multiprocessing.parent_process() is None:
         gc.unfreeze()
     else:
         gc.collect()

@@ -14,7 +14,7 @@ from dflash_kernels.quantised_weight import QuantisedWeight
 from tests.batch_invariance import differing, random_prompts, run
 from tests.kernels.inputs import multiply_as_tensor_cores_do
 from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, gptq, write
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import triton_engine
 
@@ -32,7 +32,7 @@ FAMILIES = [
 ]
 if ALL:
     FAMILIES += [("MistralForCausalLM", {"sliding_window": 9}, SHAPES[-1:]), ("Qwen3MoeForCausalLM", {}, SHAPES[-1:])]
-MANY_ROWS = [(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
+MANY_ROWS = [by_night(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
 
 KEPT = {
     "fp8": (fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]}),

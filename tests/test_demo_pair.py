@@ -11,7 +11,7 @@ from checks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, miss
 from checks.prefix import measure_prefix
 from dflash_backend import LLM
 from dflash_backend.evaluation import Evaluation, Question
-from tests.scale import by_night
+from tests.scale import SCALE, by_night
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +43,12 @@ def test_features_of_the_wrong_layers_cost_acceptance(
     offset: int, tmp_path: Path, questions: list[Question], found: Evaluation
 ) -> None:
     """A layer index that is off by one still runs and stays lossless: only acceptance tells."""
-    shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path)), adaptive_speculation=False), questions)
-    assert misses_shifted(offset, found, shifted) == []
+    asked = questions[:: 1 if SCALE >= 4 else 3]
+    shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path)), adaptive_speculation=False), asked)
+    same = Evaluation(tuple(result for result in found.results if result.question in asked), found.seconds)
+    assert misses_shifted(offset, same, shifted) == []
     assert misses(shifted) != [], "the bounds above can fail"
 
 
 def test_a_prefix_hit_is_fast_and_accepts_as_much_as_a_miss() -> None:
-    assert measure_prefix(load_prompts(150), repeats=5).misses == []
+    assert measure_prefix(load_prompts(150), repeats=5 if SCALE >= 4 else 3).misses == []

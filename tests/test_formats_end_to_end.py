@@ -30,7 +30,7 @@ from tests.speculators_checkpoint import frequent_tokens, rewrite
 DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
 VOCAB_SIZE = 1536
 DRAFT_VOCAB = VOCAB_SIZE // 10
-NUM_PROMPTS = scaled(12, at_least=12)
+NUM_PROMPTS = scaled(6, at_least=6)
 MAX_TOKENS = 96
 
 
@@ -76,7 +76,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rewrite(DRAFT, TARGET, tmp_path_factory.mktemp("cut"), kept)
 
 
-@pytest.mark.parametrize("setting", ["target", "draft"])
+@pytest.mark.parametrize("setting", ["target", by_night("draft")])
 def test_the_speculators_directory_alone_serves_the_same_with_the_same_acceptance(
     setting: str, rewritten: Path, original: Answers
 ) -> None:
@@ -134,6 +134,7 @@ def test_sampled_text_does_not_depend_on_a_drafter_with_a_smaller_vocabulary(sma
     assert SpecDecodingStats.total(counts_of(outputs)).acceptance_length > 1.5
 
 
+@pytest.mark.nightly
 @pytest.mark.server
 def test_a_server_given_the_speculators_directory_alone_answers(rewritten: Path, original: Answers) -> None:
     body = {"text_input": load_prompts(1)[0].prompt, "max_tokens": MAX_TOKENS, "temperature": 0}

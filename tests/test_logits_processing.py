@@ -190,7 +190,7 @@ def test_min_tokens_refuses_stop_tokens_that_were_drafted(llm: LLM) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_bias_of_100_always_wins_and_of_minus_100_never(llm: LLM, temperature: float) -> None:
     argmax = llm.generate(STORY, max_tokens=1, temperature=0)[0].token_ids[0]
-    for seed in range(8 if temperature else 1):
+    for seed in range(scaled(8 if SCALE >= 4 else 3, at_least=3) if temperature else 1):
         forced = llm.generate(STORY, max_tokens=12, temperature=temperature, seed=seed, logit_bias={77: 100})[0]
         assert forced.token_ids == [77] * 12
         params = {"max_tokens": 24, "temperature": temperature, "seed": seed, "logit_bias": {argmax: -100}}

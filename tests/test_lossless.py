@@ -25,10 +25,10 @@ from tests.gpu.test_engine import logits_in_float32
 from tests.scale import SCALE, by_night, scaled
 
 pytestmark = pytest.mark.slow
-NUM_PROMPTS = scaled(24, at_least=24)
+NUM_PROMPTS = scaled(24 if SCALE >= 4 else 16, at_least=16)
 FEW_PROMPTS = 8
 MAX_TOKENS = 96
-NUM_SAMPLES = scaled(8_000 if SCALE >= 4 else 4_000, at_least=4_000)
+NUM_SAMPLES = scaled(8_000 if SCALE >= 4 else 2_400, at_least=2_400)
 # However requests are run, acceptance is about that of one at a time, 12.9.
 LEAST_ACCEPTANCE_LENGTH = 12.4
 # Answers quote little of their questions.

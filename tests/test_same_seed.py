@@ -14,7 +14,7 @@ from tests.worker.engines import Outputs, triton_engine
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(16, at_least=16)
-MAX_TOKENS = 48
+MAX_TOKENS = 48 if SCALE >= 4 else 32
 KERNEL_TOKENS = 8 if SCALE >= 4 else 5  # under the interpreter: a step with drafts and its next one at least
 LEFT = ("alone", "k = 3", "always all of k", "n-grams")  # tests/test_lossless.py has such, of greedy text
 NAMES = [by_night(way.name) if way.name in LEFT else way.name for way in ways(Path())]

@@ -40,7 +40,7 @@ RUNNERS: dict[str, dict[str, bool] | None] = {
 }
 NO_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 MAX_MODEL_LEN = 128
-NUM_DRAWS = scaled(8 if SCALE >= 4 else 3)  # of each part
+NUM_DRAWS = scaled(8 if SCALE >= 4 else 2)  # of each part
 MOST_PARTED_IN_FP8 = 0.01  # of the requests
 # Other draws in each nightly run, the same ones in `make test`.
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("TEST_RANDOM") else 0

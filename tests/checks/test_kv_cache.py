@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checks.kv_cache import blocks, lossless, quality
+from tests.scale import scaled
 
 
 def test_the_pool_has_as_many_blocks_as_the_bytes_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,12 +14,12 @@ def test_the_pool_has_as_many_blocks_as_the_bytes_say(capsys: pytest.CaptureFixt
 
 
 def test_drafts_change_no_text_of_the_demo_pair() -> None:
-    assert not lossless(12, 48)
+    assert not lossless(scaled(8), 32)
 
 
 @pytest.mark.slow
 def test_acceptance_and_text_of_the_demo_pair_stay() -> None:
-    plain, own, missed = quality(20)
+    plain, own, missed = quality(scaled(12))
     assert not missed
     assert own.overall.counts.num_drafts > 0
     assert plain.overall.counts != own.overall.counts, "the two ran the same KV"

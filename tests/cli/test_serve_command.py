@@ -21,6 +21,7 @@ from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, named
 from dflash_client import DFlashClient
 from tests.client.conftest import TOY_REPOSITORY
+from tests.scale import by_night
 from tests.servers import PORT_OPTIONS, answers, clean_environ
 from tests.waiting import eventually
 
@@ -67,8 +68,15 @@ def ask_for(address: str, number: int) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("loading", [False, True])
+@pytest.mark.parametrize(
+    ("number", "loading"),
+    [
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        by_night(signal.SIGINT, False),
+        by_night(signal.SIGTERM, True),
+    ],
+)
 def test_a_signal_ends_it_cleanly_within_ten_seconds(number: signal.Signals, loading: bool) -> None:
     environ = os.environ | ({"TOY_HANG": "1"} if loading else {})
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

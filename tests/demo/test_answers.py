@@ -8,10 +8,11 @@ import pytest
 
 from benchmarks.workload import held_out_dir
 from dflash_backend import LLM
+from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
 
-NUM_QUESTIONS = 60
+NUM_QUESTIONS = scaled(30, at_least=30)
 # Of held-out questions: the share that is answered as the reference does, and the tokens that a step yields.
 LEAST_RIGHT = {"talk": 0.8, "copy": 0.7, "tools": 0.7}
 LEAST_ACCEPTANCE_LENGTH = {"talk": 4.5, "copy": 3.5, "tools": 6.0}

@@ -13,6 +13,7 @@ from demo.data import CATEGORIES, WEIGHTS, held_out_rows, is_held_out, problems,
 from demo.problems import Problem, talk
 from demo.problems.copy import ORDINALS
 from demo.problems.tools import make_calls, tool_call, tools_message
+from tests.scale import scaled
 
 HELD_OUT = Path(__file__).parents[2] / "demo" / "held_out"
 FIELDS = {"id", "category", "messages", "prompt", "reference", "answer"}
@@ -39,12 +40,12 @@ def test_the_split_follows_the_content_and_nothing_else(category):
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_no_held_out_question_occurs_in_training(category):
     asked = {row["messages"][0]["content"] for row in committed_rows(category)}
-    trained = {problem.question for problem in islice(problems(Random(2), category, held_out=False), 20_000)}
+    trained = {problem.question for problem in islice(problems(Random(2), category, held_out=False), scaled(5_000))}
     assert not asked & trained
 
 
 def test_no_training_document_contains_a_held_out_question():
-    documents = ["".join(s.text for s in d) for d in islice(training_documents(seed=0, long_share=0.05), 3000)]
+    documents = ["".join(s.text for s in d) for d in islice(training_documents(seed=0, long_share=0.05), scaled(1500))]
     text = "\n".join(["", *documents])
     for category in CATEGORIES:
         for row in committed_rows(category):

@@ -137,10 +137,19 @@ def test_each_kind_has_its_number_of_drafts_as_serving_reads_it(tmp_path: Path) 
     assert found == {DFLASH: (DFLASH, 15), DFLASH2: (DFLASH2, 15), DSPARK: (DSPARK, 15), EAGLE3: (EAGLE3, 7)}
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair that others are trained from."""
+    folder = tmp_path_factory.mktemp("first") / "pair"
+    train_pair(Run(folder, **SMOKE))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [by_night(DFLASH2), DSPARK, by_night(EAGLE3)])
-def test_smoke_training_writes_a_drafter_that_drafts(kind: str, tmp_path: Path) -> None:
-    train_pair(Run(tmp_path / "pair", **{**SMOKE, "config": smoke(kind)}))
+def test_smoke_training_writes_a_drafter_that_drafts(kind: str, first: Path, tmp_path: Path) -> None:
+    """Of a target that is there: tests/demo/test_training.py trains one."""
+    train_pair(Run(tmp_path / "pair", **{**SMOKE, "config": smoke(kind), "target_steps": 0}, resume=first))
     pair = tmp_path / "pair"
     assert ReferencePair(pair).config.drafter == kind
     llm = LLM(target=str(pair / "target"), draft=str(pair / "draft"), adaptive_speculation=False)
@@ -150,12 +159,11 @@ def test_smoke_training_writes_a_drafter_that_drafts(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_drafter_of_the_other_kind_is_not_resumed(tmp_path: Path) -> None:
-    train_pair(Run(tmp_path / "first", **SMOKE))
+def test_a_drafter_of_the_other_kind_is_not_resumed(first: Path, tmp_path: Path) -> None:
     again = {**SMOKE, "config": smoke(DFLASH2), "target_steps": 0}
-    train_pair(Run(tmp_path / "second", **again, resume=tmp_path / "first"))
-    first, second = ((tmp_path / name / "target" / "model.safetensors").read_bytes() for name in ("first", "second"))
-    assert first == second
+    train_pair(Run(tmp_path / "second", **again, resume=first))
+    one, other = ((pair / "target" / "model.safetensors").read_bytes() for pair in (first, tmp_path / "second"))
+    assert one == other
     assert read_draft_config(tmp_path / "second" / "draft").drafter == DFLASH2
 
 
@@ -188,10 +196,9 @@ def test_a_hybrid_target_is_served_as_it_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smoke_training_writes_a_hybrid_pair_that_drafts(tmp_path: Path) -> None:
-    train_pair(Run(tmp_path / "first", **SMOKE))
+def test_smoke_training_writes_a_hybrid_pair_that_drafts(first: Path, tmp_path: Path) -> None:
     own = {**SMOKE, "config": replace(SMOKE_CONFIG, is_hybrid=True)}
-    train_pair(Run(tmp_path / "pair", **own, resume=tmp_path / "first"))
+    train_pair(Run(tmp_path / "pair", **own, resume=first))
     pair = tmp_path / "pair"
     llm = LLM(target=str(pair / "target"), draft=str(pair / "draft"), adaptive_speculation=False)
     output = llm.generate(["What is 2 + 3?\n"], max_tokens=8, temperature=0, ignore_eos=True)[0]

@@ -2,8 +2,9 @@
 shows as their output is what comes.
 
 `bash` and `python` blocks run; only the server's addresses are changed and, outside `make nightly`, how many questions
-an `eval` asks whose output the page does not show. A `text` block after one is part of its output. A `console` block is
-not run, and stands in `NOT_RUN` with the reason; there are no others.
+an `eval` asks whose output the page does not show. There most commands that load the models run in this process, since
+each new one imports torch. A `text` block after one is part of its output. A `console` block is not run, and stands in
+`NOT_RUN` with the reason; there are no others.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
+from dflash_cli.main import main
 from tests.docs.conftest import DOCS, ROOT, Block, addressed, blocks, page
 from tests.scale import SCALE
 from tests.servers import clean_environ
@@ -92,6 +96,8 @@ NOT_RUN = {
     },
 }
 COMMAND = ".venv/bin/dflash-triton "
+# These load the models, unless they ask a server.
+WITH_MODELS = (f"{COMMAND}eval ", f"{COMMAND}inspect ")
 
 
 def runs_elsewhere(name: str, block: Block) -> bool:
@@ -124,12 +130,23 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.server
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_an_example_runs_and_shows_what_the_page_shows(
-    block: Block, server: TritonServer, frontend: FrontendProcess, checkout: Path, capfd: pytest.CaptureFixture[str]
+    block: Block,
+    server: TritonServer,
+    frontend: FrontendProcess,
+    checkout: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = addressed(block.text, server, frontend)
     if SCALE < 4 and not block.output:
         text = re.sub(r"( eval .*--limit) 10\b", rf"\1 {FEW_QUESTIONS}", text)
-    out = run_python(text, checkout, capfd) if block.language == "python" else run_shell(text, server, checkout)
+    if block.language == "python":
+        out = run_python(text, checkout, capfd)
+    else:
+        text, commands = with_models(text)
+        out = run_shell(text, server, checkout) if text else ""
+        monkeypatch.chdir(checkout)
+        out += "".join(run_command(command, capfd) for command in commands)
     assert block.quiet or out.strip()
     assert '{"error"' not in out
     where = 0
@@ -144,6 +161,26 @@ def run_python(text: str, checkout: Path, capfd: pytest.CaptureFixture[str]) -> 
     script.write_text(text, encoding="utf-8")
     runpy.run_path(str(script), run_name="__main__")
     return capfd.readouterr().out
+
+
+def with_models(text: str) -> tuple[str, list[str]]:
+    """What a shell runs, and the commands behind it that load the models. In the night, and after a file that the shell
+    writes, it runs those as well."""
+    lines = text.rstrip("\n").split("\n")
+    if SCALE >= 4 or "<<" in text:
+        return text, []
+    behind = list(takewhile(lambda line: line.startswith(WITH_MODELS) and "--url" not in line, reversed(lines)))
+    return "\n".join(lines[: len(lines) - len(behind)]), behind[::-1]
+
+
+def run_command(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    assert not re.search(r"[|<>$&;`\\]", line), "this needs a shell"
+    _, *argv = shlex.split(line, comments=True)
+    capfd.readouterr()
+    status = main(argv)
+    out, error = capfd.readouterr()
+    assert status == 0, error
+    return out
 
 
 def run_shell(text: str, server: TritonServer, checkout: Path) -> str:

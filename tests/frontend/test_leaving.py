@@ -18,7 +18,7 @@ from dflash_cli.launcher.ports import settle_ports
 from dflash_openai.server import _tell_when_it_listens
 from tests.waiting import eventually
 
-# Each test starts a front end, and with it the import of transformers.
+# They start a front end, and with it the import of transformers.
 pytestmark = pytest.mark.slow
 SERVER = """
 import sys
@@ -51,7 +51,7 @@ class Running:
     """A front end as a process, whose model answers without end."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process, self.port = process, port
+        self.process, self.port, self.num_asked_before = process, port, 0
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, verify=False, timeout=10)
@@ -65,23 +65,34 @@ class Running:
         return connection
 
     def asked(self) -> list[bool]:
-        """Of each request that the model got, whether it was cancelled."""
+        """Of each request that the model got in this test, whether it was cancelled."""
         found: list[bool] = self.get("/asked").json()
-        return found
+        return found[self.num_asked_before :]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[Running]]:
+    """Front ends that have been started, of which the last one may still run."""
+    started: list[Running] = []
+    yield started
+    for running in started:
+        running.process.kill()
+        running.process.wait()
 
 
 @pytest.fixture
-def running(model_dir: Path) -> Iterator[Running]:
-    command = [sys.executable, "-c", SERVER, str(model_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+def running(model_dir: Path, started: list[Running]) -> Running:
+    """The front end of the tests before, on which nothing runs any more; another where they have ended it."""
+    if not started or started[-1].process.poll() is not None:
+        command = [sys.executable, "-c", SERVER, str(model_dir)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        running = Running(process, int(process.stdout.readline()))
-        eventually(lambda: running.get("/health").is_success, "ready", 60)
-        yield running
-    finally:
-        process.kill()
-        process.wait()
+        started.append(Running(process, int(process.stdout.readline())))
+    running = started[-1]
+    eventually(lambda: running.get("/health").is_success, "ready", 60)
+    eventually(lambda: "dflash_openai:requests_running 1\n" in running.get("/metrics").text, "nothing runs")
+    running.num_asked_before += len(running.asked())
+    return running
 
 
 def test_a_client_that_leaves_in_mid_stream_ends_its_request(running: Running) -> None:

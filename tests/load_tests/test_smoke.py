@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,8 @@ import pytest
 from dflash_backend.config import ConfigError
 from dflash_cli.launcher.server import LauncherError
 from dflash_cli.launcher.triton_install import find_triton
-from load_tests.expected_answers import ExpectedAnswer, expected_answers, key
+from load_tests import expected_answers as module
+from load_tests.expected_answers import ExpectedAnswer, compute, expected_answers, generate, key
 from load_tests.scenarios import SCENARIOS, chat
 from load_tests.workload import Options, Question
 
@@ -39,7 +41,10 @@ def chat_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     folder, scenario = tmp_path_factory.mktemp("chat"), SCENARIOS["chat"]
     questions = scenario.questions(Options(users=4, duration_s=3.0, prompts=chat.TURNS))
     settings = {**scenario.settings, **SETTINGS}
-    return folder, expected_answers("chat", 0, questions, settings, folder, print)
+    said: list[str] = []
+    found = expected_answers("chat", 0, questions, settings, folder, said.append)
+    assert said[-1].startswith(f"{len(questions)} of {len(questions)} expected answers, ")
+    return folder, found
 
 
 def command(scenario: str, folder: Path, expected: Path, *options: str) -> list[str]:
@@ -77,14 +82,19 @@ def test_a_small_run_misses_nothing_and_leaves_its_reports(
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.usefixtures("_triton")
-def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(tmp_path: Path) -> None:
+def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The expected answers are computed, kept, and spoiled before the run that reads them."""
+    # The test above has them computed in a process of its own.
+    monkeypatch.setattr(
+        module, "_compute_in_process", lambda asked, model, log: compute(asked, partial(generate, model))
+    )
     scenario, said = SCENARIOS["burst"], list[str]()
     options = Options(users=4, duration_s=120.0, rate=10.0, prompts=4)
     settings = {**scenario.settings, **SETTINGS}
     asked = scenario.questions(options)
     first = expected_answers("burst", 0, asked, settings, tmp_path / "expected", said.append)
-    assert said[-1].startswith("4 of 4 expected answers, ")
     assert expected_answers("burst", 0, asked, settings, tmp_path / "expected", said.append) == first
     assert [line.split()[2] for line in said if line.startswith("expected")] == ["computing", "4"]
     (kept,) = (tmp_path / "expected").glob("*.json")

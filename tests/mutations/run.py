@@ -77,8 +77,8 @@ def mutate(mutant: Mutant, root: Path) -> dict[str, str]:
 
 
 def make_copy(folder: Path) -> None:
-    """Copy what the tests need into `folder`."""
-    ignore = shutil.ignore_patterns("__pycache__", ".hypothesis", "_assets")
+    """Copy what the tests need into `folder`: with its bytecode, which fits a file until a mutant changes its time."""
+    ignore = shutil.ignore_patterns(".hypothesis", "_assets")
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():

@@ -143,8 +143,9 @@ def test_an_unread_stream_ends_when_tritonserver_holds_too_much_and_a_killed_stu
     assert not (left := count.since(members)), left
 
 
+@pytest.mark.nightly
 def test_a_server_whose_launcher_stops_it_finishes_what_runs_takes_nothing_new_and_logs_at_its_level(short_tmp):
-    """The launcher sends SIGINT."""
+    """The launcher sends SIGINT. The first test has SIGTERM, and tests/cli/test_launcher.py stops the toy model."""
     count = chaos.LeftoverCount(short_tmp)
     log: list[str] = []
     server = new_server({"log_level": "warning"}, exit_timeout_s=20, on_log=lambda line: log.append(line.text))

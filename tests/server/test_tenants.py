@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from dflash_client import DFlashClient
+from tests.scale import by_night
 from tests.server.raw_grpc import infer, inputs_of
 from tests.waiting import eventually
 
@@ -17,7 +18,7 @@ LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 6
 FLOOD_SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.mark.parametrize("tenant", ["other", None])
+@pytest.mark.parametrize("tenant", ["other", by_night(None)])
 def test_a_tenant_is_answered_while_anothers_flood_has_all_rows(grpc_client: DFlashClient, metric, tenant) -> None:
     before = metric("dflash:num_preemptions_total")
     with ThreadPoolExecutor(FLOOD) as pool:
