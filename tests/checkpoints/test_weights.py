@@ -33,8 +33,8 @@ import torch
 from dflash_backend.checkpoints import weights
 from dflash_backend.checkpoints.weights import load_weights
 
-def peak():
-    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+def memory(name):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(name))
     return int(line.split()[1]) * 1024
 
 def read(source):
@@ -43,10 +43,12 @@ def read(source):
 def load(directory, dtype, way):
     weights.reads_ahead = lambda device: way == "ahead"
     Path("/proc/self/clear_refs").write_text("5")
-    before, heard = peak(), []
+    before, libraries, heard = memory("VmHWM"), memory("RssFile"), []
     tensors = load_weights(directory, read, dtype, torch.device("cpu"), progress=lambda f, d: heard.append(round(d, 2)))
     mapped = ".safetensors" in Path("/proc/self/maps").read_text()
-    return peak() - before, mapped, heard
+    # Of the libraries a child has in memory what it has used so far; no file of weights is there any more.
+    libraries = memory("RssFile") - libraries
+    return memory("VmHWM") - before - libraries, mapped, heard
 
 torch.ones(8).to(torch.bfloat16)
 for argument in sys.argv[2:]:
