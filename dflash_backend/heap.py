@@ -1,14 +1,35 @@
-"""Keeps Python's garbage collector away from what stays for as long as the process does."""
+"""Keeps Python's garbage collector away from what stays for as long as the process does, and memory that a step gives
+back for the next one."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Allocations of containers that are left over before the youngest are looked at, and how many such looks go before one
 # at the next older generation. Python's own 700, 10, 10 looks at everything after 70,000: one large request.
 THRESHOLDS = (10_000, 20, 50)
+# By default glibc returns a large buffer to the system after each step, or each layer, and asks for it again, page by
+# page, in the next one. Buffers below these sizes, in bytes, are kept; those that loading large weights leaves are
+# larger and are returned. 32 MiB is the largest mmap threshold that every glibc takes. By variable: its size, and its
+# number in `mallopt` (malloc.h).
+STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": (32 << 20, -3), "MALLOC_TRIM_THRESHOLD_": (256 << 20, -1)}
+
+
+def step_buffer_variables() -> dict[str, str]:
+    """What `keep_step_buffers` does, as variables of the environment of a process that is yet to start."""
+    return {name: str(size) for name, (size, _) in STEP_BUFFERS.items()}
+
+
+def keep_step_buffers() -> None:
+    """For this process, but for what the environment says. Does nothing where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, (size, option) in STEP_BUFFERS.items():
+        if mallopt is not None and name not in os.environ:
+            mallopt(option, size)
 
 
 def freeze_heap() -> None:

@@ -23,14 +23,14 @@ from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
-from tests.scale import by_night, scaled
+from tests.scale import SCALE, by_night, scaled
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
 
 DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
 VOCAB_SIZE = 1536
 DRAFT_VOCAB = VOCAB_SIZE // 10
-NUM_PROMPTS = scaled(6, at_least=6)
+NUM_PROMPTS = scaled(12 if SCALE >= 4 else 6, at_least=6)
 MAX_TOKENS = 96
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 
-from dflash_backend.heap import THRESHOLDS, collector_at_rest
+import pytest
+
+from dflash_backend.heap import THRESHOLDS, collector_at_rest, step_buffer_variables
 
 FREEZE = """
 import gc, json
@@ -57,3 +60,41 @@ def test_a_collector_that_was_off_stays_off():
 def test_the_tests_themselves_run_beside_a_frozen_heap():
     assert gc.isenabled()
     assert gc.get_freeze_count() > 100_000
+
+
+# A thread's buffers of a step, as large as the KV that attention gathers at once, again and again.
+STEPS = """
+import resource, sys, threading
+from dflash_backend.heap import keep_step_buffers
+if sys.argv[1:]:
+    keep_step_buffers()
+def faults():
+    for step in range(60):
+        if step == 20:
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        buffers = [bytes(1 << 20) and bytearray(b"x" * (1 << 20)) for _ in range(3)]
+        del buffers
+    print(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+thread = threading.Thread(target=faults)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "kept"),
+    [((), {}, False), (("keep",), {}, True), (("keep",), {"MALLOC_TRIM_THRESHOLD_": "131072"}, False)],
+)
+def test_a_thread_keeps_the_memory_of_its_steps_unless_the_operator_wants_otherwise(
+    argv: tuple[str, ...], environ: dict[str, str], kept: bool
+) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, *argv], env=inherited | environ, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) < 40) == kept, done.stdout
+
+
+def test_a_process_that_starts_keeps_as_much() -> None:
+    found = step_buffer_variables()
+    assert found == {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}

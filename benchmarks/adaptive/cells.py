@@ -61,7 +61,9 @@ def prompts_of(cell: Cell, llm: LLM) -> list[list[int]]:
 
 
 class ClosedLoop:
-    """Keeps `streams` requests in flight in an engine, between slices too.
+    """Keeps `streams` requests in flight in an engine, between slices too, as if they had been there for long: the text
+    that prompts begin with is in the prefix cache, else the first requests would each compute a copy of it and keep
+    it, and the first ones end one after the other.
 
     num_speculative_tokens: that of each request; None: the engine's.
     """
@@ -77,17 +79,26 @@ class ClosedLoop:
         self._k = num_speculative_tokens
         self.temperature = 0.0  # of requests to come
         self._in_flight: set[str] = set()
+        self._add(1)
+        while self._in_flight:
+            self._step()
+        for stream in range(streams):
+            self._add(-(-MAX_TOKENS * (stream + 1) // streams))
+
+    def _add(self, max_tokens: int) -> None:
+        request_id = f"{id(self)}-{next(self._numbers)}"
+        prompt = list(next(self._prompts))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=self.temperature, num_speculative_tokens=self._k)
+        self._core.add_request(GenerationRequest(request_id, prompt, sampling, self._eos))
+        self._in_flight.add(request_id)
 
     def step(self) -> int:
         """Take a step; the tokens that came of it."""
         while len(self._in_flight) < self._streams:
-            request_id = f"{id(self)}-{next(self._numbers)}"
-            prompt = list(next(self._prompts))
-            sampling = SamplingParams(
-                max_tokens=MAX_TOKENS, temperature=self.temperature, num_speculative_tokens=self._k
-            )
-            self._core.add_request(GenerationRequest(request_id, prompt, sampling, self._eos))
-            self._in_flight.add(request_id)
+            self._add(MAX_TOKENS)
+        return self._step()
+
+    def _step(self) -> int:
         outputs = self._core.step()
         self._in_flight.difference_update(delta.request_id for delta in outputs.deltas if delta.finish_reason)
         return sum(len(delta.token_ids) for delta in outputs.deltas)

@@ -47,6 +47,7 @@ from dflash_backend.engine.sizing import (
 )
 from dflash_backend.engine.window_sizing import widest_window
 from dflash_backend.error_text import first_line
+from dflash_backend.heap import keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops, use_dependent_launch
@@ -116,6 +117,7 @@ def build_engine(
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
     share_cores(config, device)
+    keep_step_buffers()
     use_dependent_launch(config.enable_dependent_launch)
     check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)

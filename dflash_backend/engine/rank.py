@@ -28,6 +28,7 @@ from dflash_backend.engine.nccl import load_nccl
 from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S
 from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum
+from dflash_backend.heap import keep_step_buffers
 from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.models.parallel import Follower, load_shard, vocabulary_part
 from dflash_backend.models.recurrent_state import StatePool
@@ -73,6 +74,7 @@ def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], No
     all have loaded. Any other error is told to rank 0 and goes on."""
     if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
         torch.cuda.set_device(setup.device)
+    keep_step_buffers()
     torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:

@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.heap import step_buffer_variables
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_OUTPUT,
@@ -52,11 +53,6 @@ MESSAGES_A_TURN = 64
 CONNECT_MS = 5000
 # How long the last messages of a process that has died may take to arrive.
 FINAL_MESSAGES_MS = 200
-# By default glibc returns a large buffer to the system after each step and asks for it again, page by page, in the
-# next one.
-# Buffers below these sizes are kept; those that loading large weights leaves are larger and are returned. 32 MiB is the
-# largest mmap threshold that every glibc takes.
-KEEP_STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 # How long a process may take from the end of its lifeline to its exit status.
 REAP_S = 1.0
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -349,10 +345,15 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
     server, the stub and often the clients, and a spinning thread keeps the one that it waits for from running. The
     launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the default,
-    and keep a step's buffers for the next one (`KEEP_STEP_BUFFERS`).
+    and keep a step's buffers for the next one (`heap.keep_step_buffers`).
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    environ = {"OMP_WAIT_POLICY": "PASSIVE", **KEEP_STEP_BUFFERS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **step_buffer_variables(),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     environ |= more
     environ.pop("MALLOC_ARENA_MAX", None)
     return environ

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.adaptive.__main__ import misses
-from benchmarks.adaptive.cells import Cell, Rates
+from benchmarks.adaptive.cells import Cell, ClosedLoop, Rates
 from benchmarks.adaptive.systems import ADAPTIVE, FIXED, INJECT, NONE, models_loaded_once
 from dflash_backend import LLM
 
@@ -27,6 +27,19 @@ def test_engines_have_one_copy_of_each_model_and_their_own_kv() -> None:
     ]
     assert texts[0] == texts[1] == texts[2]
     assert LLM(draft="", **small).engine.runner.step.target is not steps[0].target
+
+
+def test_streams_begin_as_if_they_had_been_there_for_long() -> None:
+    llm = LLM(draft="", kv_cache_gb=0.02, max_model_len=512, max_num_seqs=4)
+    prompts = [[*range(100, 300), last] for last in range(7)]
+    loop = ClosedLoop(llm, prompts, 3)
+    waiting = llm.engine.core.scheduler.queue.waiting
+    assert [request.sampling.max_tokens for request in waiting.values()] == [32, 64, 96]
+    num_tokens = sum(loop.step() for _ in range(40))
+    assert 3 * 38 <= num_tokens <= 3 * 40
+    assert llm.stats().prefix_cache_hits >= 3 * 192, "only the first request computes what all prompts begin with"
+    loop.end()
+    assert not llm.engine.core.has_unfinished()
 
 
 @pytest.mark.parametrize(

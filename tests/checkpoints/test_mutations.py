@@ -20,12 +20,12 @@ from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
 from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.tiny_models import make_draft, make_target
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1024**3
-CASES = scaled(125, at_least=50)  # of each of the five kinds
+CASES = scaled(250 if SCALE >= 4 else 125, at_least=50)  # of each of the five kinds
 BATCHES = 5
 
 INTEGERS = [0, -1, 1, 2, 3, 7, 2**24, 2**31, 2**31 - 1, 2**63, 10**9, 10**400]

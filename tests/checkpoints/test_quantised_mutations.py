@@ -20,11 +20,11 @@ from dflash_backend.models.ops import LayerOps, select_ops
 from tests.checkpoints.test_mutations import VALUES, entries, mutate_file
 from tests.oracle.compressed_tensors_library import FORMATS, config, library
 from tests.quantised import AWQ, FP8_BLOCK, GPTQ, awq, fp8_block, gptq, write
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.tiny_models import make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
-CASES = scaled(500, at_least=200)
+CASES = scaled(1000 if SCALE >= 4 else 500, at_least=200)
 MAX_SECONDS = 5.0
 SMALL = {"num_hidden_layers": 2, "tie_word_embeddings": False}
 WORDS: list[Any] = [

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from toy_engine import fewest_window_blocks, make_config, make_request
 from toy_model import EOS
 
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 
 STEMS = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 MAX_MODEL_LEN = 36
@@ -103,5 +103,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=scaled(60, at_least=40), stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=scaled(120 if SCALE >= 4 else 60, at_least=40), stateful_step_count=30, deadline=None, derandomize=True
 )

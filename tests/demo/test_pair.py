@@ -14,7 +14,7 @@ from demo.checkpoint import load_target
 from demo.data import SPECIAL_TOKEN_IDS, held_out_rows
 from demo.evaluate import ReferencePair
 from demo.kinds import read_config
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.tiny_models import layer_shapes
 
 PAIR = Path(__file__).parents[2] / "demo" / "pair"
@@ -84,7 +84,7 @@ def test_special_tokens_have_the_first_ids():
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=scaled(100, at_least=30), deadline=None)
+@settings(max_examples=scaled(300 if SCALE >= 4 else 100, at_least=30), deadline=None)
 def test_any_text_survives_the_tokenizer(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 

@@ -189,3 +189,10 @@ def test_a_kv_cache_size_that_the_gpu_does_not_have_beside_a_step_is_refused(tmp
     total = Gpu.WEIGHTS + Gpu.OTHERS + Gpu.STEP + 4 * MIB
     with pytest.raises(ConfigError, match=r"'kv_cache_gb' is .*more than the GPU has left \(.*the largest step 0.00"):
         build(tmp_path, settings={"kv_cache_gb": 6 / 1024}, gpu=Gpu(total))
+
+
+def test_an_engine_keeps_the_memory_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("dflash_backend.engine.build.keep_step_buffers", lambda: asked.append(True))
+    build(tmp_path)
+    assert asked == [True]

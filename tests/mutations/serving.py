@@ -14,9 +14,16 @@ SETTINGS = ("tests/test_settings.py",)
 
 SERVING_MUTANTS = (
     *mutants_of(
+        "dflash_backend/engine/build.py",
+        ("tests/engine/test_build.py",),
+        ("an engine in this process gives its steps' buffers back", "    keep_step_buffers()\n", ""),
+    ),
+    *mutants_of(
         "dflash_backend/heap.py",
         ("tests/test_heap.py",),
         ("modules are looked through for garbage while they are imported", "    gc.disable()\n", ""),
+        ("steps give their buffers back to the system", "            mallopt(option, size)\n", "            pass\n"),
+        ("what the operator says of buffers is set aside", "is not None and name not in os.environ", "is not None"),
         ("what was imported is looked through for garbage", "    finally:\n        gc.freeze()\n", "    finally:\n"),
         ("a collector that was off is turned on by an import", "        if was_on:\n", "        if True:\n"),
     ),
