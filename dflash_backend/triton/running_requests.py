@@ -284,7 +284,7 @@ class RunningRequests:
 
     def refuse(self, responder: Responder, status: str, message: str) -> None:
         """End a request with an error."""
+        self._metrics.count("dflash:request_errors_total", 1, status)
         if not responder.fail(status, message):
             self._log.error(f"a client could not be told of its error: {status}: {message}")
-        self._metrics.count("dflash:request_errors_total", 1, status)
         self._reporter.note_change()

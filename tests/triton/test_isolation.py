@@ -58,10 +58,10 @@ def test_a_last_response_that_cannot_be_sent_ends_its_request_and_no_other(servi
     eventually(lambda: broken.answered)
     assert joined(other.all()) == "ab" * 750
     assert service.ready
-    eventually(lambda: not service._requests)
+    eventually(lambda: any("could not be told of its error" in line for line in triton.lines))
+    assert not service._requests
     service.close()
     assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
-    assert any("could not be told of its error" in line for line in triton.lines)
 
 
 def test_a_refusal_that_cannot_be_sent_affects_no_other(service):
