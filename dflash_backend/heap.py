@@ -19,13 +19,9 @@ THRESHOLDS = (10_000, 20, 50)
 STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": (32 << 20, -3), "MALLOC_TRIM_THRESHOLD_": (256 << 20, -1)}
 
 
-def step_buffer_variables() -> dict[str, str]:
-    """What `keep_step_buffers` does, as variables of the environment of a process that is yet to start."""
-    return {name: str(size) for name, (size, _) in STEP_BUFFERS.items()}
-
-
 def keep_step_buffers() -> None:
-    """For this process, but for what the environment says. Does nothing where the C library is not glibc."""
+    """Memory that a step gives back stays in this process, but for what the environment says. Does nothing where the C
+    library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, (size, option) in STEP_BUFFERS.items():
         if mallopt is not None and name not in os.environ:

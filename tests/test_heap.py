@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dflash_backend.heap import THRESHOLDS, collector_at_rest, step_buffer_variables
+from dflash_backend.heap import THRESHOLDS, collector_at_rest
 
 FREEZE = """
 import gc, json
@@ -93,8 +93,3 @@ def test_a_thread_keeps_the_memory_of_its_steps_unless_the_operator_wants_otherw
         [sys.executable, "-c", STEPS, *argv], env=inherited | environ, capture_output=True, text=True, check=True
     )
     assert (int(done.stdout) < 40) == kept, done.stdout
-
-
-def test_a_process_that_starts_keeps_as_much() -> None:
-    found = step_buffer_variables()
-    assert found == {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}

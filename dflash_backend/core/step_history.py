@@ -18,7 +18,7 @@ from dflash_backend.core.step_time import StepTime
 SEVERAL_TENANTS_S = 5.0
 # While drafting rests, one step without drafts of this many is taken in, and after a while one of more: it takes time,
 # and tells little.
-EVERY, WHILE, THEN_EVERY = 4, 64, 16
+OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
 
 
 class StepHistory:
@@ -121,7 +121,7 @@ class StepHistory:
         if self.speculation is None:
             return
         self._num_plain = self._num_plain + 1 if is_plain else 0
-        if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):
+        if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):
             self.speculation.pass_step()
         else:
             shape = StepShape.of(plan.rows, self._config.drafter_work, sum(row.num_verified for row in result.rows))

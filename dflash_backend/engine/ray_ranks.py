@@ -22,7 +22,6 @@ from dflash_backend.engine.rank_links import START_SILENCE_S
 from dflash_backend.engine.rank_messages import RemoteRank
 from dflash_backend.engine.remote_rank import RankAddress, RemoteRankProcess
 from dflash_backend.engine.remote_ranks import RemoteRanks
-from dflash_backend.heap import step_buffer_variables
 from dflash_backend.models.shard import Shard
 
 _log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 # ranks as it was started with CPUs, of one engine or of several.
 CPUS = 1
 # Of the engine's environment, what a rank's process needs from its start on.
-VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", **step_buffer_variables()}
+VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def ray_ranks(size: int, on_gpus: bool = False) -> RemoteRanks:

@@ -25,7 +25,6 @@ import msgspec
 import zmq
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.heap import step_buffer_variables
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_OUTPUT,
@@ -344,16 +343,10 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
     server, the stub and often the clients, and a spinning thread keeps the one that it waits for from running. The
-    launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the default,
-    and keep a step's buffers for the next one (`heap.keep_step_buffers`).
+    launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the default.
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    environ = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **step_buffer_variables(),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environ |= more
     environ.pop("MALLOC_ARENA_MAX", None)
     return environ

@@ -43,7 +43,12 @@ def test_replayed_graphs_of_two_ranks_give_the_text_of_one(
 ) -> None:
     if split:
         monkeypatch.setattr("dflash_backend.engine.shared_target.MIN_SPLIT_BYTES", 0)
+    keeping: list[str] = []
+    monkeypatch.setattr(
+        "dflash_backend.engine.rank.keep_step_buffers", lambda: keeping.append(threading.current_thread().name)
+    )
     check(pair, 2)
+    assert len(keeping) == 1, "the other rank keeps the memory of its steps"
 
 
 def test_replayed_graphs_of_recurrent_layers_commit_their_states(tmp_path: Path) -> None:

@@ -23,11 +23,8 @@ def environment(file: Path) -> dict[str, str]:
     return found
 
 
-def test_an_engine_keeps_the_buffers_of_its_steps_and_waits_without_spinning(tmp_path: Path) -> None:
-    found = environment(tmp_path / "environment")
-    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert int(found["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20
-    assert int(found["MALLOC_TRIM_THRESHOLD_"]) > int(found["MALLOC_MMAP_THRESHOLD_"])
+def test_an_engine_waits_without_spinning(tmp_path: Path) -> None:
+    assert environment(tmp_path / "environment")["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_what_the_operator_says_of_threads_and_allocator_goes_before(

@@ -53,12 +53,12 @@ RESTING_MUTANTS = (
         ),
         (
             "no step is taken in while drafting rests",
-            "if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):",
+            "if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):",
             "if is_plain:",
         ),
         (
             "each step is taken in while drafting rests",
-            "if is_plain and (self._num_plain - 1) % (EVERY if self._num_plain <= WHILE else THEN_EVERY):",
+            "if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):",
             "if False:",
         ),
     ),

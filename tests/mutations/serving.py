@@ -12,7 +12,23 @@ LATENCIES = ("tests/triton/test_latencies.py",)
 METRICS = ("tests/triton/test_metrics.py",)
 SETTINGS = ("tests/test_settings.py",)
 
+COUNTED = '        self._metrics.count("dflash:request_errors_total", 1, status)\n'
+
 SERVING_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/triton/running_requests.py",
+        ("tests/triton/test_isolation.py",),
+        (
+            "an error is counted once its client has it",
+            COUNTED + "        if not responder.fail(status, message):",
+            f"        told = responder.fail(status, message)\n{COUNTED}        if not told:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/rank.py",
+        ("tests/engine/test_gpu_ranks.py",),
+        ("a rank gives its steps' buffers back", "    keep_step_buffers()\n", ""),
+    ),
     *mutants_of(
         "dflash_backend/engine/build.py",
         ("tests/engine/test_build.py",),

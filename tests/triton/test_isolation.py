@@ -64,6 +64,18 @@ def test_a_last_response_that_cannot_be_sent_ends_its_request_and_no_other(servi
     assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
 
 
+def test_an_error_is_counted_before_its_client_has_it(service):
+    request = Request(sampling_parameters="{}", text_input="")
+    counted = []
+    request.sender.before_last = lambda: counted.append(
+        [count for (name, *_), count in service._metrics._counts.items() if name == "dflash:request_errors_total"]
+    )
+    service.submit(request)
+    (answer,) = request.sender.all()
+    assert answer.error is not None
+    assert [sum(each) for each in counted] == [1]
+
+
 def test_a_refusal_that_cannot_be_sent_affects_no_other(service):
     request = Request(sampling_parameters="{}", text_input="")
     request.sender.failures = 10**9
