@@ -49,8 +49,7 @@ class MetricsPage:
 
     def _named(self, name: str) -> list[Sample]:
         # The parser adds `_total` to the names of counters that lack it.
-        start = name.removesuffix("_total")
-        lines = [line for line in self._lines if line.startswith((start, f"# TYPE {start}"))]
+        lines = [line for line in self._lines if line.startswith((name, f"# TYPE {name}"))]
         return [sample for sample in self._parsed(lines) if sample.name in (name, f"{name}_total")]
 
     def _parsed(self, lines: list[str]) -> list[Sample]:

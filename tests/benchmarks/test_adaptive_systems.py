@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,18 +10,23 @@ import pytest
 from benchmarks.adaptive.__main__ import misses
 from benchmarks.adaptive.cells import Cell, ClosedLoop, Rates
 from benchmarks.adaptive.systems import ADAPTIVE, FIXED, INJECT, NONE, models_loaded_once
+from checks.acceptance import shifted_drafter
 from dflash_backend import LLM
 
 
-def test_engines_have_one_copy_of_each_model_and_their_own_kv() -> None:
+def test_engines_have_one_copy_of_each_model_and_their_own_kv(tmp_path: Path) -> None:
     small: dict[str, Any] = {"kv_cache_gb": 0.01, "max_model_len": 128, "max_num_seqs": 2}
     with models_loaded_once():
         fixed, adaptive, none = (
             LLM(**settings, **small) for settings in ({"adaptive_speculation": False}, {}, {"draft": ""})
         )
+        shifted = LLM(draft=str(shifted_drafter(-1, tmp_path)), **small).engine.runner.step.drafter
     steps = [llm.engine.runner.step for llm in (fixed, adaptive, none)]
     assert steps[0].target is steps[1].target is steps[2].target
     assert steps[2].drafter is None
+    assert shifted is not None
+    assert steps[1].drafter is not None
+    assert shifted.capture != steps[1].drafter.capture
     assert len({id(step.kv) for step in steps}) == 3
     texts = [
         llm.generate(["What is 3 + 4?"], max_tokens=24, temperature=0)[0].token_ids for llm in (fixed, adaptive, none)
@@ -35,9 +41,10 @@ def test_streams_begin_as_if_they_had_been_there_for_long() -> None:
     loop = ClosedLoop(llm, prompts, 3)
     waiting = llm.engine.core.scheduler.queue.waiting
     assert [request.sampling.max_tokens for request in waiting.values()] == [32, 64, 96]
-    num_tokens = sum(loop.step() for _ in range(40))
+    num_tokens = loop.step()
+    assert llm.stats().prefix_cache_hits >= 3 * 192, "they find what all prompts begin with"
+    num_tokens += sum(loop.step() for _ in range(39))
     assert 3 * 38 <= num_tokens <= 3 * 40
-    assert llm.stats().prefix_cache_hits >= 3 * 192, "only the first request computes what all prompts begin with"
     loop.end()
     assert not llm.engine.core.has_unfinished()
 
