@@ -64,7 +64,7 @@ serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 # holds torch and the models it has loaded. One that dies fails the run at once, with the test that it ran: with another
 # in its place, pytest-xdist may wait for a test that nobody runs.
 PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 2) --maxprocesses 8 --max-worker-restart 0 \
-  --strict-skips --strict-times --file-times $(VENV)/times-$(TIER).csv
+  --strict-skips --strict-times --file-times=$(VENV)/times-$(TIER).csv
 
 TIER := full
 test-fast: TIER := fast
@@ -79,7 +79,7 @@ $(BYTECODE): $(STAMP)
 	@touch $@
 
 test-fast: setup ## Quick tests of every package, for each change: less of what is random, and one server
-	TEST_SCALE=0.1 $(PYTEST) --tier fast
+	TEST_SCALE=0.1 $(PYTEST) --tier=fast
 
 nightly: setup lint ## Every promise at its full count, an hour or two; results go to benchmarks/results/nightly
 	$(BIN)/python -m checks.nightly

@@ -123,8 +123,8 @@ def measure(files: Iterable[str], tier: Tier) -> dict[str, tuple[float, float]]:
         # And as on a fresh machine: kernels that were compiled before take no time.
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TRITON_CACHE_DIR": directory}
         environ |= {"TEST_SCALE": FAST_SCALE} if tier == "fast" else {}
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-m", "not nightly", "--tier", tier]
-        command += ["--file-times", str(out), *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-m", "not nightly", f"--tier={tier}"]
+        command += [f"--file-times={out}", *files]
         status = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
         if status not in (0, 5):  # 5: no test of these is in the tier
             raise SystemExit(f"Nothing is written of the {tier} tier: the tests ended with status {status}.")
