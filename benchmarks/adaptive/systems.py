@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine import build
+from dflash_backend.heap import freeze_heap
 from dflash_backend.models import TargetModel
 
 NONE, INJECT, FIXED, ADAPTIVE, NGRAM = "none", "none, injecting", "fixed k", "adaptive", "n-gram"
@@ -74,8 +76,11 @@ class Systems:
         """A closed loop for each system."""
         if cell.drafter != self._name:
             self._name, draft = cell.drafter, self._drafts[cell.drafter]
+            gc.unfreeze()
+            self._drafting = {}
             names = (FIXED, ADAPTIVE, INJECT) if cell.drafter == "random" else (FIXED, ADAPTIVE)
             self._drafting = {name: engine_of(draft=draft, adaptive_speculation=name == ADAPTIVE) for name in names}
+            freeze_heap()  # as a server does: a look at all of it takes a tenth of a second, in one slice or another
         # N-grams do not depend on the drafter: they are measured once.
         plain = self._plain if cell.drafter == "demo" else {NONE: self._plain[NONE]}
         llms = plain | self._drafting

@@ -61,9 +61,9 @@ class RequestEffect:
         """The group that it may well belong to: drafts are tried where little is known."""
         return round((self.value + OPTIMISM * math.sqrt(self.variance)) / EFFECT_STEP)
 
-    def drift(self) -> None:
-        """Become less certain: a step has gone by without drafts of the request."""
-        self.variance = min(self.variance + EFFECT_DRIFT, EFFECT_VARIANCE)
+    def drift(self, num_decisions: float) -> None:
+        """Become less certain: it was decided this many times that the request drafts nothing."""
+        self.variance = min(self.variance + num_decisions * EFFECT_DRIFT, EFFECT_VARIANCE)
 
 
 class VerifiedBlock(NamedTuple):

@@ -7,12 +7,14 @@ and the more of them have failed one after the other.
 
 from __future__ import annotations
 
+import math
+
 # Drafts of a row that probes, and how many of the rows do at a time.
 PROBE_DRAFTS = 2
 PROBE_SHARE = 8
 # Probes cost this part of the time at most, where they do not come more seldom anyway.
 PROBE_COST = 0.0125
-MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
+MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 128
 # Each probe that failed makes the next ones rarer by this part of what they were at first, up to a factor.
 LATER_BY, LATEST = 0.25, 2.0
 # A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
@@ -49,11 +51,14 @@ class Probes:
         num_probing = -(-num_rows // PROBE_SHARE)
         return num_probing, num_probing * PROBE_DRAFTS
 
-    def is_due(self, cost: float) -> bool:
-        """Whether to probe in the step that is planned now. cost: what a probe takes, in steps without drafts."""
+    def due_in(self, cost: float) -> int:
+        """Steps until the next one, 0 where it is due in the step that is planned now. cost: what a probe takes, in
+        steps without drafts."""
+        if self._succeeded:
+            return 0
         wait = cost / PROBE_COST * min(1 + LATER_BY * self._num_failed, LATEST)
         wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
-        return self._succeeded or self._since >= wait
+        return max(math.ceil(wait) - self._since, 0)
 
     def rows(self, num_rows: int) -> list[int]:
         """Begin a probe: which of `num_rows` rows take part. They take turns."""

@@ -41,9 +41,9 @@ Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short, and
-# while drafting rests, which a probe that is accepted ends at once.
-STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW, MOST_STEPS_AT_REST = 4, 16, 8
+# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short; and
+# while drafting rests until the next probe, which ends it at once if it is accepted.
+STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
@@ -124,6 +124,11 @@ class AdaptiveSpeculation:
         nearest = min(self._lengths, key=lambda group: abs(group - row.effect.hopeful_group))
         return min(row.k, self._lengths[nearest])
 
+    @property
+    def pays(self) -> bool:
+        """Whether drafting pays, by the last decision, or before the first one."""
+        return not self._lengths or any(self._lengths.values())
+
     def goes_on_resting(self, num_running: int) -> bool:
         """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
         not called for it. num_running: requests that run."""
@@ -152,7 +157,7 @@ class AdaptiveSpeculation:
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
         self._stats.num_steps_without_drafts += not any(lengths)
-        self.rests = bool(self._lengths) and not any(self._lengths.values()) and not any(lengths)
+        self.rests = not self.pays and not any(lengths)
         return lengths
 
     def _is_outdated(self, num_rows: int) -> bool:
@@ -164,13 +169,12 @@ class AdaptiveSpeculation:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
         if line.seconds(0, 0, 0) <= 0:
             return [row.k for row in rows]  # no step has been timed
-        self._num_rows = len(rows)
-        self._probes.pass_steps(self._age)
-        self._trials.pass_steps(self._age)
-        self._age = 0
+        num_passed, self._age = self._age, 0
+        self._probes.pass_steps(num_passed)
+        self._trials.pass_steps(num_passed)
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
-        before = self._lengths
+        before, self._num_rows = self._lengths, len(rows)
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
@@ -178,25 +182,20 @@ class AdaptiveSpeculation:
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
-        self._interval = min(2 * self._interval, self._longest_interval(before, len(rows)))
-        if not any(lengths):
-            self._probe(rows, lengths, line)
-        else:
+        if any(lengths):
+            goes_on = self._lengths == before and len(rows) <= FEW_ROWS
+            self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS)
             self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
                 self._trials.begin()
                 lengths = [0] * len(rows)
+        else:
+            # Until then nothing is learned that could change it, but from what of a probe is accepted.
+            self._interval = max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)
         for row, length in zip(rows, lengths, strict=True):
             if not length:
-                row.effect.drift()
+                row.effect.drift(num_passed / STEPS_BETWEEN_DECISIONS)
         return lengths
-
-    def _longest_interval(self, before: dict[int, int], num_rows: int) -> int:
-        """Steps that a decision may hold for, when `before` was the one before it."""
-        if self._lengths == before and num_rows <= FEW_ROWS:
-            return MOST_STEPS_OF_FEW
-        goes_on_resting = bool(before) and not any(before.values()) and not any(self._lengths.values())
-        return MOST_STEPS_AT_REST if goes_on_resting else STEPS_BETWEEN_DECISIONS
 
     def choose_budget(
         self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow]
@@ -210,7 +209,7 @@ class AdaptiveSpeculation:
         if not self.uneven.next_step(len(rows)):
             return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
-        if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
+        if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not self.pays:
             return None
         shape = StepShape.of(rows, self._work)
         total = sum(row.num_draft for row, _ in drafting)
@@ -256,10 +255,11 @@ class AdaptiveSpeculation:
 
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
-        if 0 < num_draft == num_accepted and not any(self._lengths.values()):
-            # A probe that was accepted to the end: look again at once.
-            self._probes.note_success()
+        if num_accepted and not self.pays:
+            # Of a probe. Look again at once, and if all of it was accepted, try again in any case.
             self._age = self._interval
+            if num_accepted == num_draft:
+                self._probes.note_success()
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
@@ -381,13 +381,16 @@ class AdaptiveSpeculation:
         row_passes = work.num_row_passes(num_drafts, num_drafting)
         return float(line.draft_s(row_passes, num_queries, work.num_passes(longest)))
 
-    def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> None:
-        """Let some rows draft a little when it is time for it."""
+    def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> int:
+        """Let some rows draft a little when it is time for it. Returns the steps until the next time."""
         num_probing, num_drafts = self._probes.size(len(rows))
         without = line.seconds(0, 0, 0)
         extra = line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS) - without
-        for index in self._probes.rows(len(rows)) if self._probes.is_due(extra / without) else ():
-            lengths[index] = min(rows[index].k, PROBE_DRAFTS)
+        cost = extra / without
+        if not self._probes.due_in(cost):
+            for index in self._probes.rows(len(rows)):
+                lengths[index] = min(rows[index].k, PROBE_DRAFTS)
+        return self._probes.due_in(cost)
 
     def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
         """Whether to run a step without drafts, since too little is known of its time."""

@@ -41,7 +41,7 @@ class StepHistory:
         # Of the planned steps that were not observed yet: prompt and decode tokens, and whether they are without drafts
         # while drafting rests.
         self._num_tokens: dict[int, tuple[int, int, bool]] = {}
-        self._num_plain = 0  # such steps since another one was observed
+        self._num_plain = 0  # such steps since drafting paid
         self._num_prefill_tokens = 0  # of the last plan
         self._several_until = 0.0  # until when the tenants count as several
 
@@ -120,7 +120,10 @@ class StepHistory:
         self._step_time.observe(num_prefill, num_decode, seconds)
         if self.speculation is None:
             return
-        self._num_plain = self._num_plain + 1 if is_plain else 0
+        if self.speculation.pays:
+            self._num_plain = 0
+        elif is_plain:
+            self._num_plain += 1
         if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):
             self.speculation.pass_step()
         else:

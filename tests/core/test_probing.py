@@ -12,8 +12,10 @@ def gaps_between(probes: Probes, cost: float, num_probes: int) -> list[int]:
     gaps: list[int] = []
     for _ in range(num_probes):
         steps = 0
-        while not probes.is_due(cost):
+        while probes.due_in(cost):
+            before = probes.due_in(cost)
             probes.pass_steps(1)
+            assert probes.due_in(cost) == before - 1
             steps += 1
         probes.rows(1)
         gaps.append(steps)

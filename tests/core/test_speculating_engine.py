@@ -11,7 +11,7 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_costs import StepShape
-from dflash_backend.core.step_history import LATER_EVERY, OBSERVED_EVERY
+from dflash_backend.core.step_history import LATER_EVERY
 
 
 def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
@@ -120,7 +120,7 @@ def test_while_drafting_rests_some_steps_are_taken_in(monkeypatch: pytest.Monkey
     before = len(engine.worker.plans)
     engine.steps(200)
     plain = [shape for shape in seen if shape.num_tokens == 1 and not shape.num_queries]
-    assert 200 // LATER_EVERY <= len(plain) < 200 // OBSERVED_EVERY
+    assert 200 // LATER_EVERY <= len(plain) <= 200 // LATER_EVERY + 1, "also behind a probe"
     drafting = [plan for plan in engine.worker.plans[before:] if plan.drafts]
     assert 0 < len(drafting) <= len([shape for shape in seen if shape.num_queries]) + 1
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from tests.mutations.mutant import mutants_of
 
 CORE = "dflash_backend/core"
-TESTS = ("tests/core/test_probing.py", "tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
+TESTS = (
+    "tests/core/test_probing.py",
+    "tests/core/test_speculation.py",
+    "tests/core/test_resting.py",
+    "tests/core/test_speculating_engine.py",
+)
 
 RESTING_MUTANTS = (
     *mutants_of(
@@ -13,13 +18,23 @@ RESTING_MUTANTS = (
         TESTS,
         (
             "decisions stay as frequent while drafting rests",
-            "return MOST_STEPS_AT_REST if goes_on_resting else",
-            "return",
+            "self._interval = max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)",
+            "self._probe(rows, lengths, line)",
         ),
         (
             "decisions become as rare while many rows draft",
-            "return MOST_STEPS_AT_REST if goes_on_resting else STEPS_BETWEEN_DECISIONS",
-            "return MOST_STEPS_AT_REST",
+            "MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS",
+            "MOST_STEPS_OF_FEW",
+        ),
+        (
+            "what of a probe is accepted waits for the next decision",
+            "            self._age = self._interval\n",
+            "            pass\n",
+        ),
+        (
+            "a request that rests becomes less certain the slower the rarer decisions are",
+            "row.effect.drift(num_passed / STEPS_BETWEEN_DECISIONS)",
+            "row.effect.drift(1)",
         ),
     ),
     *mutants_of(
@@ -39,8 +54,8 @@ RESTING_MUTANTS = (
         ),
         (
             "a probe that was accepted is not followed by one",
-            "return self._succeeded or self._since",
-            "return self._since",
+            "        if self._succeeded:\n            return 0\n",
+            "",
         ),
     ),
     *mutants_of(
@@ -55,6 +70,11 @@ RESTING_MUTANTS = (
             "no step is taken in while drafting rests",
             "if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):",
             "if is_plain:",
+        ),
+        (
+            "behind each probe steps are taken in as often as at first",
+            "        if self.speculation.pays:\n",
+            "        if not is_plain:\n",
         ),
         (
             "each step is taken in while drafting rests",

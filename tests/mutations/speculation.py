@@ -5,7 +5,12 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 CORE = "dflash_backend/core"
-TESTS = ("tests/core/test_speculation.py", "tests/core/test_step_costs.py", "tests/core/test_speculating_engine.py")
+TESTS = (
+    "tests/core/test_speculation.py",
+    "tests/core/test_resting.py",
+    "tests/core/test_step_costs.py",
+    "tests/core/test_speculating_engine.py",
+)
 BUDGET_TESTS = ("tests/core/test_draft_budget.py",)
 SHARED_ATTENTION = (
     "tests/kernels/test_paged_attention.py::test_rows_of_any_length_within_one_bound_leave_each_other_alone",
@@ -21,7 +26,7 @@ SPECULATION_MUTANTS = (
             "(chance, -i, group) for group in groups for i, chance in enumerate(",
             "(1 - chance, -i, group) for group in groups for i, chance in enumerate(",
         ),
-        ("drafting is never tried again", "            self._probe(rows, lengths, line)\n", "            pass\n"),
+        ("drafting is never tried again", "max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)", "128"),
         (
             "the time of a step without drafts is never looked at",
             "if self._wants_trial(len(rows), mean_position, num_other_tokens):",
@@ -124,8 +129,8 @@ SPECULATION_MUTANTS = (
     Mutant(
         "a decision to draft holds on, however many drafts it is for",
         f"{CORE}/speculation.py",
-        "if self._lengths == before and num_rows <= FEW_ROWS:",
-        "if any(self._lengths.values()) == any(before.values()) and num_rows <= FEW_ROWS:",
+        "goes_on = self._lengths == before and len(rows) <= FEW_ROWS",
+        "goes_on = any(before.values()) and len(rows) <= FEW_ROWS",
         ("tests/benchmarks/test_adaptive_simulation.py",),
     ),
     *mutants_of(
@@ -133,7 +138,7 @@ SPECULATION_MUTANTS = (
         BUDGET_TESTS,
         (
             "a probe is not verified",
-            " or not any(self._lengths.values()):\n            return None",
+            " or not self.pays:\n            return None",
             ":\n            return None",
         ),
         (

@@ -1,0 +1,31 @@
+"""Policies of speculation that know what drafts are worth, for the tests of what they decide."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from step_shapes import BLOCKS, decode_shape
+
+from dflash_backend.core.drafter_work import DrafterWork
+from dflash_backend.core.speculation import FIRST_STEPS, AdaptiveSpeculation
+from dflash_backend.core.step_costs import CostTable
+
+K = 7
+
+
+def accepted_of(rng: random.Random, rates: list[float]) -> int:
+    return next((i for i, rate in enumerate(rates) if rng.random() >= rate), len(rates))
+
+
+def policy_with(
+    chances: list[float], table: CostTable, draft_s: float = 0.0, work: DrafterWork = BLOCKS
+) -> AdaptiveSpeculation:
+    policy = AdaptiveSpeculation(len(chances), work, table=table)
+    policy.acceptance.trials = np.full(len(chances), 1e6)
+    policy.acceptance.accepted = 1e6 * np.array(chances)
+    policy.acceptance.variance = 0.0
+    policy.acceptance._update_rates()
+    policy.stats.num_steps = len(FIRST_STEPS)
+    policy.costs.observe(decode_shape(1, 1, work=work), table.at(2), draft_s or 1e-9)
+    return policy
