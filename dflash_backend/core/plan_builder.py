@@ -11,6 +11,11 @@ from dflash_backend.core.rows import decode_tokens, next_start
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.tenants import FairQueue
 
+# Prompt tokens that a row has at least, but for the first row and for a prompt's end: fewer are hardly worth their row.
+MIN_CHUNK = 16
+# Requests that are in the middle of their prompts, at most, but for shorter ones.
+MAX_PARTIAL_PREFILLS = 4
+
 
 @dataclass(slots=True)
 class PlanBuilder:
@@ -18,8 +23,8 @@ class PlanBuilder:
 
     max_prefill_tokens: prompt tokens that the step's time allows; None: no bound.
     num_tokens_like_decoding: prompt tokens that take as long as the decode rows, by the steps so far; 0: not known.
-    prefills: the running requests in prefill that have a row in this step, in the order of their tenants' turns.
-    chunks: how many tokens each of them has at least, by id.
+    prefills: the running requests in prefill, in the order of their tenants' turns.
+    chunks: how many tokens those of them have at least that have a row in this step, by id.
     unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
     num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
     """
@@ -37,6 +42,8 @@ class PlanBuilder:
     num_admitted_tokens: int = 0
     num_decoding: int = 0
     num_without_token: int = 0
+    _num_unfinished: int = 0
+    _least_remaining: int = 1 << 62
 
     def count(self, running: list[Request], num_waiting: int) -> list[Request]:
         """Count the requests that decode and those without a first token; returns the running ones in prefill."""
@@ -74,25 +81,51 @@ class PlanBuilder:
     def share_out(self, in_prefill: list[Request], queue: FairQueue) -> None:
         """Share the prefill budget among the running requests in prefill, in the order of their tenants' turns.
 
-        A prefill that does not finish leaves half to those after it and to waiting requests; what they do not use comes
-        back to it at the end of the plan.
+        A prefill that does not finish leaves half to those after it and to waiting requests, and as much is kept for
+        those that wait when it is their turn; what they do not use comes back to it at the end of the plan. Where less
+        is left than a row is worth, the others skip the step, but for the one that arrived first: they have their turn
+        when the first ones have got more. in_prefill: in order of arrival.
         """
         self.prefills = sorted(in_prefill, key=lambda request: queue.tenant_of(request).turn)
-        budget, num_after = self.prefill_budget, len(self.prefills)
         first = queue.next_turn()
         if first is not None:
             queue.put_back(first)
+        budget, waits, num_after = self.prefill_budget, first is not None, len(self.prefills)
+        kept = 1  # for the one that arrived first
         for request in self.prefills:
             num_after -= 1
-            available = max(1, budget - num_after)
+            kept = kept if request is not in_prefill[0] else 0
+            if waits and first is not None and first.turn < queue.tenant_of(request).turn:
+                budget -= budget // 2
+                waits = False
             remaining = request.prefill_end - next_start(request)
-            is_first = first is None or queue.tenant_of(request).turn <= first.turn
-            if (remaining > available or not is_first) and (first is not None or num_after > 0):
+            available = budget - kept
+            if remaining > available and (waits or num_after):
                 available -= available // 2
-            self.chunks[request.request_id] = chunk = min(remaining, available)
+            chunk = min(remaining, available)
+            if not self.chunks or request is in_prefill[0]:
+                chunk = max(chunk, 1)
+            elif chunk < min(remaining, MIN_CHUNK):
+                chunk = 0
+            if chunk:
+                self.chunks[request.request_id] = chunk
+                budget -= chunk
             if chunk < remaining:
-                self.unfinished.add(request.sampling.tenant)
-            budget -= chunk
+                self.note_unfinished(request.sampling.tenant, remaining - chunk)
+
+    def note_unfinished(self, tenant: str, remaining: int) -> None:
+        """A request is in the middle of its prompt behind this step, with about as many tokens to go."""
+        self.unfinished.add(tenant)
+        self._num_unfinished += 1
+        self._least_remaining = min(self._least_remaining, remaining)
+
+    def may_begin(self, tenant: str, remaining: int, made_way: bool) -> bool:
+        """Whether a waiting request may begin its prompt of `remaining` tokens though it does not end it in this step:
+        one of a tenant, and a few in all, else many prompts would all end late; but a shorter one goes ahead, and one
+        that another was preempted for, as `made_way` says."""
+        if tenant in self.unfinished:
+            return False
+        return made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS or remaining < self._least_remaining
 
     def add_decode(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
         """Add a decode row, with the blocks that it gained."""

@@ -43,7 +43,7 @@ from dflash_backend.core.step_history import StepHistory
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
 # Tenants whose first request cannot start that are passed over in a step.
-MAX_PASSED_OVER = 8
+MAX_PASSED_OVER = 32
 # A running tenant must be this part of a step's most tokens behind another before that one is preempted for it.
 MIN_LAG_IN_STEPS = 1 / 8
 # Steps without admissions after an out-of-memory step, unless a request finishes first.
@@ -105,7 +105,7 @@ class Scheduler:
         builder = PlanBuilder(self._config)
         in_prefill = builder.count(self._running_by_arrival(), len(self.waiting))
         if len(self.running) + len(self.waiting) > 1:
-            self.history.bound_prefill(builder, len(self.queue.tenants), now)
+            self.history.bound_prefill(builder, self.queue, in_prefill, now)
         self.history.choose_draft_lengths(self.running.values(), len(self.waiting))
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
@@ -269,7 +269,9 @@ class Scheduler:
                 return decode_row(request, self._config)
         elif not prefills_next(request):
             return decode_row_ahead(request, row, self._config)
-        chunk = builder.chunks[request.request_id]
+        chunk = builder.chunks.get(request.request_id)
+        if chunk is None:
+            return None
         return prefill_row(request, next_start(request), self._config, chunk, request.draft_length)
 
     def _preempt_for(self, request: Request, num_positions: int, builder: PlanBuilder) -> list[int] | None:
@@ -321,7 +323,7 @@ class Scheduler:
         while builder.prefill_budget > 0 and len(self.running) < config.max_num_seqs:
             if len(passed_over) == MAX_PASSED_OVER:
                 break
-            tenant, first = first or queue.next_turn(), None
+            tenant, made_way, first = first or queue.next_turn(), first is not None, None
             if tenant is None:
                 break
             request = queue.head(tenant)
@@ -333,10 +335,10 @@ class Scheduler:
                 break
             remaining = request.prefill_end - len(hit) * config.block_size
             if remaining > builder.prefill_budget:
-                if tenant.name in builder.unfinished:
+                if not builder.may_begin(tenant.name, remaining, made_way):
                     passed_over.append(tenant)
                     continue
-                builder.unfinished.add(tenant.name)
+                builder.note_unfinished(tenant.name, remaining)
             request.num_blocks_to_decode = self.kv.blocks_for(num_positions)
             self._start(request, hit, builder, now)
             promised += request.num_blocks_to_decode - len(request.block_ids)

@@ -12,6 +12,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.step_costs import CostTable, StepShape
 from dflash_backend.core.step_time import StepTime
+from dflash_backend.core.tenants import FairQueue
 
 # Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
 # again soon, shall not meet a long step each time.
@@ -45,12 +46,13 @@ class StepHistory:
         self._num_prefill_tokens = 0  # of the last plan
         self._several_until = 0.0  # until when the tenants count as several
 
-    def bound_prefill(self, builder: PlanBuilder, num_tenants: int, now: float) -> None:
-        """Bound the prompt tokens of the step that is planned by its time, and say what its decode rows take."""
-        if num_tenants > 1:
+    def bound_prefill(self, builder: PlanBuilder, queue: FairQueue, in_prefill: Sequence[Request], now: float) -> None:
+        """Bound the prompt tokens of the step that is planned by its time, and say what its decode rows take.
+        in_prefill: the running requests that do not decode."""
+        if len(queue.tenants) > 1:
             self._several_until = now + SEVERAL_TENANTS_S
-        several = now < self._several_until
-        builder.max_prefill_tokens = self._step_time.max_prefill_tokens(builder.num_decode_tokens, several)
+        num_prompting = queue.num_prompting(in_prefill) if now < self._several_until else None
+        builder.max_prefill_tokens = self._step_time.max_prefill_tokens(builder.num_decode_tokens, num_prompting)
         builder.num_tokens_like_decoding = self._step_time.as_long_as_decoding(builder.num_decode_tokens)
 
     def choose_draft_lengths(self, running: Iterable[Request], num_waiting: int) -> None:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 AUTO_STEP_S = 0.004
 AUTO_ONE_TENANT_STEP_S = 0.048  # in its place while only one tenant has requests
 AUTO_LIGHT_STEPS = 1.5
+# This many more for each tenant beyond the first that has prompts to compute: short steps would leave them little of
+# the time, and with many tenants each gets a small part of it in any case.
+LIGHT_STEPS_PER_TENANT = 0.5
 # While only one tenant has requests, a step with prompts may take this many times as long: fewer, larger steps have
 # more throughput, and no other tenant waits.
 ONE_TENANT_FACTOR = 8
@@ -74,17 +77,22 @@ class StepTime:
         rate = num_prefill_tokens / max(seconds - self._light.at(num_decode_tokens), 0.1 * seconds)
         self.tokens_per_s = rate if self.tokens_per_s is None else _follow(self.tokens_per_s, rate)
 
-    def max_prefill_tokens(self, num_decode_tokens: int, several_tenants: bool) -> int | None:
-        """Prompt tokens that a step may have beside its decode tokens; None while nothing is known."""
+    def max_prefill_tokens(self, num_decode_tokens: int, num_prompting: int | None) -> int | None:
+        """Prompt tokens that a step may have beside its decode tokens; None while nothing is known.
+
+        num_prompting: while several tenants are served, those of them that have prompts to compute; None: only one is.
+        """
         if self.tokens_per_s is None:
             return None
         light_s = self._light.at(num_decode_tokens)
-        factor = 1 if several_tenants else ONE_TENANT_FACTOR
-        if self.max_step_s is None:
-            least = AUTO_STEP_S if several_tenants else AUTO_ONE_TENANT_STEP_S
-            step_s = max(least, factor * AUTO_LIGHT_STEPS * light_s)
+        longest = ONE_TENANT_FACTOR * AUTO_LIGHT_STEPS
+        if self.max_step_s is not None:
+            step_s = self.max_step_s * (ONE_TENANT_FACTOR if num_prompting is None else 1)
+        elif num_prompting is None:
+            step_s = max(AUTO_ONE_TENANT_STEP_S, longest * light_s)
         else:
-            step_s = factor * self.max_step_s
+            light_steps = AUTO_LIGHT_STEPS + LIGHT_STEPS_PER_TENANT * max(num_prompting - 1, 0)
+            step_s = max(AUTO_STEP_S, min(light_steps, longest) * light_s)
         return max(LIGHT_TOKENS, int((step_s - light_s) * self.tokens_per_s))
 
     def as_long_as_decoding(self, num_decode_tokens: int) -> int:

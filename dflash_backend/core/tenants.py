@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.request import Request
@@ -89,6 +89,11 @@ class FairQueue:
         """How many requests of a tenant wait, and how many tokens they have."""
         tenant = self.tenants.get(name)
         return (0, 0) if tenant is None else (tenant.num_waiting, tenant.num_waiting_tokens)
+
+    def num_prompting(self, in_prefill: Iterable[Request]) -> int:
+        """Tenants that have prompts to compute, waiting ones or those of `in_prefill`, the running ones."""
+        names = {request.sampling.tenant for request in in_prefill}
+        return len(names) + sum(tenant.num_waiting > 0 and name not in names for name, tenant in self.tenants.items())
 
     def add(self, request: Request) -> None:
         """Let a request wait: a new one, or one that was preempted, which gets its place back."""

@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import Clock, Engine, make_config, make_request
+from slow_toy import flood, slow_engine
+from toy_engine import make_request
 from toy_model import expected_output
-from toy_worker import ToyWorker
 
-from dflash_backend.core.plan import StepPlan, StepResult
-from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import (
+    AUTO_LIGHT_STEPS,
     AUTO_ONE_TENANT_STEP_S,
     AUTO_STEP_S,
+    LIGHT_STEPS_PER_TENANT,
     LIGHT_TOKENS,
     MAX_JUMP,
     NEW_WEIGHT,
     ONE_TENANT_FACTOR,
     StepTime,
 )
-
-
-class SlowToy(ToyWorker):
-    """Each step takes `fixed_s`, and `prompt_s` more for each prompt token, `decode_s` for each decode token."""
-
-    clock: Clock
-    fixed_s: float
-    prompt_s: float
-    decode_s = 0.0005
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self.took: list[float] = []
-
-    def submit(self, plan: StepPlan) -> None:
-        super().submit(plan)
-        tokens = [(row.num_new + row.num_draft, row.num_draft or row.num_computed) for row in plan.rows]
-        num_prompt = sum(count for count, decodes in tokens if not decodes or count > 4)
-        num_decode = sum(count for count, decodes in tokens) - num_prompt
-        self.took.append(self.fixed_s + self.prompt_s * num_prompt + self.decode_s * num_decode)
-
-    def collect(self) -> StepResult:
-        self.clock.now += self.took[-1]
-        return super().collect()
-
-
-def slow_engine(fixed_s: float = 0.01, prompt_s: float = 0.001, **changes: object) -> tuple[Engine, SlowToy]:
-    """An engine that has measured a step."""
-    config = make_config(**({"num_blocks": 4000, "max_model_len": 2000, "max_num_batched_tokens": 2000} | changes))
-    worker = SlowToy(config)
-    engine = Engine(config, worker=worker)
-    worker.clock, worker.fixed_s, worker.prompt_s = engine.clock, fixed_s, prompt_s
-    engine.run(make_request("first", [1] * 100, max_tokens=1))
-    return engine, worker
-
-
-def flood(engine: Engine, count: int = 20, length: int = 900, **sampling: object) -> None:
-    engine.add(*[make_request(f"long{i}", [i, *([7] * length)], max_tokens=2, **sampling) for i in range(count)])
 
 
 @pytest.mark.parametrize("max_step_s", [None, 0.1])
@@ -109,9 +71,9 @@ def test_outputs_do_not_depend_on_it() -> None:
 
 def test_nothing_is_bounded_before_anything_was_measured() -> None:
     step_time = StepTime()
-    assert step_time.max_prefill_tokens(0, True) is None
+    assert step_time.max_prefill_tokens(0, 1) is None
     step_time.observe(100, 0, 0.0)
-    assert step_time.max_prefill_tokens(0, True) is None, "a clock that does not move tells nothing"
+    assert step_time.max_prefill_tokens(0, 1) is None, "a clock that does not move tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +83,28 @@ def test_a_measurement_that_is_far_off_does_not_decide(seconds: float, ratio: fl
     step_time = StepTime()
     for _ in range(20):
         step_time.observe(100, 0, 0.1)
-    before = step_time.max_prefill_tokens(0, False)
+    before = step_time.max_prefill_tokens(0, None)
     step_time.observe(100, 0, seconds)
-    assert step_time.max_prefill_tokens(0, False) == pytest.approx(ratio * before, rel=0.02)
+    assert step_time.max_prefill_tokens(0, None) == pytest.approx(ratio * before, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_prompting", "light_steps"), [(0, 1.5), (1, 1.5), (2, 2.0), (5, 3.5), (1000, 12.0)])
+def test_a_step_is_the_longer_the_more_tenants_have_prompts(num_prompting: int, light_steps: float) -> None:
+    assert (AUTO_LIGHT_STEPS, LIGHT_STEPS_PER_TENANT) == (1.5, 0.5)
+    step_time = StepTime()
+    for _ in range(40):
+        step_time.observe(1, 10, 0.05)
+        step_time.observe(100, 10, 0.05 + 0.1)
+    tokens = step_time.max_prefill_tokens(10, num_prompting)
+    assert tokens == pytest.approx((light_steps - 1) * 0.05 * 1000, rel=0.05)
+
+
+def test_a_time_that_was_set_holds_for_any_number_of_tenants() -> None:
+    step_time = StepTime(max_step_s=0.1)
+    for _ in range(40):
+        step_time.observe(1, 10, 0.05)
+        step_time.observe(100, 10, 0.05 + 0.1)
+    assert step_time.max_prefill_tokens(10, 1) == step_time.max_prefill_tokens(10, 50) == pytest.approx(50, rel=0.05)
 
 
 def test_a_bound_that_nothing_meets_leaves_a_few_tokens() -> None:
@@ -131,7 +112,7 @@ def test_a_bound_that_nothing_meets_leaves_a_few_tokens() -> None:
     for _ in range(20):
         step_time.observe(LIGHT_TOKENS, 0, 0.5)
         step_time.observe(64, 0, 1.0)
-    assert step_time.max_prefill_tokens(0, True) == LIGHT_TOKENS
+    assert step_time.max_prefill_tokens(0, 1) == LIGHT_TOKENS
 
 
 @pytest.mark.parametrize(("max_tokens", "least"), [(3, 4.5), (6, 5.0), (12, 6.0)])

@@ -122,11 +122,6 @@ SCHEDULING_MUTANTS = (
         f"{CORE}/plan_builder.py",
         TENANTS,
         ("decode tokens are free", "(row.num_new + row.num_draft)", "(row.num_new if row.num_new > 1 else 0)"),
-        (
-            "a long prompt leaves nothing to another tenant",
-            "(remaining > available or not is_first)",
-            "(remaining > available and is_first)",
-        ),
     ),
     *mutants_of(
         f"{CORE}/request.py",
@@ -168,8 +163,8 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "a row is freed and another tenant takes it",
         f"{CORE}/scheduler.py",
-        "tenant, first = first or queue.next_turn(), None",
-        "tenant = queue.next_turn()",
+        "tenant, made_way, first = first or queue.next_turn(), first is not None, None",
+        "tenant, made_way = queue.next_turn(), False",
         TENANTS,
     ),
     *mutants_of(
@@ -200,13 +195,21 @@ SCHEDULING_MUTANTS = (
     *mutants_of(
         f"{CORE}/step_time.py",
         STEP_TIME,
-        ("one tenant's steps are as short as several's", "else AUTO_ONE_TENANT_STEP_S", "else AUTO_STEP_S"),
+        (
+            "one tenant's steps are as short as several's",
+            "max(AUTO_ONE_TENANT_STEP_S, longest",
+            "max(AUTO_STEP_S, longest",
+        ),
         (
             "one tenant's steps are as short as several's where that is set",
-            "1 if several_tenants else ONE_TENANT_FACTOR",
+            "(ONE_TENANT_FACTOR if num_prompting is None else 1)",
             "1",
         ),
-        ("a slow device computes next to no prompt", "max(least, factor * AUTO_LIGHT_STEPS * light_s)", "least"),
+        (
+            "a slow device computes next to no prompt",
+            "max(AUTO_STEP_S, min(light_steps, longest) * light_s)",
+            "AUTO_STEP_S",
+        ),
         (
             "one measurement decides",
             "min(max(new, average / MAX_JUMP), average * MAX_JUMP)",

@@ -1,0 +1,48 @@
+"""Defects of steps in which many tenants have long prompts."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+CORE = "dflash_backend/core"
+TESTS = ("tests/core/test_many_tenants.py", "tests/core/test_step_time.py", "tests/core/test_tenants.py")
+
+MANY_TENANTS_MUTANTS = (
+    *mutants_of(
+        f"{CORE}/plan_builder.py",
+        TESTS,
+        ("rows of prompts have any few tokens", "elif chunk < min(remaining, MIN_CHUNK):", "elif chunk < 1:"),
+        ("any number of prompts are begun", "made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS", "True"),
+        ("a shorter prompt waits for longer ones", " or remaining < self._least_remaining", ""),
+        (
+            "nothing is kept for a tenant that waits and has the turn",
+            "                budget -= budget // 2\n",
+            "                pass\n",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/plan_builder.py",
+        ("tests/core/test_core_random.py",),
+        ("the prompt that arrived first skips steps", " or request is in_prefill[0]:", ":"),
+        ("nothing is kept for the prompt that arrived first", "kept = 1  # for the", "kept = 0  # for the"),
+    ),
+    *mutants_of(
+        f"{CORE}/step_time.py",
+        TESTS,
+        (
+            "a step is as short however many tenants have prompts",
+            "LIGHT_STEPS_PER_TENANT * max(num_prompting - 1, 0)",
+            "0",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/scheduler.py",
+        TESTS,
+        ("a few tenants that cannot begin hide the others", "MAX_PASSED_OVER = 32", "MAX_PASSED_OVER = 4"),
+    ),
+    *mutants_of(
+        f"{CORE}/tenants.py",
+        TESTS,
+        ("tenants that wait have no prompts", "tenant.num_waiting > 0 and name not in names", "False"),
+    ),
+)
