@@ -211,8 +211,8 @@ class EngineConfig:
     max_step_time_ms: float | None = setting(
         None,
         "how long a step with prompts may take while requests of several tenants are served, eight times as long with "
-        "one tenant; auto: 4 and 48, or 1.5 and 12 times as long as a step without prompts where that is more, with half "
-        "a step for each further tenant that has prompts",
+        "one tenant; auto: 4 and 48, or 1.5 and 12 times as long as a step without prompts where that is more, with "
+        "half a step for each further tenant that has prompts",
         low=0.0,
         low_open=True,
     )

@@ -15,6 +15,9 @@ from dflash_backend.core.arrays import Counts, Floats
 COST_OF_ONE = 0.4
 # Weight of a budget's gain in their average.
 GAIN_WEIGHT = 0.25
+# Weight of a step in the average of how much longer those with a budget take, the part of it that each step without one
+# takes off, so that budgets are tried again, and the most that a step counts for.
+EXCESS_WEIGHT, EXCESS_LOSS, MAX_EXCESS = 0.2, 0.004, 1.0
 # While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes.
 STEPS_BETWEEN_LOOKS = 8
 
@@ -31,11 +34,21 @@ class UnevenDrafts:
     cost: float = 0.0
     wants_confidence: bool = True
     _gain: float = 1.0  # of the last budgets, also of those that were not taken
+    _excess: float = 0.0  # this part longer steps with a budget took than others of as many tokens
     _since_look: int = 0  # steps since drafts had confidences
 
     def pays(self, gain: float, num_rows: int) -> bool:
         """Whether this part more tokens a second is worth it."""
-        return gain >= self.cost * (1.0 if num_rows > 1 else COST_OF_ONE)
+        return gain >= (max(self.cost, self._excess) if num_rows > 1 else COST_OF_ONE * self.cost)
+
+    def observe(self, seconds: float, expected_s: float) -> None:
+        """Take in the time of a step with a budget, and what one whose rows are alike would take."""
+        excess = min(max(seconds / expected_s - 1, 0.0), MAX_EXCESS)
+        self._excess += EXCESS_WEIGHT * (excess - self._excess)
+
+    def pass_step(self) -> None:
+        """Go on from a step without a budget."""
+        self._excess -= EXCESS_LOSS * self._excess
 
     def budgets_pay(self, num_rows: int) -> bool:
         """Whether the last budgets were worth it."""

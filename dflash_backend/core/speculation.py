@@ -150,20 +150,16 @@ class AdaptiveSpeculation:
             return []
         self._stats.num_steps += 1
         self._age += 1
+        changed = abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows
         if self._stats.num_steps <= len(FIRST_STEPS):
             lengths = [round(row.k * FIRST_STEPS[self._stats.num_steps - 1]) for row in rows]
-        elif self._is_outdated(len(rows)):
+        elif changed or self._age >= self._interval:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
         self._stats.num_steps_without_drafts += not any(lengths)
         self.rests = not self.pays and not any(lengths)
         return lengths
-
-    def _is_outdated(self, num_rows: int) -> bool:
-        """Whether the last decision was long ago, or made for another number of rows."""
-        changed = abs(num_rows - self._num_rows) > MAX_CHANGE * self._num_rows
-        return changed or self._age >= self._interval
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
@@ -265,13 +261,17 @@ class AdaptiveSpeculation:
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
         self._stats.num_proposed_tokens += num_proposed
 
-    def observe_step(self, shape: StepShape, seconds: float, draft_s: float) -> None:
-        """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was
-        drafting."""
+    def observe_step(self, shape: StepShape, seconds: float, draft_s: float, budgeted: bool = False) -> None:
+        """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was drafting.
+        budgeted: it had several rows, and a budget for them."""
         self._num_pending_steps += 1
         if self._stats.num_steps <= STEPS_TAKEN_IN_ONE_BY_ONE:
             self._update_acceptance()
-        self.costs.observe(shape, seconds - draft_s, draft_s)
+        if budgeted and self.uneven.cost and (expected_s := self.costs.target_s(shape)) > 0:
+            self.uneven.observe(seconds - draft_s, expected_s)
+        else:
+            self.uneven.pass_step()
+            self.costs.observe(shape, seconds - draft_s, draft_s)
 
     def pass_step(self) -> None:
         """Go on from a step without drafts whose time is not looked at."""

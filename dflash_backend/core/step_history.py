@@ -130,7 +130,8 @@ class StepHistory:
             self.speculation.pass_step()
         else:
             shape = StepShape.of(plan.rows, self._config.drafter_work, sum(row.num_verified for row in result.rows))
-            self.speculation.observe_step(shape, seconds, draft_s)
+            budgeted = plan.budget is not None and len(plan.rows) > 1
+            self.speculation.observe_step(shape, seconds, draft_s, budgeted)
 
     def discard(self, step_id: int) -> None:
         """Drop a step that did not run."""

@@ -19,6 +19,22 @@ SHARED_ATTENTION = (
 
 SPECULATION_MUTANTS = (
     *mutants_of(
+        f"{CORE}/draft_budget.py",
+        ("tests/core/test_draft_budget.py",),
+        (
+            "budgets whose steps took long are never tried again",
+            "self._excess -= EXCESS_LOSS * self._excess",
+            "pass",
+        ),
+    ),
+    Mutant(
+        "steps with a budget are taken for any others",
+        f"{CORE}/step_history.py",
+        "budgeted = plan.budget is not None and len(plan.rows) > 1",
+        "budgeted = False",
+        ("tests/core/test_draft_budget.py",),
+    ),
+    *mutants_of(
         f"{CORE}/speculation.py",
         TESTS,
         (
@@ -136,6 +152,11 @@ SPECULATION_MUTANTS = (
     *mutants_of(
         f"{CORE}/speculation.py",
         BUDGET_TESTS,
+        (
+            "how much longer steps with a budget take is not learned",
+            "if budgeted and self.uneven.cost and (expected_s",
+            "if (expected_s := 0.0) and (expected_s",
+        ),
         (
             "a probe is not verified",
             " or not self.pays:\n            return None",
