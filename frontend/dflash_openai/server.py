@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -26,6 +28,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.05
 # A connection on which no request comes is closed, also one that has had requests before.
 HEADER_TIMEOUT_MS = 20_000
+HEARTBEAT_S = 1.0
+# granian's own handlers write to standard output, and would make the event loop wait for who reads that.
+LOG_CONFIG = {"handlers": {}, "loggers": {"_granian": {"propagate": True}}}
 
 
 def serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -65,6 +70,7 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
         backpressure=MAX_REQUESTS,
         http1_settings=HTTP1Settings(header_read_timeout=HEADER_TIMEOUT_MS),
         log_level=LogLevels.error,
+        log_dictconfig=LOG_CONFIG,
         **_tls_options(config.security.tls),
     )
     metrics: FrontendMetrics = app.state.metrics
@@ -87,11 +93,14 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, signalled)
     serving = asyncio.create_task(server.serve())
-    telling = asyncio.create_task(_tell_when_it_listens(config.host, config.port, on_ready))
+    beside = [asyncio.create_task(_tell_when_it_listens(config.host, config.port, on_ready))]
+    if config.heartbeat_fd is not None:
+        beside.append(asyncio.create_task(_beat(config.heartbeat_fd)))
     try:
         await serving
     finally:
-        telling.cancel()
+        for task in beside:
+            task.cancel()
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
@@ -107,6 +116,16 @@ async def _tell_when_it_listens(host: str, port: int, on_ready: Callable[[], Non
             writer.close()
             on_ready()
             return
+
+
+async def _beat(descriptor: int) -> None:
+    """Write once a second that the event loop runs."""
+    os.set_blocking(descriptor, False)
+    while True:
+        # Its reader may be gone, or be busy for so long that it is full.
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b".")
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 async def _drain(app: Starlette, stop: Callable[[], None], timeout_s: float) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -16,10 +18,14 @@ from dflash_cli.launcher import frontend as module
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.triton_install import LauncherError
-from tests.servers import PORT_OPTIONS, clean_environ
+from tests.servers import PORT_OPTIONS, answers, clean_environ
 from tests.waiting import eventually
 
 HOST = "127.0.0.1"
+HANG_S = 3.0
+# A pipe of one page holds some 30 lines about requests.
+PIPE_BYTES, NUM_REQUESTS = 4096, 300
+F_SETPIPE_SZ = 1031
 
 
 def free_port() -> int:
@@ -36,7 +42,7 @@ def frontend(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Front
     """One before a server that is not there, so that it listens and is never ready."""
     monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.1)
-    frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append)
+    frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append, hang_timeout_s=HANG_S)
     frontend.start(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
     yield frontend
     frontend.stop()
@@ -68,6 +74,49 @@ def test_one_that_dies_is_started_again(frontend: FrontendProcess, said: list[st
     eventually(restarted, "restarted")
     assert "ended with status -9; it is started anew" in said[-1]
     eventually(lambda: status(frontend) == 503, "listening")
+
+
+def test_one_that_hangs_is_replaced_and_one_that_does_not_is_kept(frontend: FrontendProcess, said: list[str]) -> None:
+    first = frontend.pid
+    assert first is not None
+
+    def has_beaten() -> bool:
+        frontend.keep()
+        return frontend._has_beaten
+
+    eventually(has_beaten, "its event loop runs")
+    until = time.monotonic() + 1.5 * HANG_S
+    while time.monotonic() < until:
+        frontend.keep()
+        assert frontend.pid == first
+        time.sleep(0.1)
+    os.kill(first, signal.SIGSTOP)
+
+    def replaced() -> bool:
+        frontend.keep()
+        return frontend.pid != first
+
+    eventually(replaced, "replaced")
+    assert "the OpenAI front end has given no sign of life for 3 s" in said
+    eventually(lambda: status(frontend) == 503, "listening")
+
+
+def test_a_log_that_nobody_reads_holds_no_request_up() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "dflash_cli.main", "openai", "--port", str(port), "--triton", f"grpc://{HOST}:1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=clean_environ()) as process:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, F_SETPIPE_SZ, PIPE_BYTES)
+        try:
+            with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, verify=False, timeout=10) as http:
+                eventually(lambda: answers(f"{HOST}:{port}", "/version"), "listening")
+                for _ in range(NUM_REQUESTS):
+                    assert http.get("/version").is_success
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+            assert b'GET "/version" status=200' in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_one_that_ends_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

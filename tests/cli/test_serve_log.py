@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.commands.serve_log import WAITING_LINES, Lines, ServeLog
+from dflash_cli.commands.log_lines import WAITING_LINES, Lines
+from dflash_cli.commands.serve_log import ServeLog
 from dflash_cli.launcher.server_log import parse_line
 
 

@@ -10,8 +10,9 @@ import os
 from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
-from dflash_cli.commands.arguments import add_parser_options, non_negative_float, port, positive_float
-from dflash_cli.commands.console import fail, say
+from dflash_cli.commands.arguments import add_parser_options, non_negative_float, non_negative_int, port, positive_float
+from dflash_cli.commands.console import fail
+from dflash_cli.commands.log_lines import Lines, LinesHandler
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
 
 DESCRIPTION = """\
@@ -80,6 +81,8 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="what running requests have to finish at a stop (%(default)g); a second Ctrl-C does not wait",
     )
+    # For `serve`: a pipe on which it sees that the front end does not hang.
+    add("--heartbeat-fd", type=non_negative_int, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
             security=security,
+            heartbeat_fd=arguments.heartbeat_fd,
             tracer=_tracer(arguments.otlp_traces_endpoint),
             tool_call_parser=arguments.tool_call_parser,
             reasoning_parser=arguments.reasoning_parser,
@@ -118,15 +122,17 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(str(error), status=2)
 
     scheme = "http" if security.tls is None else "https"
+    lines = Lines()
     for warning in security_warnings(security, local):
-        say(warning)
-    _log_to_stderr()
+        lines.say(warning)
+    _log_to(lines)
 
     def on_ready() -> None:
         with contextlib.suppress(OSError):
             print(f"OpenAI API at {scheme}://{reachable_host(config.host)}:{number}/v1", flush=True)
 
     serve(app, config, on_ready)
+    lines.flush()
     return 0
 
 
@@ -138,11 +144,8 @@ def _tracer(endpoint: str | None) -> Any:
     return None if found is None else make_tracer(found)
 
 
-def _log_to_stderr() -> None:
-    """Write the front end's own log, the line about each request included, and no other library's."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log = logging.getLogger("dflash_openai")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    log.propagate = False
+def _log_to(lines: Lines) -> None:
+    """Write the front end's own log, the line about each request included, and the warnings of libraries. The event
+    loop logs: it must not wait for who reads that."""
+    logging.basicConfig(handlers=[LinesHandler(lines)], format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("dflash_openai").setLevel(logging.INFO)

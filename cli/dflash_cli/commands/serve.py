@@ -16,8 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail
+from dflash_cli.commands.log_lines import Lines
 from dflash_cli.commands.security_options import KEYS_VARIABLE, as_options, keys_environ, security_config
-from dflash_cli.commands.serve_log import Lines, ServeLog
+from dflash_cli.commands.serve_log import ServeLog
 from dflash_cli.commands.serve_options import LOOPBACK, SETTING_OPTIONS, add_serve_parser
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
     options += ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
     options += as_options(arguments)
     environ = keys_environ(arguments, os.environ)
-    return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls)
+    return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
 
 
 def triton_host(arguments: argparse.Namespace) -> str:

@@ -1,68 +1,17 @@
-"""What `dflash-triton serve` says while its server runs: on standard error, and never waiting for who reads that."""
+"""What `dflash-triton serve` says while its server runs."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import threading
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dflash_cli.commands.log_lines import Lines
     from dflash_cli.launcher.server_log import LogLine
 
-STANDARD_ERROR = 2
-WAITING_LINES = 1000
 # Said by Triton on every machine without a GPU, and on every stream that ends in an error.
 NOISE = ("pinned_memory_manager", "CudaDriverHelper", "DCGM", "NVML", "HandleCancellation called")
 OURS = "dflash: "
 ACTIVITY = "dflash: activity: "
-
-
-class Lines:
-    """Writes lines to a descriptor in a thread of its own. When its reader is slow or gone, or the disk is full, lines
-    are dropped and counted: a server must not wait for a reader of its log."""
-
-    def __init__(self, descriptor: int = STANDARD_ERROR) -> None:
-        self._descriptor = descriptor
-        self._waiting: queue.Queue[str] = queue.Queue(WAITING_LINES)
-        self._num_dropped = 0
-        threading.Thread(target=self._write, name="log-lines", daemon=True).start()
-
-    def put(self, line: str) -> None:
-        """Write a line when its turn comes, or drop it. Never waits."""
-        try:
-            self._waiting.put_nowait(line)
-        except queue.Full:
-            self._num_dropped += 1
-
-    def say(self, text: str) -> None:
-        """A line of our own."""
-        self.put(f"dflash-triton: {text}")
-
-    def flush(self, timeout_s: float = 1.0) -> None:
-        """Wait until all that was put is written, but no longer than this."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _write(self) -> None:
-        while True:
-            line = self._waiting.get()
-            dropped, self._num_dropped = self._num_dropped, 0
-            if dropped:
-                line += f"\ndflash-triton: {dropped} lines of the log were dropped, since nobody read them in time"
-            if not self._written(line):
-                self._num_dropped += 1 + dropped
-            self._waiting.task_done()
-
-    def _written(self, line: str) -> bool:
-        data = (line + "\n").encode(errors="replace")
-        with contextlib.suppress(OSError):
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        return not data
 
 
 class ServeLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from dflash_cli.launcher.parent_death_signal import with_death_signal
 from dflash_cli.launcher.ports import reachable_host, settle_ports
 from dflash_cli.launcher.restarts import FIRST_DELAY_S
 from dflash_cli.launcher.triton_install import LauncherError
+from dflash_cli.launcher.watch import Silence
 
 if TYPE_CHECKING:
     from dflash_openai.security import ServerTls
@@ -31,8 +33,8 @@ SERVED_S = 60.0
 
 
 class FrontendProcess:
-    """Runs `dflash-triton openai` and starts it again when it dies. All methods are for the main thread: the process
-    ends with the thread that has started it."""
+    """Runs `dflash-triton openai` and starts it again when it dies or hangs. All methods are for the main thread: the
+    process ends with the thread that has started it."""
 
     def __init__(
         self,
@@ -42,17 +44,25 @@ class FrontendProcess:
         environ: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda text: None,
         tls: ServerTls | None = None,
+        hang_timeout_s: float = 0.0,
     ) -> None:
-        """`options` are those of the command, but for host and port; `tls` says what they make of HTTPS. Raises
-        `LauncherError` for a port that is taken."""
+        """`options` are those of the command, but for host and port; `tls` says what they make of HTTPS. It hangs when
+        its event loop has not run for `hang_timeout_s`; 0: it is not taken to hang. Raises `LauncherError` for a port
+        that is taken."""
         settle_ports(host, {"--port": port})
         self._host, self._port = host, port
         self._options = list(options)
         self._environ = dict(os.environ if environ is None else environ)
         self._say = say
         self._tls = tls
+        self._hang_timeout_s = hang_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        # What its event loop writes once a second, from when it listens.
+        self._heartbeats: io.FileIO | None = None
+        self._has_beaten = False
+        self._silence = Silence()
+        self._looked_at = 0.0
         self._delay_s = FIRST_DELAY_S
         self._restart_at: float | None = None
 
@@ -85,10 +95,15 @@ class FrontendProcess:
             time.sleep(POLL_S)
 
     def keep(self) -> None:
-        """Start it again where it has died, after a delay that doubles with each start that fails."""
+        """Start it again where it has died, after a delay that doubles with each start that fails; end it where it
+        hangs."""
         now = time.monotonic()
+        elapsed_s, self._looked_at = now - self._looked_at, now
         if self._restart_at is None:
-            if self._process is None or (status := self._process.poll()) is None:
+            if self._process is None:
+                return
+            if (status := self._process.poll()) is None:
+                self._end_if_it_hangs(self._process, elapsed_s)
                 return
             if now - self._started_at > SERVED_S:
                 self._delay_s = FIRST_DELAY_S
@@ -108,6 +123,8 @@ class FrontendProcess:
         """End it now. Does nothing when it does not run."""
         process, self._process = self._process, None
         self._restart_at = None
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
@@ -116,6 +133,17 @@ class FrontendProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def _end_if_it_hangs(self, process: subprocess.Popen[bytes], elapsed_s: float) -> None:
+        """The next look finds it dead."""
+        assert self._heartbeats is not None
+        beat = bool(self._heartbeats.read(4096))
+        self._has_beaten = self._has_beaten or beat
+        self._silence.look(elapsed_s, beat or not self._has_beaten)
+        if self._hang_timeout_s and self._silence.longer_than(self._hang_timeout_s):
+            self._say(f"the OpenAI front end has given no sign of life for {self._silence.seconds:.0f} s")
+            process.kill()
+            self._silence = Silence()
 
     def _why_not_ready(self) -> str | None:
         """None once it answers requests."""
@@ -134,12 +162,21 @@ class FrontendProcess:
 
     def _spawn(self) -> None:
         command = [sys.executable, "-m", "dflash_cli.main", "openai", "--host", self._host, "--port", str(self._port)]
-        self._started_at = time.monotonic()
-        self._process = subprocess.Popen(
-            with_death_signal([*command, *self._options]),
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # A Ctrl-C in the terminal reaches the launcher alone, which then stops it.
-            start_new_session=True,
-        )
+        self._started_at = self._looked_at = time.monotonic()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._heartbeats, self._has_beaten, self._silence = io.FileIO(reader), False, Silence()
+        try:
+            self._process = subprocess.Popen(
+                with_death_signal([*command, "--heartbeat-fd", str(writer), *self._options]),
+                env=self._environ,
+                pass_fds=[writer],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # A Ctrl-C in the terminal reaches the launcher alone, which then stops it.
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
