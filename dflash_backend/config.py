@@ -269,7 +269,7 @@ class EngineConfig:
     max_server_memory_gb: float = setting(
         4.0,
         "gigabytes of memory of tritonserver, which keeps what clients do not read, above which it may not grow: the "
-        "stream that was sent the most ends with an error; 0: no limit",
+        "stream that was sent the most ends with an error, unless large requests made it grow; 0: no limit",
         low=0.0,
     )
     kv_write_guard: bool = setting(False, "check every KV write against its owner and stop at a breach (slow)")

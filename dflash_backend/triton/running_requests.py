@@ -153,12 +153,14 @@ class RunningRequests:
             return
         final, new_tokens, first = state.finished, state.num_new_tokens, not request.answered
         try:
-            request.responder.send(self._responses.output(state), final)
+            response = self._responses.output(state)
+            request.responder.send(response, final)
         except Exception as error:  # noqa: BLE001 - SendFailed, or a response that cannot even be built
             reason = str(error) if isinstance(error, SendFailed) else one_line(error)
             self._log.error(f"request {state.request_id} failed: {reason}")
             self._give_up(request, "INTERNAL", reason)
             return
+        self._server_memory.note_sent(response.num_bytes)
         state.clear()
         request.answered = True
         if final:
@@ -207,16 +209,23 @@ class RunningRequests:
 
     def check_server_memory(self, now: float) -> None:
         """When `tritonserver` holds too much, end the stream that was sent the most, unless that is little: nothing
-        tells which client does not read."""
-        if not self._server_memory.is_over(now):
+        tells which client does not read. No stream ends for memory that grew by more than was sent."""
+        memory = self._server_memory
+        if not memory.is_over(now):
+            return
+        held = f"tritonserver holds {memory.num_bytes / 1e9:.1f} GB (max_server_memory_gb)"
+        if memory.is_of_requests:
+            memory.note_acted()
+            self._log.warning(f"{held} and grew by more than was sent: large requests hold it, so no stream is ended")
+            return
+        if not memory.is_of_responses:
             return
         # A copy: the other thread adds requests.
         streams = (request for request in list(self._requests.values()) if request.state.parsed.stream)
         largest = max(streams, key=lambda request: request.responder.num_bytes_sent, default=None)
         if largest is None or largest.responder.num_bytes_sent < SMALLEST_STREAM_BYTES:
             return
-        self._server_memory.note_ended()
-        held = f"tritonserver holds {self._server_memory.num_bytes / 1e9:.1f} GB (max_server_memory_gb)"
+        memory.note_acted()
         size = largest.responder.num_bytes_sent / 1e6
         self._log.warning(f"{held} and grows; the stream that was sent the most, {size:.1f} MB, is ended")
         self._give_up(

@@ -152,18 +152,38 @@ def test_a_request_whose_responses_hold_too_much_ends_with_an_error(serve, strea
 
 
 def test_the_stream_that_was_sent_the_most_ends_when_the_server_holds_too_much(service, triton):
-    held = [0]
-    service._requests._server_memory = ServerMemory(10**9, lambda: held[0])
+    requests = service._requests._requests
+
+    def sent() -> list[int]:
+        return [request.responder.num_bytes_sent for request in list(requests.values())]
+
+    service._requests._server_memory = ServerMemory(10**9, lambda: 10**9 + sum(sent()))
     small = submit(service, "ab", max_tokens=10**9, stream=True)
     large = submit(service, "ab", max_tokens=10**9, stream=True, sampling={"logprobs": 5}, return_logprobs=True)
-    eventually(lambda: any(f.responder.num_bytes_sent > 2 << 20 for f in list(service._requests._requests.values())))
-    held[0] = 2 * 10**9
     error = large.all()[-1].error
-    assert (error.code, "tritonserver holds 2.0 GB (max_server_memory_gb)" in error.message) == ("UNAVAILABLE", True)
+    assert (error.code, "tritonserver holds 1.0 GB (max_server_memory_gb)" in error.message) == ("UNAVAILABLE", True)
     assert any("the stream that was sent the most" in line for line in triton.lines)
     assert not small.answered
     small.cancelled = True
     assert small.all()[-1].error.code == "CANCELLED"
+
+
+def test_a_large_request_ends_no_stream_and_is_said_to_hold_the_memory(serve, triton):
+    service = serve(max_response_mb=10_000.0)
+    held = [10**9]
+    service._requests._server_memory = ServerMemory(10**9, lambda: held[0])
+    large = submit(service, "ab", max_tokens=10**9, stream=True, sampling={"logprobs": 5}, return_logprobs=True)
+    (request,) = eventually(lambda: list(service._requests._requests.values()))
+    eventually(lambda: request.responder.num_bytes_sent > 2 << 20)
+    for _ in range(2):
+        # More in a second than any stream is sent.
+        held[0] += 10**12
+        size = held[0] / 1e9
+        said = f"tritonserver holds {size:.1f} GB (max_server_memory_gb) and grew by more than was sent: large requests"
+        eventually(lambda said=said: any(said in line for line in triton.lines))
+    assert not large.answered
+    large.cancelled = True
+    assert large.all()[-1].error.code == "CANCELLED"
 
 
 def test_a_server_that_holds_much_for_other_reasons_keeps_its_streams(service, triton):
@@ -200,7 +220,9 @@ def test_requests_that_come_while_the_largest_stream_is_looked_for_affect_no_oth
             return SimpleNamespace(parsed=SimpleNamespace(stream=True))
 
     requests["0"] = Growing()
-    service._requests._server_memory = SimpleNamespace(is_over=lambda now: True)
+    service._requests._server_memory = SimpleNamespace(
+        is_over=lambda now: True, is_of_requests=False, is_of_responses=True, num_bytes=0
+    )
     service._requests.check_server_memory(0.0)
     assert len(requests) == 2
     requests.clear()

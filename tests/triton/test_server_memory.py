@@ -5,7 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 
-from dflash_backend.triton.server_memory import INTERVAL_S, STEP_BYTES, ServerMemory, private_memory
+from dflash_backend.triton.server_memory import (
+    HELD_PER_RESPONSE,
+    INTERVAL_S,
+    STEP_BYTES,
+    ServerMemory,
+    private_memory,
+)
 
 GB = 10**9
 
@@ -17,7 +23,7 @@ def looks(limit: int, *sizes: int) -> list[bool]:
     for number in range(len(sizes)):
         said.append(memory.is_over(number * INTERVAL_S))
         if said[-1]:
-            memory.note_ended()
+            memory.note_acted()
     return said
 
 
@@ -37,6 +43,69 @@ def test_it_is_looked_at_once_a_second():
 
 def test_a_limit_of_zero_is_none():
     assert looks(0, 10**15) == [False]
+
+
+def owners(*looks: tuple[int, int]) -> list[str]:
+    """What holds the memory at each look, which is (its growth in MB, the MB that were sent)."""
+    size, said = GB - 1, []
+    memory = ServerMemory(GB, lambda: size)
+    assert not memory.is_over(0.0)
+    for number, (growth, sent) in enumerate(looks, 1):
+        size += growth << 20
+        memory.note_sent(sent << 20)
+        memory.is_over(number * INTERVAL_S)
+        assert not (memory.is_of_responses and memory.is_of_requests)
+        said.append("responses" if memory.is_of_responses else "requests" if memory.is_of_requests else "unclear")
+    return said
+
+
+def test_memory_that_grows_by_what_is_sent_is_that_of_responses_and_other_growth_is_that_of_requests():
+    assert owners((100, 50)) == ["responses"]
+    assert owners((100, 30), (100, 10)) == ["responses", "requests"]
+    assert owners((100, 10)) == ["requests"]
+
+
+def test_a_little_growth_may_be_of_a_request_that_still_arrives():
+    assert owners((10, 1), (90, 1)) == ["unclear", "requests"]
+
+
+def test_what_was_sent_before_memory_grew_accounts_for_nothing():
+    assert owners((1, 500), (100, 1)) == ["responses", "requests"]
+
+
+def test_each_response_holds_memory_however_short_it_is():
+    size = GB
+    memory = ServerMemory(GB, lambda: size)
+    memory.is_over(0.0)
+    for _ in range(100_000):
+        memory.note_sent(2)
+    size += 100_000 * HELD_PER_RESPONSE
+    assert memory.is_over(INTERVAL_S)
+    assert memory.is_of_responses
+
+
+def test_memory_that_goes_up_and_down_is_not_taken_for_that_of_requests():
+    assert owners((1, 0), (20, 0), (-20, 0), (20, 0), (-20, 0), (10, 10))[-1] == "responses"
+
+
+def test_growth_below_the_limit_does_not_count():
+    sizes = iter([GB // 2, GB, GB + (20 << 20)])
+    memory = ServerMemory(GB, lambda: next(sizes))
+    assert [memory.is_over(number * INTERVAL_S) for number in range(2)] == [False, False]
+    memory.note_sent(10 << 20)
+    assert memory.is_over(2 * INTERVAL_S)
+    assert memory.is_of_responses
+
+
+def test_what_was_acted_on_does_not_count_again():
+    sizes = iter([GB, GB + (200 << 20), GB + (200 << 20) + STEP_BYTES + 1])
+    memory = ServerMemory(GB, lambda: next(sizes))
+    assert [memory.is_over(number * INTERVAL_S) for number in range(2)] == [False, True]
+    assert memory.is_of_requests
+    memory.note_acted()
+    memory.note_sent(STEP_BYTES)
+    assert memory.is_over(2 * INTERVAL_S)
+    assert memory.is_of_responses
 
 
 def test_the_memory_of_a_process_is_what_it_alone_holds_and_that_of_none_is_nothing():
