@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.launcher import processes, server_files
+from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE, clean_up
 from dflash_cli.launcher.processes import family, gone, marked, named, send
-from dflash_cli.launcher.server_files import SEGMENT_PREFIX
+from dflash_cli.launcher.server_files import SEGMENT_PREFIX, ServerFiles
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
 from tests.servers import PORT_OPTIONS, clean_environ
@@ -42,6 +44,7 @@ class Abandoned:
         self.launcher = launcher
         self.grpc_url, triton, guardian, folder = line.split()
         self.guardian, self.folder = int(guardian), Path(folder)
+        self.env_folders = [Path(line) for line in (self.folder / ENV_FOLDERS_FILE).read_text().splitlines()]
         self.members = family(int(triton))
         self.triton = {p for p in self.members if p.pid == int(triton)}
         self.stub = named(self.members, "triton_python_backend_stub")
@@ -51,9 +54,10 @@ class Abandoned:
 
     def wait_until_nothing_is_left(self) -> None:
         def left() -> list[object]:
-            return [not gone(self.members, 0), *self.segments(), self.folder.exists()]
+            stays = [self.folder, *self.env_folders]
+            return [not gone(self.members, 0), *self.segments(), *filter(Path.exists, stays)]
 
-        eventually(lambda: not any(left()), (self.members, self.folder), WITHIN_S)
+        eventually(lambda: not any(left()), (self.members, self.folder, self.env_folders), WITHIN_S)
         assert not marked(str(self.folder))
 
 
@@ -65,9 +69,28 @@ def abandoned() -> Iterator[Abandoned]:
         one = Abandoned(launcher, launcher.stdout.readline())
         assert len(one.members) >= 3
         assert one.segments()
+        assert one.env_folders
+        assert all(path.exists() for path in one.env_folders)
         yield one
         launcher.kill()
         send(one.members, signal.SIGKILL)
+
+
+def test_a_guardian_removes_the_environments_of_its_server_that_are_empty_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_files, "PYTHON_ENV_FOLDERS", (str(tmp_path), "python_env_*"))
+    (tmp_path / "python_env_earlier").mkdir()
+    files = ServerFiles()
+    (tmp_path / "python_env_own").mkdir()
+    (tmp_path / "python_env_used").mkdir()
+    (tmp_path / "python_env_used" / "package").touch()
+    files.note_env_folders()
+    (tmp_path / "python_env_later").mkdir()
+    order = {"mark": f"{files.folder}=", "patience_s": 0.0, "folder": str(files.folder), "segments": "/no/such/*"}
+    clean_up(order, vars(processes))
+    assert sorted(os.listdir(tmp_path)) == ["python_env_earlier", "python_env_later", "python_env_used"]
+    assert not files.folder.exists()
 
 
 @pytest.mark.server
@@ -100,6 +123,7 @@ def test_nothing_stays_of_a_server_that_is_killed() -> None:
     with toy_server({"TOY_CHILD": "1"}) as server:
         # Triton's Python backend makes environments, which it removes only when it ends by itself.
         members, folder, env_folders = family(server.pid), server.folder, server._running_files()._env_folders
+        assert env_folders
         os.kill(server.pid, signal.SIGKILL)
     assert gone(members, 0)
     assert not folder.exists()

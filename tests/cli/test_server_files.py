@@ -21,6 +21,7 @@ def test_only_empty_environments_that_came_after_the_start_are_removed(
     (tmp_path / "python_env_used" / "package").touch()
     files.note_env_folders()
     (tmp_path / "python_env_later").mkdir()
+    files.note_env_folders()
     files.remove()
     assert {path.name for path in tmp_path.iterdir()} == {"python_env_earlier", "python_env_used", "python_env_later"}
     assert not files.folder.exists()

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# In the server's folder: the environments that Triton has made for it, a path a line.
+ENV_FOLDERS_FILE = "env-folders"
 TERMINATE_S = 0.5
 KILL_S = 5.0
 
@@ -31,7 +33,8 @@ class Guardian:
 
     def __init__(self, mark: str, patience_s: float, folder: Path, segments: str) -> None:
         """`mark` is text in the environment of each of the server's processes, `patience_s` what they have to end by
-        themselves, `folder` and the files that fit the pattern `segments` are removed afterwards."""
+        themselves. Removed afterwards are the files that fit the pattern `segments`, the empty folders that
+        `ENV_FOLDERS_FILE` in `folder` names by then, and `folder`."""
         self._order = json.dumps({"mark": mark, "patience_s": patience_s, "folder": str(folder), "segments": segments})
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -65,7 +68,7 @@ class Guardian:
 
 
 def clean_up(order: dict[str, Any], processes: dict[str, Any]) -> None:
-    """End every process that carries the mark, then remove folder and segments. `processes` is the module of that
+    """End every process that carries the mark, then remove what the server has left. `processes` is the module of that
     name: the functions that find and end processes."""
     marked: Callable[[str], set[Any]] = processes["marked"]
     first = min(marked(order["mark"]), key=lambda process: process.start_time, default=None)
@@ -81,7 +84,18 @@ def clean_up(order: dict[str, Any], processes: dict[str, Any]) -> None:
     for segment in glob.glob(order["segments"]):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(segment)
+    for path in _env_folders(Path(order["folder"])):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
     shutil.rmtree(order["folder"], ignore_errors=True)
+
+
+def _env_folders(folder: Path) -> list[str]:
+    """Triton's environments; none where the server ended before they were noted."""
+    try:
+        return (folder / ENV_FOLDERS_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def main() -> None:

@@ -314,6 +314,9 @@ class TritonServer:
 
     def _read_log(self, line: LogLine, loading: Loading) -> None:
         if not self._ready:
+            if line.progress is not None and self._files is not None:
+                # A model's process runs, so Triton has made its environments.
+                self._files.note_env_folders()
             loading.read(line)
         if self._on_log is not None:
             self._on_log(line)

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE
 from dflash_cli.launcher.triton_install import LauncherError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -31,7 +32,7 @@ class ServerFiles:
         self.folder = _temporary_folder()
         self.segment_prefix = f"{SEGMENT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}_"
         self._env_folders_before = _env_folders()
-        self._env_folders: set[Path] = set()
+        self._env_folders: set[Path] | None = None
 
     @property
     def heartbeat(self) -> Path:
@@ -58,15 +59,20 @@ class ServerFiles:
                 segment.chmod(0o600)
 
     def note_env_folders(self) -> None:
-        """Take the environments that are new for those of this server. To be called once it is ready, or has failed."""
-        self._env_folders = _env_folders() - self._env_folders_before
+        """Take the environments that are new for those of this server, and tell the guardian. To be called once a model
+        of it loads, or it has failed; the first call counts, since later ones may find those of another server."""
+        if self._env_folders is None:
+            self._env_folders = _env_folders() - self._env_folders_before
+            text = "".join(f"{path}\n" for path in self._env_folders)
+            with contextlib.suppress(OSError):
+                (self.folder / ENV_FOLDERS_FILE).write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
         """Remove everything, also what a server that was killed has left. An environment in use is not empty, and so
         stays."""
         for segment in self._segments():
             segment.unlink(missing_ok=True)
-        for path in self._env_folders:
+        for path in self._env_folders or ():
             with contextlib.suppress(OSError):
                 path.rmdir()
         shutil.rmtree(self.folder, ignore_errors=True)
