@@ -27,6 +27,8 @@ from tests.client.conftest import toy_server
 from tests.client.tls_servers import Certificates
 from tests.servers import change_model
 
+# Another one of this machine's own.
+METRICS_HOST = "127.0.0.2"
 # One request of each restricted API, over HTTP and over gRPC.
 HTTP = {
     "shared-memory": ("POST", "/v2/systemsharedmemory/region/mine/register", {"key": "/no", "byte_size": 8}),
@@ -74,9 +76,11 @@ def test_an_api_that_reaches_into_the_server_needs_the_key(toy: TritonServer, ap
 
 @pytest.fixture(scope="module")
 def explicit() -> Iterator[TritonServer]:
-    """A server whose repository clients may change, with an API and options asked for. No shared memory is left."""
+    """A server whose repository clients may change, with an API, an address and options asked for. No shared memory is
+    left."""
     options = ["--http-thread-count=3", "--allow-cpu-metrics=false"]
-    with toy_server(explicit=True, allow_apis=["logging"], extra_options=options) as server:
+    more = {"allow_apis": ["logging"], "extra_options": options, "metrics_host": METRICS_HOST}
+    with toy_server(explicit=True, **more) as server:
         pattern = server._running_files().segments_pattern
         yield server
     assert glob.glob(pattern) == []
@@ -120,14 +124,21 @@ def test_loopback_addresses_are_told_from_others(host: str, loopback: bool) -> N
 
 
 @pytest.mark.server
-def test_a_server_listens_on_this_machine_alone_unless_told_otherwise(explicit: TritonServer) -> None:
-    assert TritonServer(environ={}).host == "127.0.0.1"
+def test_a_server_listens_on_this_machine_alone_unless_told_otherwise_and_for_metrics_where_told(
+    explicit: TritonServer,
+) -> None:
+    assert TritonServer(environ={}).host == TritonServer(environ={}).metrics_host == "127.0.0.1"
     address = other_address()
-    for port in (explicit.http_port, explicit.grpc_port, explicit.metrics_port):
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
+    for port, host in (
+        (explicit.http_port, "127.0.0.1"),
+        (explicit.grpc_port, "127.0.0.1"),
+        (explicit.metrics_port, METRICS_HOST),
+    ):
+        with socket.create_connection((host, port), timeout=5):
             pass
-        with pytest.raises(ConnectionRefusedError), socket.create_connection((address, port), timeout=5):
-            pass
+        for other in {address, "127.0.0.1", METRICS_HOST} - {host}:
+            with pytest.raises(ConnectionRefusedError), socket.create_connection((other, port), timeout=5):
+                pass
 
 
 def other_address() -> str:

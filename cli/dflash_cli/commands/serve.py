@@ -109,6 +109,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
         _settings(arguments),
         model_name=arguments.model_name,
         host=triton_host(arguments),
+        metrics_host=arguments.metrics_host,
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,

@@ -121,6 +121,11 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         help=f"address for Triton's own ports (that of --host; with API keys, which Triton does not check, {LOOPBACK})",
     )
     group.add_argument(
+        "--metrics-host",
+        metavar="HOST",
+        help="address for the metrics port (that of Triton's other ports); it tells what others have asked before",
+    )
+    group.add_argument(
         "--port",
         "--openai-port",
         type=port,

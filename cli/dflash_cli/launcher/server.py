@@ -55,9 +55,10 @@ class TritonServer:
     """One server process with a DFlash model. A context manager; `start` returns when requests can be sent.
 
     `settings` are strings by name, as for `--set`, and win over the environment's. A port of 0 takes a free one:
-    read `http_port`, `grpc_port` and `metrics_port` after the start. `model_repository` is a folder that holds one
-    model folder, by default the project's own; it is served as `model_name`. `on_progress` gets a line whenever the
-    load has something to say and every few seconds; `on_log` gets every line of the server's log, in another thread.
+    read `http_port`, `grpc_port` and `metrics_port` after the start. Metrics are at `metrics_host`, by default `host`.
+    `model_repository` is a folder that holds one model folder, by default the project's own; it is served as
+    `model_name`. `on_progress` gets a line whenever the load has something to say and every few seconds; `on_log` gets
+    every line of the server's log, in another thread.
     `instances` engines share the model's requests. `more_models` are further models from the same folder, by name, with
     the settings that go into their config.pbtxt; those of `settings` and the environment are the server's and win.
     With `explicit`, clients may load and unload models through Triton's repository API, which lets them run code;
@@ -78,6 +79,7 @@ class TritonServer:
         model_name: str = "dflash",
         model_repository: Path | None = None,
         host: str = "127.0.0.1",
+        metrics_host: str | None = None,
         http_port: int = 8000,
         grpc_port: int = 8001,
         metrics_port: int = 8002,
@@ -104,6 +106,7 @@ class TritonServer:
         self._extra_options = checked_extra(extra_options)
         self.model_name = model_name
         self.host = host
+        self.metrics_host = host if metrics_host is None else metrics_host
         self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
         self._model_repository = model_repository
         self._ready_timeout_s = ready_timeout_s
@@ -132,7 +135,7 @@ class TritonServer:
     @property
     def metrics_url(self) -> str:
         """`host:port` of the metrics endpoint, reachable from this machine."""
-        return f"{reachable_host(self.host)}:{self.metrics_port}"
+        return f"{reachable_host(self.metrics_host)}:{self.metrics_port}"
 
     @property
     def pid(self) -> int:
@@ -163,15 +166,22 @@ class TritonServer:
         """Start the server and wait until the model is ready. Whatever stops this, nothing is left running."""
         self._hurry.clear()
         install = find_triton(self._environ)
-        names = ("--http-port", "--grpc-port", "--metrics-port")
-        wanted = dict(zip(names, (self.http_port, self.grpc_port, self.metrics_port), strict=True))
-        settled = settle_ports(self.host, wanted)
-        self.http_port, self.grpc_port, self.metrics_port = (settled[name] for name in names)
+        self._settle_ports()
         try:
             self._launch(install)
         except BaseException:
             self.stop()
             raise
+
+    def _settle_ports(self) -> None:
+        """Find free ones for those that are 0. Raises `LauncherError` for one that is taken."""
+        wanted, metrics = {"--http-port": self.http_port, "--grpc-port": self.grpc_port}, "--metrics-port"
+        if self.metrics_host == self.host:
+            settled = settle_ports(self.host, wanted | {metrics: self.metrics_port})
+        else:
+            settled = settle_ports(self.host, wanted) | settle_ports(self.metrics_host, {metrics: self.metrics_port})
+        self.http_port, self.grpc_port = settled["--http-port"], settled["--grpc-port"]
+        self.metrics_port = settled[metrics]
 
     def wait(self) -> int:
         """Wait until the server ends by itself, and return its exit status."""
@@ -305,7 +315,7 @@ class TritonServer:
             f"--grpc-address={self.host}",
             f"--grpc-port={self.grpc_port}",
             "--allow-metrics=true",
-            f"--metrics-address={self.host}",
+            f"--metrics-address={self.metrics_host}",
             f"--metrics-port={self.metrics_port}",
             *restrictions(self._allowed_apis, self.api_key),
             *self._tls_options,

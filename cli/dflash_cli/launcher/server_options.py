@@ -44,7 +44,7 @@ OWNED = {
     "grpc-server-key": "use --grpc-tls-key",
     "grpc-root-cert": "use --grpc-tls-client-ca",
     "allow-metrics": "the launcher sets it",
-    "metrics-address": "use --host",
+    "metrics-address": "use --metrics-host",
     "metrics-port": "use --metrics-port",
     "id": "the launcher sets it",
     "help": "run `tritonserver --help`",
