@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from dflash_cli.launcher.server import TritonServer
+from dflash_cli.launcher.server_options import KEY_HEADER
 
 PORT_OPTIONS = ("--port", "0", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 
@@ -39,7 +40,8 @@ def change_model(server: TritonServer, action: str, model: str = "dflash") -> ht
     `AssertionError` with the server's last lines where it has ended."""
     url = f"http://{server.http_url}/v2/repository/models/{model}/{action}"
     try:
-        return httpx.post(url, json={}, timeout=60, trust_env=False, verify=False)
+        headers = {KEY_HEADER: server.api_key}
+        return httpx.post(url, json={}, headers=headers, timeout=60, trust_env=False, verify=False)
     except httpx.TransportError as error:
         raise AssertionError(
             f"the server does not answer ({error}; exit status {server.poll()}):\n{server.log_tail()}"

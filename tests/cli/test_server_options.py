@@ -6,6 +6,7 @@ import argparse
 import glob
 import socket
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from dflash_cli.commands.serve import warnings
+from dflash_cli.commands.serve import _key_lines, warnings
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
@@ -87,26 +88,50 @@ def explicit() -> Iterator[TritonServer]:
 
 
 @pytest.mark.server
-def test_apis_that_are_allowed_and_the_repository_of_an_explicit_loopback_server_need_no_key(
+def test_apis_that_are_allowed_need_no_key_and_the_repository_of_an_explicit_server_does(
     explicit: TritonServer,
 ) -> None:
     assert {api: over_http(explicit, api) for api in HTTP} == {
         "shared-memory": 403,
         "trace": 403,
         "logging": 200,
-        "model-repository": 200,
+        "model-repository": 403,
     }
     assert {api: over_grpc(explicit, api) for api in GRPC} == {
         "shared-memory": "UNAVAILABLE",
         "trace": "UNAVAILABLE",
         "logging": "OK",
-        "model-repository": "OK",
+        "model-repository": "UNAVAILABLE",
     }
+    assert over_http(explicit, "model-repository", explicit.api_key) == 200
+    assert over_grpc(explicit, "model-repository", explicit.api_key) == "OK"
 
 
-def test_on_an_address_that_others_reach_explicit_does_not_open_the_repository() -> None:
-    assert "model-repository" in TritonServer(explicit=True, host="0.0.0.0", environ={}).restricted_apis
-    asked = TritonServer(explicit=True, host="0.0.0.0", allow_apis=["model-repository"], environ={})
+@pytest.mark.server
+def test_a_page_of_another_site_can_load_no_model(explicit: TritonServer) -> None:
+    """Its requests without leave of the server have plain text and no headers of its choice."""
+    url = f"http://{explicit.http_url}/v2/repository/models/other/load"
+    headers = {"content-type": "text/plain", "origin": "http://elsewhere.example", "host": "elsewhere.example"}
+    content = '{"parameters": {"config": "{}"}}'
+    answer = httpx.post(url, content=content, headers=headers, timeout=10, trust_env=False, verify=False)
+    assert answer.status_code == 403
+
+
+@pytest.mark.server
+def test_the_line_that_serve_shows_loads_a_model(explicit: TritonServer) -> None:
+    shown = _key_lines(explicit)[-1]
+    assert shown.endswith(f"/v2/repository/models/{explicit.model_name}/unload    # and .../load")
+    line = shown.replace("/unload ", "/load ")
+    for command, refused in ((line, False), (line.replace("$(cat", "$(echo"), True)):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+        assert ("error" in done.stdout) is refused, done.stdout
+    explicit.keep_safe()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_explicit_does_not_open_the_repository(host: str) -> None:
+    assert "model-repository" in TritonServer(explicit=True, host=host, environ={}).restricted_apis
+    asked = TritonServer(explicit=True, host=host, allow_apis=["model-repository"], environ={})
     assert "model-repository" not in asked.restricted_apis
 
 
@@ -259,8 +284,17 @@ def test_an_image_can_change_the_address_that_serve_listens_on(monkeypatch: pyte
             [],
         ),
         (["--host", "0.0.0.0", "--explicit"], ["WARNING: other machines"], ["can run code as"]),
-        (["--host", "0.0.0.0", "--explicit", "--allow-api", "model-repository"], ["can run code as the user"], []),
+        (
+            ["--host", "0.0.0.0", "--explicit", "--allow-api", "model-repository"],
+            ["whoever reaches 0.0.0.0, and any web page in a browser on this machine, can run code as the user"],
+            [],
+        ),
         (["--explicit"], [], ["WARNING"]),
+        (
+            ["--explicit", "--allow-api", "model-repository"],
+            ["WARNING: ", "every user of this machine, and any web page in a browser on this machine, can run code as"],
+            [],
+        ),
     ],
 )
 def test_what_is_not_safe_is_said_before_the_start(argv: list[str], said: list[str], unsaid: list[str]) -> None:

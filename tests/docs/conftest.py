@@ -66,8 +66,10 @@ def first_column(text: str, heading: str) -> list[str]:
 
 
 def addressed(text: str, server: TritonServer, frontend: FrontendProcess) -> str:
-    """An example with the addresses of a running server and front end, which is all that is changed."""
+    """An example with the addresses of a running server and front end, and where its key is; nothing else is
+    changed."""
     addresses = {
+        "/tmp/dflash-triton-*/api-key": str(server.folder / "api-key"),
         "http://localhost:9000": frontend.url,
         "localhost:8000": server.http_url,
         "localhost:8001": server.grpc_url,

@@ -1,10 +1,10 @@
 """Every block of the pages for users: commands and programs run as they stand, against one real server, and what a page
 shows as their output is what comes.
 
-`bash` and `python` blocks run; only the server's addresses are changed and, outside `make nightly`, how many questions
-an `eval` asks whose output the page does not show. There most commands that load the models run in this process, since
-each new one imports torch. A `text` block after one is part of its output. A `console` block is not run, and stands in
-`NOT_RUN` with the reason; there are no others.
+`bash` and `python` blocks run; only the server's addresses, and where its key is, are changed and, outside `make
+nightly`, how many questions an `eval` asks whose output the page does not show. There most commands that load the
+models run in this process, since each new one imports torch. A `text` block after one is part of its output. A
+`console` block is not run, and stands in `NOT_RUN` with the reason; there are no others.
 """
 
 from __future__ import annotations

@@ -201,10 +201,11 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
                 f"WARNING: other machines reach this Triton at {host}, which has known holes that "
                 "let them crash it or run code (CVE-2025-23310, -23311, -23319, -23320, -23334)"
             )
-    if public and arguments.explicit and "model-repository" in arguments.allow_api:
+    if arguments.explicit and "model-repository" in arguments.allow_api:
+        others = f"whoever reaches {host}, and" if public else "every user of this machine, and"
         yield (
-            f"WARNING: with --explicit and --allow-api model-repository, whoever reaches {host} can run code "
-            "as the user of this server"
+            f"WARNING: with --explicit and --allow-api model-repository, {others} any web page in a browser on this "
+            "machine, can run code as the user of this server"
         )
     if public and arguments.grpc_tls_cert is not None:
         yield "TLS is for gRPC alone; HTTP and metrics are not encrypted, so let a proxy do that or keep them private"
@@ -243,7 +244,7 @@ def _endpoints(server: TritonServer, openai_url: str | None) -> str:
             f"  gRPC     {grpc_url}",
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",
-            *_key_line(server),
+            *_key_lines(server),
             "try:",
             f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {grpc_url} --max-tokens 96"
             f" --temperature 0 --stats{name}",
@@ -253,14 +254,19 @@ def _endpoints(server: TritonServer, openai_url: str | None) -> str:
     )
 
 
-def _key_line(server: TritonServer) -> list[str]:
-    """Where the key is that the restricted APIs ask for."""
+def _key_lines(server: TritonServer) -> list[str]:
+    """Where the key is that the restricted APIs ask for, and how to send it."""
     from dflash_cli.launcher.server_options import KEY_HEADER
 
     if not server.restricted_apis:
         return []
-    apis = ", ".join(server.restricted_apis)
-    return [f"  {apis}: need the header {KEY_HEADER} with the key in {server.folder / 'api-key'}"]
+    apis, file = ", ".join(server.restricted_apis), server.folder / "api-key"
+    lines = [f"  {apis}: need the header {KEY_HEADER} with the key in {file}"]
+    if server.explicit and "model-repository" in server.restricted_apis:
+        url = f"http://{server.http_url}/v2/repository/models/{server.model_name}/unload"
+        key = f'"{KEY_HEADER}: $(cat {shlex.quote(str(file))})"'
+        lines.append(f"  curl -s -X POST -H {key} {url}    # and .../load")
+    return lines
 
 
 def _own_command() -> str:

@@ -148,7 +148,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--explicit",
         action="store_true",
         help="let clients unload and load models through Triton's repository API, which lets them run code as the user "
-        "of this server; on an address that others reach, only with --allow-api model-repository or the key",
+        "of this server; they need the key, unless --allow-api model-repository is given",
     )
     group.add_argument(
         "--allow-api",

@@ -20,7 +20,7 @@ from dflash_cli.launcher.guardian import Guardian
 from dflash_cli.launcher.loading import POLL_S, Loading
 from dflash_cli.launcher.model_files import adapt, copy_model
 from dflash_cli.launcher.parent_death_signal import with_death_signal
-from dflash_cli.launcher.ports import is_loopback, reachable_host, settle_ports
+from dflash_cli.launcher.ports import reachable_host, settle_ports
 from dflash_cli.launcher.processes import Process, end, family, marked, named
 from dflash_cli.launcher.server_files import ServerFiles
 from dflash_cli.launcher.server_log import LogLine, ServerLog
@@ -63,8 +63,8 @@ class TritonServer:
     the settings that go into their config.pbtxt; those of `settings` and the environment are the server's and win.
     With `explicit`, clients may load and unload models through Triton's repository API, which lets them run code;
     without it they may not. The APIs of `RESTRICTED_APIS` need the header `KEY_HEADER` with `api_key`, but for those
-    that `allow_apis` names, and `model-repository` with `explicit` on a loopback address. `tls` encrypts gRPC.
-    `extra_options` go to `tritonserver` as they are.
+    that `allow_apis` names: on a loopback address as well, which the pages in a local browser reach. `tls` encrypts
+    gRPC. `extra_options` go to `tritonserver` as they are.
 
     A load that says nothing new for `ready_timeout_s` (0: any time) is given up. Requests in flight have
     `exit_timeout_s` at a stop. `stopping` says that `stop` is under way. A stopped object can be started again. However
@@ -99,7 +99,7 @@ class TritonServer:
         check_apis(allow_apis)
         self._instances = instances
         self._explicit = explicit
-        self._allowed_apis = {*allow_apis, *(["model-repository"] if explicit and is_loopback(host) else [])}
+        self._allowed_apis = set(allow_apis)
         self.api_key = secrets.token_urlsafe(24)
         self.grpc_tls = tls is not None
         self._tls_options = tls.options() if tls is not None else []
