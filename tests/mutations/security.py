@@ -1,4 +1,4 @@
-"""Defects of what keeps the OpenAI front end safe."""
+"""Defects of what keeps the OpenAI front end and Triton's own ports safe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,52 @@ TESTS = "tests/frontend/middleware"
 KEYS = (f"{TESTS}/test_api_keys.py",)
 LIMITS = (f"{TESTS}/test_key_limits.py",)
 
+FRONT_END_PROCESS = "tests/cli/test_frontend_process.py"
+SERVER_OPTIONS = "tests/cli/test_server_options.py"
+
 SECURITY_MUTANTS = (
+    *mutants_of(
+        "cli/dflash_cli/launcher/server.py",
+        (SERVER_OPTIONS,),
+        (
+            "pages in a local browser may load models",
+            "self._allowed_apis = set(allow_apis)",
+            'self._allowed_apis = {*allow_apis, *(["model-repository"] if explicit else [])}',
+        ),
+        (
+            "metrics are where the other ports are",
+            'f"--metrics-address={self.metrics_host}"',
+            'f"--metrics-address={self.host}"',
+        ),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/serve.py",
+        (SERVER_OPTIONS,),
+        (
+            "that a local page may run code is not said",
+            'if arguments.explicit and "model-repository" in',
+            'if public and arguments.explicit and "model-repository" in',
+        ),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/openai.py",
+        (f"{FRONT_END_PROCESS}::test_a_log_that_nobody_reads_holds_no_request_up",),
+        ("requests wait for who reads the log", "handlers=[LinesHandler(lines)]", "handlers=[logging.StreamHandler()]"),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/launcher/frontend.py",
+        (f"{FRONT_END_PROCESS}::test_one_that_hangs_is_replaced_and_one_that_does_not_is_kept",),
+        (
+            "a front end that hangs is kept",
+            "            process.kill()\n            self._silence",
+            "            self._silence",
+        ),
+        (
+            "a front end that runs is taken to hang",
+            "self._silence.look(elapsed_s, beat or",
+            "self._silence.look(elapsed_s, False and",
+        ),
+    ),
     *mutants_of(
         f"{FOLDER}/authentication.py",
         KEYS,

@@ -25,6 +25,52 @@ SERVING_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/triton/running_requests.py",
+        ("tests/triton/test_isolation.py",),
+        (
+            "a large request ends the stream of another client",
+            "            return\n        if not memory.is_of_responses:\n            return\n",
+            "",
+        ),
+        ("what is sent is not counted", "        self._server_memory.note_sent(response.num_bytes)\n", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/server_memory.py",
+        ("tests/triton/test_server_memory.py",),
+        (
+            "what was sent accounts for growth that comes later",
+            "self._has_looked, self._held_by_new = True, 0",
+            "self._has_looked = True",
+        ),
+        (
+            "growth that was acted on counts again",
+            "        self._acted_at_bytes = self.num_bytes\n        self._sent = self._unsent = 0\n",
+            "        self._acted_at_bytes = self.num_bytes\n",
+        ),
+        ("growth below the limit counts", "if before <= self._limit:", "if False:"),
+        (
+            "memory that only shrinks again is of requests",
+            "max(0, self._unsent + num_bytes - sent)",
+            "self._unsent + max(0, num_bytes) - sent",
+        ),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/launcher/guardian.py",
+        (
+            "tests/cli/test_guardian.py::test_a_guardian_removes_the_environments_of_its_server_that_are_empty_and_no_others",
+        ),
+        ("a guardian leaves Triton's environments", "            os.rmdir(path)\n", "            pass\n"),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/launcher/server_files.py",
+        ("tests/cli/test_server_files.py",),
+        (
+            "environments of a later server are taken for this one's",
+            "        if self._env_folders is None:\n",
+            "        if True:\n",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/engine/rank.py",
         ("tests/engine/test_gpu_ranks.py",),
         ("a rank gives its steps' buffers back", "    keep_step_buffers()\n", ""),
