@@ -20,7 +20,7 @@ SHARED_ATTENTION = (
 SPECULATION_MUTANTS = (
     *mutants_of(
         f"{CORE}/draft_budget.py",
-        ("tests/core/test_draft_budget.py",),
+        ("tests/core/test_budget_cost.py",),
         (
             "budgets whose steps took long are never tried again",
             "self._excess -= EXCESS_LOSS * self._excess",
@@ -28,11 +28,18 @@ SPECULATION_MUTANTS = (
         ),
     ),
     Mutant(
+        "how much longer steps with a budget take is not learned",
+        f"{CORE}/speculation.py",
+        "if budgeted and self.uneven.cost and (expected_s",
+        "if (expected_s := 0.0) and (expected_s",
+        ("tests/core/test_budget_cost.py",),
+    ),
+    Mutant(
         "steps with a budget are taken for any others",
         f"{CORE}/step_history.py",
         "budgeted = plan.budget is not None and len(plan.rows) > 1",
         "budgeted = False",
-        ("tests/core/test_draft_budget.py",),
+        ("tests/core/test_budget_cost.py",),
     ),
     *mutants_of(
         f"{CORE}/speculation.py",
@@ -152,11 +159,6 @@ SPECULATION_MUTANTS = (
     *mutants_of(
         f"{CORE}/speculation.py",
         BUDGET_TESTS,
-        (
-            "how much longer steps with a budget take is not learned",
-            "if budgeted and self.uneven.cost and (expected_s",
-            "if (expected_s := 0.0) and (expected_s",
-        ),
         (
             "a probe is not verified",
             " or not self.pays:\n            return None",

@@ -1,0 +1,71 @@
+"""How much longer a step takes that has a budget: learned from such steps, and where it is too much none is taken."""
+
+from __future__ import annotations
+
+import pytest
+from toy_engine import Engine, make_config, make_request
+from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
+
+from dflash_backend.core.draft_budget import UnevenDrafts
+from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.step_costs import StepShape
+
+K = 6
+
+
+def test_budgets_that_take_longer_than_thought_are_given_up_and_tried_again() -> None:
+    uneven = UnevenDrafts(0.1)
+    assert uneven.pays(0.3, 64)
+    for _ in range(20):
+        uneven.observe(1.4, 1.0)
+    assert not uneven.pays(0.3, 64)
+    assert uneven.pays(0.3, 1), "one row has no others that it could differ from"
+    num_steps = 0
+    while num_steps < 300 and not uneven.pays(0.3, 64):
+        uneven.pass_step()
+        num_steps += 1
+    assert 30 < num_steps < 300
+    for _ in range(2000):
+        uneven.pass_step()
+    assert uneven.pays(0.1, 64)
+    assert not uneven.pays(0.09, 64), "never less than the device is known to take"
+
+
+def test_a_step_that_others_delayed_does_not_end_budgets_for_long() -> None:
+    uneven = UnevenDrafts(0.1)
+    for _ in range(20):
+        uneven.observe(1.05, 1.0)
+    uneven.observe(60.0, 1.0)
+    assert uneven.pays(0.3, 64)
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.1])
+def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: float) -> None:
+    policy = AdaptiveSpeculation(K, uneven_cost=cost)
+    shape = StepShape(64, 6400, 6400)
+    for _ in range(20):
+        policy.observe_step(shape, 1.0, 0.0)
+    before = policy.costs.target_s(shape)
+    for _ in range(20):
+        policy.observe_step(shape, 1.5, 0.0, budgeted=True)
+    assert policy.uneven.pays(0.3, 64) is (cost == 0)
+    assert (policy.costs.target_s(shape) == before) is (cost > 0), "and are no steps of rows alike"
+
+
+@pytest.mark.parametrize("longer", [1.0, 2.0])
+def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> None:
+    config = make_config(
+        adaptive_speculation=True,
+        max_model_len=600,
+        drafter_max_len=600,
+        num_blocks=600,
+        num_speculative_tokens=K,
+        uneven_cost=0.01,
+    )
+    engine = Engine(config)
+    engine.worker.target_s = lambda plan: (0.004 + 0.0005 * plan.num_tokens) * (longer if plan.budget else 1.0)
+    seeds = [ALL_ACCEPTED, NONE_ACCEPTED, 1, 2]
+    engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=300, seed=seed) for i, seed in enumerate(seeds)))
+    stats = engine.core.stats().speculation
+    share = stats.num_budgeted_steps / stats.num_steps
+    assert share > 0.25 if longer == 1.0 else share < 0.05
