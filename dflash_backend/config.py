@@ -181,6 +181,7 @@ class EngineConfig:
         8192,
         "tokens of one step; longer prompts are chunked, and no more requests run than can decode in one step",
         low=1,
+        high=1_000_000,
     )
     max_prefill_tokens_per_step: int | None = setting(
         None,

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
+# Larger numbers overflow in sums and products where they are used.
+MOST = 1_000_000_000
 _METADATA_KEY = "setting"
 
 
@@ -40,8 +42,8 @@ class Setting:
     help: str
     choices: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    low: float | None = None
-    high: float | None = None
+    low: float = 0
+    high: float = MOST
     low_open: bool = False
     check: Callable[[str], object] | None = None
     name: str = ""
@@ -91,22 +93,18 @@ class Setting:
         return parsed
 
     def _allowed_numbers(self) -> str:
-        low, high = self.low, self.high
         noun = "an integer" if self.kind is int else "a number"
-        if low is None:
-            return noun
-        if high is None:
-            return f"{noun} {'above' if self.low_open else 'of at least'} {low:g}"
-        return f"{noun} {'above' if self.low_open else 'from'} {low:g} to {high:g}"
+        # Without an exponent, which few people read.
+        low, high = (str(int(bound)) if bound == int(bound) else f"{bound:g}" for bound in (self.low, self.high))
+        return f"{noun} {'above' if self.low_open else 'from'} {low} to {high}"
 
     def _within_bounds(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
         if self.kind in (int, float):
-            low = self.low
-            if low is not None and (value <= low if self.low_open else value < low):
+            if value < self.low or (self.low_open and value == self.low):
                 return False
-            return self.high is None or value <= self.high
+            return bool(value <= self.high)
         return True
 
 

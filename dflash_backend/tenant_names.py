@@ -6,6 +6,8 @@ import math
 import re
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
+# Quotients by others overflow, or leave the range in which tokens count.
+LOWEST_WEIGHT, HIGHEST_WEIGHT = 1e-6, 1e6
 TENANT_NAME_IN_WORDS = "at most 128 letters, digits and characters of ._:@/-"
 
 
@@ -19,8 +21,11 @@ def parse_tenant_weights(text: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = math.nan
-        if not TENANT_NAME.fullmatch(name) or not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"'{entry}' is not a tenant's name ({TENANT_NAME_IN_WORDS}), '=' and a weight above 0")
+        if not TENANT_NAME.fullmatch(name) or not LOWEST_WEIGHT <= weight <= HIGHEST_WEIGHT:
+            raise ValueError(
+                f"'{entry}' is not a tenant's name ({TENANT_NAME_IN_WORDS}), '=' and a weight from "
+                f"{LOWEST_WEIGHT:f} to {HIGHEST_WEIGHT:.0f}"
+            )
         if name in weights:
             raise ValueError(f"the tenant '{name}' comes twice")
         weights[name] = weight

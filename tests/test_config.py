@@ -13,7 +13,7 @@ from dflash_backend.config import (
     EngineConfig,
     asset_path,
 )
-from dflash_backend.settings import config_parameters, settings_table
+from dflash_backend.settings import Setting, config_parameters, settings_table
 
 
 def test_the_environment_wins_over_the_file() -> None:
@@ -52,6 +52,15 @@ def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, exp
         ("gpu_memory_utilization", "nan", "a number above 0 to 1"),
         ("kv_cache_gb", "-1", "auto or a number above 0"),
         ("kv_cache_gb", "inf", "auto or a number above 0"),
+        ("max_response_mb", "1e308", "a number above 0 to 1000000000"),
+        ("max_step_time_ms", 1e308, "auto or a number above 0 to 1000000000"),
+        ("max_server_memory_gb", "1e308", "a number from 0 to 1000000000"),
+        ("max_queue_tokens", str(2**63), "an integer from 1 to 1000000000"),
+        ("max_num_batched_tokens", 1_000_001, "an integer from 1 to 1000000"),
+        ("seed", 2**63, "an integer from 0 to 9223372036854775807"),
+        ("tenant_weights", "a=1e308", "a weight from 0.000001 to 1000000"),
+        ("tenant_weights", "a=1e-308", "a weight from 0.000001 to 1000000"),
+        ("tenant_weights", "a=nan", "a weight from 0.000001 to 1000000"),
         ("enable_overlap", "yes", "true or false"),
         ("device", "tpu", "auto or cpu or cuda"),
         ("draft_temperature_ratio", "2", "a number from 0 to 1"),
@@ -65,6 +74,19 @@ def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(name: str, val
     assert repr(value) in message
     assert "config.pbtxt" in message
     assert allowed in message
+
+
+NUMBERS = [setting for setting in SETTINGS if setting.kind in (int, float)]
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
+def test_every_number_has_bounds_within_which_it_can_be_computed_with(setting: Setting) -> None:
+    assert getattr(EngineConfig.from_values({setting.name: setting.high}), setting.name) == setting.high
+    # Bytes of gigabytes, and four times as many tokens, as integers of 64 bits.
+    assert setting.high * 1e9 < 2**63 or setting.name == "seed"
+    for value in (1e308, "1e308", -1e308, 2**63, str(2**63), 10**30, str(setting.high + 1)):
+        with pytest.raises(ConfigError, match=f"'{setting.name}' .* allowed: {re.escape(setting.allowed)}"):
+            EngineConfig.from_values({setting.name: value})
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_valid_one() -> None:
