@@ -17,10 +17,8 @@ REPLACEMENT = "\ufffd"
 # few may still become a character; the others leave, so that the window does not grow with the run.
 MAX_REPLACEMENTS = 64
 MAX_INCOMPLETE = 4
-# The longest run in the window of tokens without text, such as skipped special tokens. Of a longer one a few stay:
-# they matter at the beginning of a text, where a decoder may drop the space before the first word.
+# Tokens in a row that add no text become context when they are more. Skipped tokens do not stay in the window at all.
 MAX_SILENT = 64
-KEPT_SILENT = 4
 
 
 class Decoder(Protocol):
@@ -59,9 +57,6 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_chars_out = 0
         self._num_context = 0
-        # The window's text, and how many tokens at its end added none of it.
-        self._text = ""
-        self._num_silent = 0
         self._stopped = False
 
     def append(self, token_ids: list[int], finished: bool) -> TextDelta:
@@ -111,30 +106,32 @@ class Detokenizer:
             return ""
         self._window += token_ids
         text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        self._note_silent(len(token_ids), text)
         complete = text if finished else _complete(text)
         delta = complete[self._num_chars_out :]
-        if len(complete) < len(text):
+        held_back = len(complete) < len(text)
+        if held_back and len(token_ids) > 1:
+            # One by one, so that the characters before the cut-off one leave the window.
+            del self._window[-len(token_ids) :]
+            return "".join([self._decode([token_id], False) for token_id in token_ids])
+        if not finished and (held_back or not delta):
+            self._window[-len(token_ids) :] = [one for one in token_ids if not self._is_skipped(one)]
+        if held_back:
             self._num_chars_out = max(self._num_chars_out, len(complete))
             if len(self._window) > self._num_context + MAX_REPLACEMENTS and _num_replacements(text) > MAX_REPLACEMENTS:
                 self._shorten()
             return delta
         # Here the window ends with a character: what is new in it becomes the context of what follows.
-        if len(self._window) > self._num_context and delta:
+        if delta or len(self._window) > self._num_context + MAX_SILENT:
             del self._window[: self._num_context]
-            self._num_context, self._num_silent = len(self._window), 0
+            self._num_context = len(self._window)
             text = self._tokenizer.decode(self._window, self._skip_special_tokens)
         self._num_chars_out = len(text)
-        self._text = text
         return delta
 
-    def _note_silent(self, num_tokens: int, text: str) -> None:
-        """Count the tokens at the end of the window that added no text, and keep only a few of many."""
-        self._num_silent = self._num_silent + num_tokens if text == self._text else 0
-        self._text = text
-        if self._num_silent > MAX_SILENT:
-            del self._window[KEPT_SILENT - self._num_silent :]
-            self._num_silent = KEPT_SILENT
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether the decoder leaves the token out wherever it comes, as a special token, so that it need not be in the
+        window. A token of a space may have no text as the first one, but then it has as the second."""
+        return not self._tokenizer.decode([token_id, token_id], self._skip_special_tokens)
 
     def _shorten(self) -> None:
         """Keep only the end of a window that ends in a long run of U+FFFD: enough tokens for the text that is held
@@ -144,8 +141,7 @@ class Detokenizer:
             text = self._tokenizer.decode(self._window[-size:], self._skip_special_tokens)
             if _num_replacements(text) > MAX_INCOMPLETE:
                 self._window = self._window[-size:]
-                self._num_context, self._num_silent = len(self._window), 0
-                self._text = text
+                self._num_context = len(self._window)
                 self._num_chars_out = len(text) - MAX_INCOMPLETE
                 return
             size *= 2

@@ -33,6 +33,14 @@ def long_run(token_id: int):
     )
 
 
+# Runs of silent tokens among bytes of characters, whole, cut off and damaged.
+silent_run = st.integers(0, 80).map(lambda count: [START] * count)
+part = st.sampled_from([*b"a\xe6\xbc\xa2\xf0\x9f\x99\x82\xef\xbf\xbd"]).map(lambda byte: [byte])
+torn_and_silent = st.lists(st.one_of(part, part, silent_run, st.just([*"漢🙂".encode()])), max_size=60).map(
+    lambda runs: [token_id for run in runs for token_id in run]
+)
+
+
 def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], bool]:
     detokenizer = Detokenizer(tokenizer, SamplingParams(**sampling))
     parts = pieces(list(token_ids), sizes)
@@ -43,7 +51,14 @@ def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], 
 # Without limits of time, which a machine that does other work as well does not keep.
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    ids=st.one_of(byte_ids, st.lists(st.integers(0, START), max_size=30), long_run(0xE6), long_run(START)),
+    ids=st.one_of(
+        byte_ids,
+        st.lists(st.integers(0, START), max_size=30),
+        long_run(0xE6),
+        long_run(START),
+        torn_and_silent,
+        st.tuples(torn_and_silent, st.integers(2, 80)).map(lambda drawn: (drawn[0] * drawn[1])[:2000]),
+    ),
     sizes=part_sizes,
     skip=st.booleans(),
 )
@@ -60,6 +75,9 @@ TORN = [
     *([128] * num_bytes + [START] * num_special for num_bytes in (1, 3, 4, 5, 60, 70) for num_special in (1, 62, 200)),
     ([128] + [START] * 60) * 80,
     [0xE6, *[START] * 3000, 0xBC, 0xA2],
+    [0xE6, *[START] * 5, 0xBC, *[START] * 200, 0xA2],
+    ([START] * 64 + [0xE6]) * 70,
+    [0xE6, *[START] * 3000, 0xBC, *[START] * 3000, 0xA2],
 ]
 
 
@@ -69,7 +87,7 @@ def test_deltas_of_torn_characters_join_to_the_decoded_text(tokenizer, ids):
         deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
         assert "".join(deltas) == tokenizer.decode(ids)
     assert tokenizer.decode(TORN[0]) == "ok\ufffd"
-    assert tokenizer.decode(TORN[-1]) == "漢"
+    assert tokenizer.decode(TORN[-1]) == tokenizer.decode(TORN[-3]) == "漢"
 
 
 def test_the_demo_tokenizer_streams_what_it_decodes(demo):
@@ -162,7 +180,7 @@ def test_a_stop_string_counts_that_ends_after_min_tokens(tokenizer, text, stops,
         assert ("".join(deltas), stopped) == (expected, True)
 
 
-@given(ids=byte_ids)
+@given(ids=st.one_of(byte_ids, torn_and_silent))
 def test_what_each_token_would_add_joins_to_the_text(tokenizer, ids):
     detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True))
     added = []
@@ -197,6 +215,37 @@ def test_the_window_does_not_grow_with_a_long_run(tokenizer, head, token_id, lon
     for _ in range(2000):
         detokenizer.append([token_id], False)
     assert len(detokenizer._window) < longest
+
+
+PATTERNS = {
+    "silent tokens and half a character": ([START] * 64 + [0xE6], 1),
+    "silent tokens and part of a character, together": ([START] * 6 + [0xF0, 0x9F, 0x99], 9),
+    "a letter and half a character, together": ([ord("a"), 0xE6], 2),
+    "parts of characters and a letter": ([0xF0, 0x9F, 0x99] * 64 + [ord("a")], 1),
+    "silent tokens and a letter": ([START] * 300 + [ord("a")], 4),
+}
+
+
+@pytest.mark.parametrize(("unit", "size"), PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_token_costs_little_whatever_came_before(tokenizer, monkeypatch, unit, size, stop):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True, stop=stop))
+    num_decoded = 0
+
+    def decode(token_ids, skip_special_tokens):
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return Tokenizer.decode(tokenizer, token_ids, skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    ids = (unit * 4000)[:8000]
+    texts = []
+    for part in pieces(ids, [size]):
+        texts.append(detokenizer.append(part, False).text)
+        assert len(detokenizer._window) < 400
+    assert num_decoded < 500 * len(ids)
+    texts.append(detokenizer.append([], True).text)
+    assert "".join(texts) == Tokenizer.decode(tokenizer, ids)
 
 
 class CountingAutomaton(StopAutomaton):
