@@ -9,11 +9,11 @@ token. Content without special tokens is tokenised as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_backend.text.client_json import JsonError, quoted, read_json
+from dflash_backend.text.client_json import WITHOUT_TEXT, JsonError, quoted, read_json, texts
 from dflash_backend.text.tools import ToolError, read_tools
 
 # Unicode reserves these characters for use inside programs; they have no meaning in a text.
@@ -122,6 +122,7 @@ class SpecialTokens:
         # A token of one character cannot be split.
         tokens = [token for token in tokens if len(token) > 1]
         choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+        self._firsts = re.compile("[" + "".join({re.escape(token[0]) for token in tokens}) + "]") if tokens else None
         # Looking ahead also finds tokens that overlap.
         self._begins = re.compile(f"(?=(?:{choices}))(.)", re.DOTALL) if tokens else None
         self._beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
@@ -143,11 +144,6 @@ class SpecialTokens:
             )
         return self._mark(value, mark), mark
 
-    def _needs_mark(self, text: str) -> bool:
-        if self._begins is None:
-            return False
-        return self._begins.search(text) is not None or self._begins_at_end(text)
-
     def _begins_at_end(self, text: str) -> bool:
         """Whether the text ends within a special token, which the text that a template puts after it could complete."""
         end = text[-self._longest - 64 :].rstrip()
@@ -156,32 +152,22 @@ class SpecialTokens:
     def _mark(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             assert self._begins is not None
+            assert self._firsts is not None
+            if not self._firsts.search(value):
+                return value
             text = self._begins.sub(rf"\1{mark}", value)
             if self._begins_at_end(value):
                 bare = text.rstrip()
                 text = bare + mark + text[len(bare) :]
             return text
-        if isinstance(value, Mapping):
-            return {self._mark_key(key, mark): self._mark(item, mark) for key, item in value.items()}
+        if type(value) is dict or isinstance(value, Mapping):
+            return {
+                self._mark(key, mark): item if type(item) in WITHOUT_TEXT else self._mark(item, mark)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._mark(item, mark) for item in value]
+            return [item if type(item) in WITHOUT_TEXT else self._mark(item, mark) for item in value]
         return value
-
-    def _mark_key(self, key: Any, mark: str) -> Any:
-        return self._mark(key, mark) if isinstance(key, str) and self._needs_mark(key) else key
-
-
-def texts(value: Any) -> Iterator[str]:
-    """The texts that `value` consists of, keys included, beside lists, mappings and what is no text."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from texts(key)
-            yield from texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from texts(item)
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:

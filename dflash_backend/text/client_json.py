@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,12 +18,21 @@ import msgspec
 # Longer numbers are not allowed anywhere, and Python does not read numbers of thousands of digits.
 MAX_DIGITS = 100
 MAX_DEPTH = 16
+# Each comma outside of strings has a value behind it.
+MAX_COMMAS = 20_000
 # An entry of a logit bias, such as "151935": -12.345678, with what surrounds it.
 BIAS_CHARS = 24
 # How much of a value an error message shows.
 MAX_QUOTED_CHARS = 200
 MAX_QUOTED_ITEMS = 20
 MAX_QUOTED_DEPTH = 3
+# Integers are measured one by one only where a text has more digits in a row than are allowed.
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
+_TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_CONTAINERS = frozenset((dict, list))
+# Types of values in which there is no text to look for.
+WITHOUT_TEXT = frozenset((int, float, bool, type(None)))
 
 
 class JsonError(ValueError):
@@ -33,31 +43,74 @@ class NotJsonError(JsonError):
     """A text is no JSON at all."""
 
 
-def read_json(text: str, *, max_chars: int, max_brackets: int, max_depth: int = MAX_DEPTH) -> Any:
+def read_json(
+    text: str, *, max_chars: int, max_brackets: int, max_commas: int = MAX_COMMAS, max_depth: int = MAX_DEPTH
+) -> Any:
     """The value of a JSON text.
 
-    Raises `JsonError` for: text that is no JSON; more than `max_chars` characters; more than `max_brackets` opening
-    brackets and braces, those in strings included; nesting deeper than `max_depth`; NaN and infinities; a key twice in
-    one object; half a surrogate pair, which has no UTF-8 form.
+    Raises `JsonError` for: text that is no JSON; more than `max_chars` characters; outside of strings more than
+    `max_brackets` opening brackets and braces, or more than `max_commas` commas; nesting deeper than `max_depth`; NaN
+    and infinities; integers of more than 100 digits; a key twice in one object; half a surrogate pair, which has no
+    UTF-8 form.
     """
     if len(text) > max_chars:
         raise JsonError(f"has {len(text)} characters; allowed: at most {max_chars}")
-    brackets = text.count("[") + text.count("{")
+    brackets, commas = count_parts(text, max_brackets, max_commas)
     if brackets > max_brackets:
         raise JsonError(f"is nested too deeply or has too many parts: {brackets} brackets; allowed: {max_brackets}")
+    if commas > max_commas:
+        raise JsonError(f"has too many parts: {commas} commas outside of strings; allowed: {max_commas}")
+    # A Python function for each integer would take most of the time.
+    parse_int = _short_int if _TOO_MANY_DIGITS in text.encode("utf-8", "replace").translate(_DIGITS_TO_ZERO) else None
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_short_int)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=parse_int)
     except RecursionError:
         raise JsonError("is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     except ValueError as error:
         raise NotJsonError(f"is not JSON: {error}") from None
     if brackets > max_depth and _deeper_than(value, max_depth):
         raise JsonError(f"is nested too deeply; allowed: {max_depth} levels")
+    if _SURROGATE.search(text):
+        try:
+            "".join(texts(value)).encode("utf-8")
+        except UnicodeEncodeError:
+            raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     return value
+
+
+def count_parts(text: str, max_brackets: int, max_commas: int) -> tuple[int, int]:
+    """How many opening brackets and braces a JSON text has outside of its strings, and how many commas. Those in
+    strings may count as well where there are not more than allowed."""
+    brackets, commas = _brackets_and_commas(text)
+    if brackets <= max_brackets and commas <= max_commas:
+        return brackets, commas
+    if "\\" in text:
+        text = text.replace("\\\\", "").replace('\\"', "")
+    return _brackets_and_commas("".join(text.split('"')[::2]))
+
+
+def _brackets_and_commas(text: str) -> tuple[int, int]:
+    return text.count("[") + text.count("{"), text.count(",")
+
+
+def texts(value: Any) -> list[str]:
+    """The texts that `value` consists of, keys included, beside lists, mappings and what is no text."""
+    found: list[str] = []
+    _add_texts([value], found)
+    return found
+
+
+def _add_texts(value: Any, found: list[str]) -> None:
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        items = value
+    elif isinstance(value, Mapping):
+        items = itertools.chain.from_iterable(value.items())
+    for item in [item for item in items if type(item) not in WITHOUT_TEXT]:
+        if isinstance(item, str):
+            found.append(item)
+        else:
+            _add_texts(item, found)
 
 
 class TokenBiases(dict[int, float]):
@@ -117,11 +170,11 @@ def _biases(raw: bytes, max_biases: int) -> TokenBiases:
 
 def _deeper_than(value: Any, depth: int) -> bool:
     """Whether lists and objects are nested more than `depth` times. Looks no deeper than that."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return depth == 0 or any(_deeper_than(item, depth - 1) for item in value)
+    level = [value]
+    for _ in range(depth):
+        level = [one.values() if type(one) is dict else one for one in level if type(one) in _CONTAINERS]
+        level = [item for items in level for item in items if type(item) in _CONTAINERS]
+    return bool(level)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -133,8 +186,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
+    count = len(digits.lstrip("-"))
+    if count > MAX_DIGITS:
+        raise ValueError(f"a number has {count} digits, more than {MAX_DIGITS}")
     return int(digits)
 
 

@@ -14,6 +14,7 @@ INT64_MAX = 2**63 - 1
 # A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". The text around it was measured before.
 MAX_NESTED_CHARS = 64_000_000
 MAX_NESTED_BRACKETS = 5000
+MAX_NESTED_COMMAS = 1_000_000
 # JSON's numbers, and 1., .5 and +1, which people write. Python also reads 1_0, " 1" and digits of other alphabets.
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -64,7 +65,7 @@ def is_text(value: str) -> bool:
 
 def read_nested(text: str) -> Any:
     """The value of a JSON text that is itself a value. Raises `JsonError`."""
-    return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS)
+    return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS, max_commas=MAX_NESTED_COMMAS)
 
 
 def read_list(value: Any) -> list[Any] | tuple[Any, ...]:

@@ -48,7 +48,9 @@ RETURN_FLAGS = (
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
 MAX_PARAMETERS_BRACKETS = 5000
-MESSAGES_BRACKETS_PER_TOKEN = 4
+# Of brackets and of commas outside of strings. A message has two or three of each, and six tokens at least.
+MAX_MESSAGES_PARTS = 5000
+TOKENS_OF_PART = 4
 MAX_MESSAGES_QUOTES = 20_000
 MESSAGES_QUOTES_PER_TOKEN = 4
 # A role and content, and the tokens between messages.
@@ -205,9 +207,9 @@ def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str,
     quotes, max_quotes = text.count('"'), MAX_MESSAGES_QUOTES + MESSAGES_QUOTES_PER_TOKEN * ready.max_model_len
     if quotes > max_quotes:
         raise InputError(f"input 'messages' has too many parts: {quotes} quotation marks; allowed: {max_quotes}")
-    max_brackets = MAX_PARAMETERS_BRACKETS + MESSAGES_BRACKETS_PER_TOKEN * ready.max_model_len
+    max_parts = MAX_MESSAGES_PARTS + ready.max_model_len // TOKENS_OF_PART
     try:
-        messages = read_json(text, max_chars=max_chars, max_brackets=max_brackets)
+        messages = read_json(text, max_chars=max_chars, max_brackets=max_parts, max_commas=max_parts)
     except JsonError as error:
         raise InputError(f"input 'messages' {error}") from None
     if not isinstance(messages, list) or not messages:
@@ -225,14 +227,15 @@ def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str,
 
 def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: EngineReady) -> dict[str, Any]:
     """The sampling parameters that were sent: those of the input, or else the request's own parameters."""
+    what, given = "the object of request parameters", parameters or "{}"
     if "sampling_parameters" in inputs:
-        what = "input 'sampling_parameters'"
-        max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
-        if names_format(inputs["sampling_parameters"]):
-            max_chars += MAX_FORMAT_CHARS
-        text = _string(inputs, "sampling_parameters", BYTES_PER_CHAR * max_chars)
-    else:
-        what, text = "the object of request parameters", parameters or "{}"
+        what, given = "input 'sampling_parameters'", _one(inputs["sampling_parameters"], "sampling_parameters")
+    max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
+    if isinstance(given, str | bytes) and names_format(given):
+        max_chars += MAX_FORMAT_CHARS
+    text = _text(given, what, BYTES_PER_CHAR * max_chars)
+    if len(text) > max_chars:
+        raise InputError(f"{what} has {len(text)} characters; allowed: at most {max_chars}")
     try:
         formats, text = take_formats(text)
         values = read_parameters(
@@ -255,18 +258,22 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
 
 
 def _string(inputs: Mapping[str, Array], name: str, max_bytes: int) -> str:
-    """The text of an input, measured before it is decoded."""
-    value = _one(inputs[name], name)
+    """The text of an input."""
+    return _text(_one(inputs[name], name), f"input '{name}'", max_bytes)
+
+
+def _text(value: Any, what: str, max_bytes: int) -> str:
+    """A text, or that of bytes, which are measured before they are decoded. `what` it is of, in words."""
     if isinstance(value, str):
         return value
     if not isinstance(value, bytes):
-        raise InputError(f"input '{name}' has the type {inputs[name].dtype}; allowed: STRING")
+        raise InputError(f"{what} has the type {np.asarray(value).dtype}; allowed: STRING")
     if len(value) > max_bytes:
-        raise InputError(f"input '{name}' has {len(value)} bytes; allowed: at most {max_bytes}")
+        raise InputError(f"{what} has {len(value)} bytes; allowed: at most {max_bytes}")
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"input '{name}' is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise InputError(f"{what} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:

@@ -6,13 +6,12 @@ parameters together, so its text is taken out of theirs and read by itself.
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import JsonError, quoted, read_json
@@ -20,12 +19,11 @@ from dflash_backend.text.client_json import JsonError, quoted, read_json
 # Of a schema, a regular expression, a grammar, or all choices together.
 MAX_GRAMMAR_CHARS = 262_144
 MAX_GRAMMAR_BRACKETS = 50_000
+MAX_GRAMMAR_COMMAS = 50_000
 MAX_SCHEMA_DEPTH = 64
 # Of one parameter: JSON may write a schema that is itself a text with a backslash before each quote.
 MAX_FORMAT_CHARS = 2 * MAX_GRAMMAR_CHARS
 FORMAT_NAMES = ("structured_outputs", "response_format")
-# How often a parameter's name may come in the text of all: in other values, such as a chat template's variables.
-MAX_MENTIONS = 8
 MAX_CHOICES = 16_384
 MAX_MARKER_TOKENS = 16
 # As vLLM's clients write a parameter that they leave at its default.
@@ -53,44 +51,51 @@ class _Formats(msgspec.Struct):
     response_format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-def names_format(array: Any) -> bool:
-    """Whether a STRING tensor's text has the name of one of the two parameters in it."""
-    data = array.reshape(-1)[0] if array.size == 1 else b""
-    return isinstance(data, bytes) and any(name.encode() in data for name in FORMAT_NAMES)
+def names_format(text: str | bytes) -> bool:
+    """Whether a text, or its bytes, has the name of one of the two parameters in it."""
+    if isinstance(text, str):
+        return any(name in text for name in FORMAT_NAMES)
+    return any(name.encode() in text for name in FORMAT_NAMES)
 
 
 def take_formats(text: str) -> tuple[dict[str, Any], str]:
     """The values of the two parameters in the JSON text of a request's parameters, by name, and that text with null in
-    their places. Text that is no JSON is returned as it is. Raises `JsonError`."""
-    found: dict[str, Any] = {}
-    for name in FORMAT_NAMES:
-        if name in text:
-            raw, text = _take_out(name, text)
-            if raw:
-                found[name] = read_json(
-                    raw, max_chars=MAX_FORMAT_CHARS, max_brackets=MAX_GRAMMAR_BRACKETS, max_depth=MAX_SCHEMA_DEPTH + 3
-                )
-    return found, text
-
-
-def _take_out(name: str, text: str) -> tuple[str, str]:
-    """The text of a parameter's value, empty where there is none, and the text with null in its place."""
-    if len(text) > MAX_FORMAT_CHARS * 16:
-        return "", text
+    their places. Text that is no JSON is returned as it is. The caller measures the text. Raises `JsonError`."""
+    if not names_format(text):
+        return {}, text
     data = text.encode("utf-8", "replace")
     try:
-        raw = bytes(getattr(msgspec.json.decode(data, type=_Formats), name))
-        if not raw or raw == b"null":
-            return "", text
-        for match in itertools.islice(re.finditer(rb'"%s"\s*:\s*' % name.encode(), data), MAX_MENTIONS):
-            end = match.end()
-            if data.startswith(raw, end):
-                rest = data[:end] + b"null" + data[end + len(raw) :]
-                if bytes(getattr(msgspec.json.decode(rest, type=_Formats), name)) == b"null":
-                    return raw.decode(), rest.decode()
+        formats = msgspec.json.decode(data, type=_Formats)
     except (msgspec.MsgspecError, RecursionError):
-        return "", text
-    raise JsonError(f"has {name!r} too often, or not written as a plain name")
+        return {}, text
+    found: dict[str, Any] = {}
+    spans: list[tuple[int, int]] = []
+    for name in FORMAT_NAMES:
+        raw = getattr(formats, name)
+        value = bytes(raw)
+        if value not in (b"", b"null"):
+            found[name] = _read_format(value.decode())
+            begin = _address(raw) - _address(data)
+            spans.append((begin, begin + len(value)))
+    for begin, end in sorted(spans, reverse=True):
+        data = data[:begin] + b"null" + data[end:]
+    return found, data.decode() if found else text
+
+
+def _address(buffer: Any) -> int:
+    """Where bytes lie in memory: a `msgspec.Raw` is a view of the bytes that it was decoded from."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _read_format(text: str, max_depth: int = MAX_SCHEMA_DEPTH + 3) -> Any:
+    return read_json(
+        text,
+        max_chars=MAX_FORMAT_CHARS,
+        max_brackets=MAX_GRAMMAR_BRACKETS,
+        max_commas=MAX_GRAMMAR_COMMAS,
+        max_depth=max_depth,
+    )
 
 
 def read_structured_outputs(value: Any) -> StructuredOutputs | None:
@@ -221,8 +226,6 @@ def _marker(value: Any) -> tuple[int, ...]:
 
 def _read(text: str, where: str) -> Any:
     try:
-        return read_json(
-            text, max_chars=2 * MAX_GRAMMAR_CHARS, max_brackets=MAX_GRAMMAR_BRACKETS, max_depth=MAX_SCHEMA_DEPTH
-        )
+        return _read_format(text, max_depth=MAX_SCHEMA_DEPTH)
     except JsonError as error:
         raise FormatError(f"{where}{error}") from None

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_backend.text.client_json import JsonError, quoted, read_json
+from dflash_backend.text.client_json import JsonError, count_parts, quoted, read_json
 
 MAX_TOOLS = 128
 MAX_ARGUMENTS_CHARS = 65_536
 MAX_ARGUMENTS_BRACKETS = 5000
+# Brackets and commas in the arguments of all calls of a conversation.
+MAX_ARGUMENTS_PARTS = 50_000
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -52,12 +54,30 @@ def _tool(index: int, tool: Any) -> dict[str, Any]:
 def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with the arguments of their tool calls as objects, which templates take; clients send the JSON text
     that they got. Raises `ToolError`."""
+    _check_arguments(messages)
     return [
         {**message, "tool_calls": [_parsed(index, call) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
         for index, message in enumerate(messages)
     ]
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Each text of arguments is measured as it is read. A conversation may have thousands of them."""
+    parts = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                parts += sum(count_parts(arguments, 0, 0))
+    if parts > MAX_ARGUMENTS_PARTS:
+        raise ToolError(
+            f"the arguments of all tool calls have {parts} brackets and commas outside of strings; allowed: "
+            f"{MAX_ARGUMENTS_PARTS}"
+        )
 
 
 def _parsed(index: int, call: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_backend.text.chat import texts
+from dflash_backend.text.client_json import texts
 from dflash_openai.errors import invalid
 from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.state import Model

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dflash_backend.error_text import shown
-from dflash_backend.text.chat import PromptError, pop_options, texts
+from dflash_backend.text.chat import PromptError, pop_options
+from dflash_backend.text.client_json import texts
 from dflash_backend.text.prompt_size import (
     MAX_MESSAGES_CHARS,
     MESSAGES_CHARS_PER_TOKEN,

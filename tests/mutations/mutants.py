@@ -24,6 +24,7 @@ from tests.mutations.invariance import INVARIANCE_MUTANTS
 from tests.mutations.kept_experts import KEPT_EXPERTS_MUTANTS
 from tests.mutations.kept_mxfp4 import KEPT_MXFP4_MUTANTS
 from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
+from tests.mutations.large_requests import LARGE_REQUEST_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.many_tenants import MANY_TENANTS_MUTANTS
 from tests.mutations.mixed_steps import MIXED_STEP_MUTANTS
@@ -62,7 +63,7 @@ MUTANTS += (
 )
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS + GPU_RANK_MUTANTS
 MUTANTS += FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
-MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS
+MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -127,7 +127,7 @@ def test_the_longest_prompt_leaves_space_for_one_token(parse):
         ({"messages": "[" * 900}, "'messages' is not JSON"),
         ({"messages": '[{"role": "u", "content": "\\udc00"}]'}, "half a surrogate pair"),
         ({"messages": " " * 70_000}, "'messages' has 70000 characters; allowed: at most 67584"),
-        ({"messages": json.dumps([{"role": "u", "content": [[]] * 6000}])}, "6003 brackets; allowed: 5128"),
+        ({"messages": json.dumps([{"role": "u", "content": [[]] * 6000}])}, "6003 brackets; allowed: 5008"),
         ({"text_input": "a", "sampling_parameters": json.dumps({"stop": [{}] * 6000})}, "6002 brackets; allowed: 5000"),
     ],
 )
@@ -222,6 +222,7 @@ BIG = {
     "biases of no token": json.dumps({"logit_bias": {f"{number:07d}": 1 for number in range(100_000)}}),
     "stop token ids": json.dumps({"stop_token_ids": [1] * 200_000}),
     "empty objects": '{"triton_x": [' + "{}," * 200_000 + "{}]}",
+    "integers of a grammar": '{"structured_outputs": {"json": {"enum": [' + "1," * 100_000 + "1]}}}",
 }
 
 
@@ -239,11 +240,27 @@ def test_sampling_parameters_are_measured_before_they_are_read(parse, no_reader,
         {"text_input": b"\xff" * 1_000_000},
         {"messages": b"\xff" * 1_000_000},
         {"messages": '[{"role": "u", "content": "a", "x": [' + "{}," * 10_000 + "{}]}]"},
+        {"messages": '[{"role": "u", "content": "a", "x": [' + "1," * 10_000 + "1]}]"},
+        {"sampling_parameters": '{"structured_outputs": {"json": {"enum": [' + "1," * 60_000 + "1]}}}"},
     ],
 )
 def test_prompts_are_measured_before_they_are_read(parse, no_reader, inputs):
     with pytest.raises(InputError, match=r"max_model_len|allowed: "):
         parse(**inputs)
+
+
+@pytest.mark.parametrize("place", ["as an input", "as request parameters"])
+def test_a_text_that_is_too_long_is_not_searched_for_a_grammar(parse, no_reader, monkeypatch, place):
+    monkeypatch.setattr(msgspec.json, "decode", lambda *args, **kwargs: pytest.fail("it was searched"))
+    text = json.dumps({"structured_outputs": {"regex": "a"}, "x": "x" * 700_000})
+    sent = {"sampling_parameters": text} if place == "as an input" else {}
+    with pytest.raises(InputError, match="has 700047 characters; allowed: at most 596016"):
+        parse("{}" if sent else text, text_input="a", **sent)
+
+
+def test_a_text_in_messages_may_have_any_number_of_commas_and_brackets(parse):
+    messages = [{"role": "u", "content": "a", "x": '",[{\\' * 6000}]
+    assert parse(messages=json.dumps(messages)).prefix == "<s>u:a<s>a:"
 
 
 class _UnreadableArray(np.ndarray):

@@ -131,7 +131,21 @@ def test_a_text_without_a_grammar_is_left_as_it_is(text):
     assert take_formats(text) == ({}, text)
 
 
-def test_a_name_that_is_mentioned_again_and_again_is_refused():
-    others = ", ".join('{"structured_outputs": 5}' for _ in range(20))
-    with pytest.raises(JsonError, match="too often"):
-        take_formats(f'{{"a": [{others}], "structured_outputs": 5}}')
+@pytest.mark.parametrize("spelled", ["structured_outputs", r"structured\u005foutputs"])
+def test_a_grammar_is_found_however_often_its_name_and_its_value_come(spelled):
+    others = ", ".join('{"structured_outputs": {"regex": "é"}}' for _ in range(20))
+    form = '{"a": [%s], "%s" : %s, "response_format":%s, "b": {"regex": "é"}}'
+    found, rest = take_formats(form % (others, spelled, '{"regex": "é"}', '{"type": "text"}'))
+    assert found == {"structured_outputs": {"regex": "é"}, "response_format": {"type": "text"}}
+    assert rest == form % (others, spelled, "null", "null")
+
+
+def test_a_grammar_may_have_thousands_of_values_and_not_any_number():
+    many = {"json": {"enum": [f"{i}," for i in range(16_384)]}}
+    assert take_formats(json.dumps({"structured_outputs": many})) == (
+        {"structured_outputs": many},
+        '{"structured_outputs": null}',
+    )
+    for name in ("structured_outputs", "response_format"):
+        with pytest.raises(JsonError, match="50001 commas outside of strings; allowed: 50000"):
+            take_formats(json.dumps({name: {"json": {"enum": [1] * 50_002}}}))

@@ -111,3 +111,11 @@ def test_a_call_without_arguments_has_none() -> None:
     for arguments in ("", None, "{}", {}):
         (message,) = with_parsed_arguments([calling(arguments)])
         assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_the_arguments_of_all_calls_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [calling(json.dumps({"x": [1] * 4000, "y": "[," * 10_000})) for _ in range(12)]
+    assert len(with_parsed_arguments(few)) == 12
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("it was read"))
+    with pytest.raises(ToolError, match="52026 brackets and commas outside of strings; allowed: 50000"):
+        with_parsed_arguments([*few, few[0]])
