@@ -9,7 +9,7 @@ token. Content without special tokens is tokenised as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ MAX_OPTIONS_BRACKETS = 100
 # A template may write a role into the text as it is.
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _BETWEEN = "\0"
+# White space at the end of a text before which the beginning of a special token is looked for.
+MAX_SPACE = 64
 _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Arguments of transformers' `apply_chat_template` that are no variables of the template.
 _RESERVED = frozenset(
@@ -115,21 +117,36 @@ def _options(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern of any of these texts, the longest first. However many they are, each character is looked at once."""
+    tails: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        tails.setdefault(text[0], []).append(text[1:])
+    branches = [re.escape(first) + _any_of(rest) for first, rest in tails.items()]
+    if "" in texts:
+        branches.append("")
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
 class SpecialTokens:
     """Finds the special tokens of a tokenizer in the content of messages."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         # A token of one character cannot be split.
         tokens = [token for token in tokens if len(token) > 1]
-        choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
         self._firsts = re.compile("[" + "".join({re.escape(token[0]) for token in tokens}) + "]") if tokens else None
         # Looking ahead also finds tokens that overlap.
-        self._begins = re.compile(f"(?=(?:{choices}))(.)", re.DOTALL) if tokens else None
-        self._beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+        begins = [
+            f"{re.escape(first)}(?={_any_of([token[1:] for token in tokens if token[0] == first])})"
+            for first in sorted({token[0] for token in tokens})
+        ]
+        self._begins = re.compile("|".join(begins)) if tokens else None
+        beginnings = _any_of({token[:length] for token in tokens for length in range(1, len(token))})
         self._longest = max(map(len, tokens), default=0)
-        ends = "|".join(re.escape(beginning) for beginning in sorted(self._beginnings, key=len, reverse=True))
-        # Of several texts, joined: one that ends within a special token.
-        self._ends = re.compile(rf"(?:{ends})\s*{_BETWEEN}") if tokens else None
+        # A text that ends within a special token, which the text that a template puts after it could complete: of
+        # several texts, joined, and of one.
+        self._ends = re.compile(rf"{beginnings}\s*{_BETWEEN}") if tokens else None
+        self._end = re.compile(rf"{beginnings}\s*\Z")
 
     def marked(self, value: Any) -> tuple[Any, str | None]:
         """`value`, which consists of lists, mappings and texts, with a mark inside each special token that its texts
@@ -144,19 +161,14 @@ class SpecialTokens:
             )
         return self._mark(value, mark), mark
 
-    def _begins_at_end(self, text: str) -> bool:
-        """Whether the text ends within a special token, which the text that a template puts after it could complete."""
-        end = text[-self._longest - 64 :].rstrip()
-        return any(end[-length:] in self._beginnings for length in range(1, min(self._longest, len(end) + 1)))
-
     def _mark(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             assert self._begins is not None
             assert self._firsts is not None
             if not self._firsts.search(value):
                 return value
-            text = self._begins.sub(rf"\1{mark}", value)
-            if self._begins_at_end(value):
+            text = self._begins.sub(rf"\g<0>{mark}", value)
+            if self._end.search(value, max(0, len(value) - self._longest - MAX_SPACE)):
                 bare = text.rstrip()
                 text = bare + mark + text[len(bare) :]
             return text

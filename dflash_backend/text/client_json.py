@@ -104,7 +104,7 @@ def _add_texts(value: Any, found: list[str]) -> None:
     items: Iterable[Any] = ()
     if isinstance(value, list | tuple):
         items = value
-    elif isinstance(value, Mapping):
+    elif type(value) is dict or isinstance(value, Mapping):  # the second takes ten times as long
         items = itertools.chain.from_iterable(value.items())
     for item in [item for item in items if type(item) not in WITHOUT_TEXT]:
         if isinstance(item, str):

@@ -20,6 +20,16 @@ LARGE_REQUEST_MUTANTS = (
         ("a number may have any number of digits", "_short_int if _TOO_MANY_DIGITS in", "None if b'' in"),
     ),
     *mutants_of(
+        f"{TEXT}/chat.py",
+        ("tests/text/test_chat.py",),
+        ("the beginning of a special token ends no text", 'if "" in texts:', "if not texts:"),
+        (
+            "each special token is compared with each character",
+            "return branches[0] if len(branches) == 1 else",
+            "return '|'.join(sorted(map(re.escape, texts), key=len, reverse=True)) if len(texts) > 1 else",
+        ),
+    ),
+    *mutants_of(
         f"{TEXT}/tools.py",
         ("tests/text/test_tools.py",),
         ("arguments of calls are counted one by one", "parts += sum(", "parts = sum("),

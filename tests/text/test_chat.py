@@ -4,6 +4,8 @@ import inspect
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_backend.config import asset_path
 from dflash_backend.text.chat import MARKS, PromptError, SpecialTokens, pop_options
@@ -90,6 +92,29 @@ def test_tokens_that_overlap_are_each_split():
     assert marked == [f"A{mark}B{mark}C", "x", f"B{mark}"]
 
 
+@given(
+    tokens=st.lists(st.text(alphabet="<|a>", min_size=2, max_size=5), min_size=1, max_size=8),
+    text=st.text(alphabet="<|a> \n", max_size=12),
+)
+def test_marks_are_within_tokens_and_behind_what_could_become_one(tokens, text):
+    (marked,), mark = SpecialTokens(tokens).marked([text])
+    marks = {at + 1 for at in range(len(text)) if any(text.startswith(token, at) for token in tokens)}
+    bare = text.rstrip()
+    if any(bare.endswith(token[:length]) for token in tokens for length in range(1, len(token))):
+        marks.add(len(bare))
+    spelled = "".join(MARKS[0] * (at in marks) + char for at, char in enumerate([*text, ""]))
+    assert (marked, mark) == ((spelled, MARKS[0]) if marks else (text, None))
+
+
+def test_hundreds_of_special_tokens_do_not_make_text_that_resembles_them_expensive():
+    """Of Llama 3's and Gemma's each one was compared with what is behind each of their first characters."""
+    tokens = SpecialTokens([f"<|reserved_special_token_{number}|>" for number in range(256)])
+    num_chars = 256 * len("<|reserved_special_token_255|>")
+    assert len(tokens._ends.pattern) + len(tokens._begins.pattern) < num_chars
+    assert tokens.marked(["<|reserved_special_token_256|>", "<|reserved_special_token_255|> "])[1] is not None
+    assert tokens.marked(["<|reserved_special_token_256|>", "<|reserved_special_token_x"])[1] is None
+
+
 def test_a_mark_that_the_content_has_is_not_used():
     tokens = SpecialTokens(["AB"])
     assert tokens.marked([f"AB{MARKS[0]}"])[1] == MARKS[1]
@@ -104,8 +129,8 @@ def test_a_role_is_one_word(demo, role):
 
 
 def test_options_come_as_an_object_or_its_text_or_a_single_switch():
-    for given in ({"a": 1}, '{"a": 1}'):
-        values = {"chat_template_kwargs": given, "enable_thinking": "False", "max_tokens": 5}
+    for variables in ({"a": 1}, '{"a": 1}'):
+        values = {"chat_template_kwargs": variables, "enable_thinking": "False", "max_tokens": 5}
         assert pop_options(values) == {"a": 1, "enable_thinking": False}
         assert values == {"max_tokens": 5}
     assert pop_options({"chat_template_kwargs": None, "enable_thinking": None}) == {}
