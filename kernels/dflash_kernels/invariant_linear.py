@@ -29,6 +29,10 @@ BASE_HEIGHT = 64
 MAX_PADDING, FREE_PADDING = 0.25, 4
 # Bytes that rows must begin at a multiple of, since libraries sum up narrow products by where their rows lie.
 ALIGNMENT = 64
+# Different rows of a weight by which the order of sums is looked at.
+PROBE_WEIGHTS = 16
+# The largest number there, which float16 holds too.
+MAX_PROBE = 16384.0
 
 _heights: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -88,13 +92,16 @@ def equal_heights(weight: torch.Tensor, bias: torch.Tensor | None, multiply: Mul
     A library chooses its kernel and the split of its sums by shapes and threads, never by values, so one product of
     each height shows it: its rows are alike, and each must have the bits of a row of `BASE_HEIGHT` rows. They are
     compared once for each shape and number of threads. Where even the rows of `BASE_HEIGHT` rows differ, every row is a
-    product of its own.
+    product of its own. Numbers of 16 bits rarely show the order of a sum, so for these it is that of `cancelling`.
     """
     key = (weight.shape, weight.stride(), weight.dtype, bias is not None, multiply is None, torch.get_num_threads())
     if key not in _heights:
         library = multiply or F.linear
-        row = probe_row(weight.shape[1]).to(weight.dtype)
-        products = {height: library(row.repeat(height, 1), weight, bias) for height in HEIGHTS}
+        row, like, offset = probe_row(weight.shape[1]).to(weight.dtype), weight, bias
+        if weight.dtype.itemsize < 4 and multiply is None:
+            row, like = cancelling(weight)
+            offset = None if bias is None else torch.zeros_like(bias)
+        products = {height: library(row.repeat(height, 1), like, offset) for height in HEIGHTS}
         base = products[BASE_HEIGHT][0]
         equal = [height for height in HEIGHTS if bool((products[height] == base).all())]
         _heights[key] = tuple(equal) if BASE_HEIGHT in equal else (1,)
@@ -105,6 +112,25 @@ def probe_row(size: int) -> torch.Tensor:
     """Numbers of many magnitudes, whose sum has other bits in another order: float32 `[1, size]`."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(1, size, generator=generator) * torch.exp2(torch.randn(1, size, generator=generator) * 2)
+
+
+def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row `[1, in]` and a weight like `weight` whose products cancel: each sum is what rounding leaves, of which no
+    bit is alike in another order."""
+    inputs = weight.shape[1]
+    half, rest = inputs // 2, inputs % 2
+    generator = torch.Generator().manual_seed(inputs)
+    numbers = torch.randn(PROBE_WEIGHTS + 1, half, generator=generator)
+    # So far apart that no float32 holds the sum of two products without rounding, nearly.
+    numbers *= torch.exp2(torch.randn(PROBE_WEIGHTS + 1, half, generator=generator) * 4)
+    numbers = numbers.clamp(-MAX_PROBE, MAX_PROBE).to(weight.dtype)
+    values = torch.cat([numbers, numbers, numbers.new_zeros(len(numbers), rest)], dim=1)
+    row = values[-1:].clone()
+    row[:, half:] = -row[:, half:]
+    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
+    for first in range(PROBE_WEIGHTS):
+        like[first::PROBE_WEIGHTS] = values[first]
+    return row, like
 
 
 @dataclass(frozen=True)

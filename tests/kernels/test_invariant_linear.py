@@ -84,6 +84,27 @@ def test_only_heights_with_equal_bits_in_every_place_are_used() -> None:
     assert equal_heights(random(9, 40), None) == (32, products.BASE_HEIGHT)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("inputs", [33, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_show_another_order_of_the_sum_too(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, inputs: int, with_bias: bool
+) -> None:
+    monkeypatch.setattr(products, "_heights", {})
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Sums in float32, for one row from both ends."""
+        terms = x.float()[:, None] * weight.float()
+        sums = torch.zeros(terms.shape[:2])
+        for term in (terms.flip(2) if len(x) == 1 else terms).unbind(2):
+            sums = sums + term
+        return (sums if bias is None else sums + bias.float()).to(dtype)
+
+    monkeypatch.setattr(products.F, "linear", linear)
+    bias = random(40).to(dtype) if with_bias else None
+    assert equal_heights(random(40, inputs).to(dtype), bias) == products.HEIGHTS[1:]
+
+
 def test_a_library_whose_rows_differ_by_place_multiplies_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_heights", {})
     monkeypatch.setattr(products.F, "linear", lambda x, weight, bias=None: x @ weight.T + torch.arange(len(x))[:, None])

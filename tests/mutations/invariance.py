@@ -25,6 +25,16 @@ INVARIANCE_MUTANTS = (
             "if bool((products[height] == base).all())",
             "if products[height].isfinite().all()",
         ),
+        (
+            "the order of sums of 16 bits is looked for in any numbers",
+            "if weight.dtype.itemsize < 4 and multiply is None:",
+            "if weight.dtype.itemsize < 2:",
+        ),
+        (
+            "a bias hides the order of sums of 16 bits",
+            "None if bias is None else torch.zeros_like(bias)",
+            "bias",
+        ),
         ("a product begins where its rows happen to lie", "part.data_ptr() % ALIGNMENT", "part.data_ptr() < 0"),
     ),
     Mutant(

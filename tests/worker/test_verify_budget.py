@@ -14,6 +14,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
+from dflash_backend.core.speculation import SpeculatingRow
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
@@ -51,6 +52,10 @@ class Watched:
         self.steps: list[tuple[StepPlan, StepResult]] = []
         history, runner = built.core.scheduler.history, built.runner
         history.choose_budget = self._budget  # type: ignore[method-assign]
+        if (speculation := history.speculation) is not None:
+            # Not by the times of steps, which interpreted kernels take.
+            speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
+            speculation.choose = self._lengths  # type: ignore[method-assign]
         submit, collect = runner.submit, runner.collect
 
         def keep_plan(plan: StepPlan) -> None:
@@ -63,6 +68,11 @@ class Watched:
             return result
 
         runner.submit, runner.collect = keep_plan, keep_step  # type: ignore[method-assign]
+
+    def _lengths(self, rows: Sequence[SpeculatingRow], *traffic: float) -> list[int]:
+        """What one of `SHAPES` proposes, for all rows."""
+        length = self._rng.choice([0, 3, 7, 15, 15])
+        return [min(row.k, length) for row in rows]
 
     def _budget(self, rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
         num_there = sum(row.num_draft for row in rows)
