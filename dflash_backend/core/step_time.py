@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 AUTO_STEP_S = 0.004
 AUTO_ONE_TENANT_STEP_S = 0.048  # in its place while only one tenant has requests
 AUTO_LIGHT_STEPS = 1.5
-# This many more for each tenant beyond the first that has prompts to compute: short steps would leave them little of
+# This many more for each tenant beyond the second that has prompts to compute: short steps would leave them little of
 # the time, and with many tenants each gets a small part of it in any case.
 LIGHT_STEPS_PER_TENANT = 0.5
 # While only one tenant has requests, a step with prompts may take this many times as long: fewer, larger steps have
@@ -91,7 +91,7 @@ class StepTime:
         elif num_prompting is None:
             step_s = max(AUTO_ONE_TENANT_STEP_S, longest * light_s)
         else:
-            light_steps = AUTO_LIGHT_STEPS + LIGHT_STEPS_PER_TENANT * max(num_prompting - 1, 0)
+            light_steps = AUTO_LIGHT_STEPS + LIGHT_STEPS_PER_TENANT * max(num_prompting - 2, 0)
             step_s = max(AUTO_STEP_S, min(light_steps, longest) * light_s)
         return max(LIGHT_TOKENS, int((step_s - light_s) * self.tokens_per_s))
 

@@ -88,7 +88,7 @@ def test_a_measurement_that_is_far_off_does_not_decide(seconds: float, ratio: fl
     assert step_time.max_prefill_tokens(0, None) == pytest.approx(ratio * before, rel=0.02)
 
 
-@pytest.mark.parametrize(("num_prompting", "light_steps"), [(0, 1.5), (1, 1.5), (2, 2.0), (5, 3.5), (1000, 12.0)])
+@pytest.mark.parametrize(("num_prompting", "light_steps"), [(0, 1.5), (1, 1.5), (2, 1.5), (5, 3.0), (1000, 12.0)])
 def test_a_step_is_the_longer_the_more_tenants_have_prompts(num_prompting: int, light_steps: float) -> None:
     assert (AUTO_LIGHT_STEPS, LIGHT_STEPS_PER_TENANT) == (1.5, 0.5)
     step_time = StepTime()

@@ -31,7 +31,7 @@ MANY_TENANTS_MUTANTS = (
         TESTS,
         (
             "a step is as short however many tenants have prompts",
-            "LIGHT_STEPS_PER_TENANT * max(num_prompting - 1, 0)",
+            "LIGHT_STEPS_PER_TENANT * max(num_prompting - 2, 0)",
             "0",
         ),
     ),
