@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from slow_toy import slow_engine
-from toy_engine import Engine, make_request
+from toy_engine import Engine, make_config, make_request
 
-from dflash_backend.core.plan_builder import MAX_PARTIAL_PREFILLS, MIN_CHUNK
+from dflash_backend.core.plan_builder import MAX_PARTIAL_PREFILLS, MIN_CHUNK, PlanBuilder
 from dflash_backend.core.rows import prefills_next
 from dflash_backend.messages import GenerationRequest
 
@@ -124,3 +124,12 @@ def test_tenants_get_the_same_while_all_have_long_prompts() -> None:
             if row.request_id.startswith("long"):
                 tokens[f"t{int(row.request_id[4:]) % 5}"] += row.num_new
     assert max(tokens.values()) - min(tokens.values()) < 2 * LENGTH
+
+
+def test_a_prompt_that_another_request_was_preempted_for_begins_in_any_case() -> None:
+    builder = PlanBuilder(make_config())
+    for number in range(MAX_PARTIAL_PREFILLS):
+        builder.note_unfinished(f"t{number}", 10)
+    assert not builder.may_begin("newcomer", LENGTH, made_way=False)
+    assert builder.may_begin("newcomer", LENGTH, made_way=True)
+    assert not builder.may_begin("t0", LENGTH, made_way=True), "but one of a tenant at a time"

@@ -13,6 +13,11 @@ MANY_TENANTS_MUTANTS = (
         TESTS,
         ("rows of prompts have any few tokens", "elif chunk < min(remaining, MIN_CHUNK):", "elif chunk < 1:"),
         ("any number of prompts are begun", "made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS", "True"),
+        (
+            "a prompt that a request was preempted for waits",
+            "made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS or",
+            "self._num_unfinished < MAX_PARTIAL_PREFILLS or",
+        ),
         ("a shorter prompt waits for longer ones", " or remaining < self._least_remaining", ""),
         (
             "nothing is kept for a tenant that waits and has the turn",
