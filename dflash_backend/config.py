@@ -213,7 +213,7 @@ class EngineConfig:
         None,
         "how long a step with prompts may take while requests of several tenants are served, eight times as long with "
         "one tenant; auto: 4 and 48, or 1.5 and 12 times as long as a step without prompts where that is more, with "
-        "half a step for each tenant beyond the second that has prompts",
+        "up to 48 where many tenants have prompts or all have requests that wait",
         low=0.0,
         low_open=True,
     )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_backend.core.arrays import Counts, Floats
+from dflash_backend.core.arrays import Bools, Counts, Floats
 
 # Before anything is known a draft is accepted with this chance; as much is known then as from this many drafts.
 PRIOR_RATE = 0.85
@@ -221,21 +221,23 @@ class AcceptanceEstimator:
             return np.zeros(self.k, dtype=np.int64), np.zeros(self.k)
         num_draft, num_accepted = np.array([block[1:3] for block in blocks]).T[:, :, None]
         usual = np.array([block.effect.value for block in blocks])[:, None] + self._logits
-        confidences = np.zeros(usual.shape)
+        confidences, slopes = np.zeros(usual.shape), self._slopes
         if any(block.confidences for block in blocks):
-            confidences = self._measured([block.confidences for block in blocks], usual)
+            known = self._position < np.array([len(block.confidences) for block in blocks])[:, None]
+            confidences = self._measured([block.confidences for block in blocks], known, usual)
             usual += self.weight * confidences
-        chances = _sigmoid(usual + self.level)
+            slopes = np.where(known, 1.0, slopes)
+        chances = _sigmoid(slopes * (usual + self.level))
         verified, accepted = self._position < num_draft, self._position < num_accepted
         tried = (self._position <= num_accepted) & verified
-        surprise = tried * (accepted - chances)
-        spread = tried * chances * (1 - chances)
+        surprise = tried * (accepted - chances) * slopes
+        spread = tried * chances * (1 - chances) * slopes**2
         expected = (verified * chances.cumprod(axis=1)).sum(axis=0)
         self._update_effects(blocks, surprise.sum(axis=1).tolist(), spread.sum(axis=1).tolist())
         self._update_level(surprise, spread, confidences, num_steps)
         keep = math.exp(-len(blocks) / MEMORY_BLOCKS)
         # As a request without an effect would have fared, at a usual confidence: likelier ones are drafted more.
-        corrected = tried * (accepted + self._rates - _sigmoid(usual))
+        corrected = tried * (accepted + self._rates - _sigmoid(slopes * usual))
         self.trials = keep * (self.trials + tried.sum(axis=0))
         self.accepted = keep * (self.accepted + corrected.sum(axis=0))
         self._moments.decay(keep)
@@ -288,12 +290,12 @@ class AcceptanceEstimator:
         most = 0.9 * math.sqrt(self.variance * self.weight_variance)
         self.covariance = min(max(covariance, -most), most)
 
-    def _measured(self, rows: Sequence[Sequence[float]], usual: Floats) -> Floats:
+    def _measured(self, rows: Sequence[Sequence[float]], known: Bools, usual: Floats) -> Floats:
         """How far the confidences of blocks are from the usual ones, `[n, k]`, 0 where none is known. They are noted,
         each as far as the drafts before it are likely to be accepted.
 
-        usual: the logits of the drafts' chances, but for the level, at a usual confidence, `[n, k]`."""
-        known = self._position < np.array([len(row) for row in rows])[:, None]
+        known: which there are, `[n, k]`. usual: the logits of the drafts' chances, but for the level, at a usual
+        confidence, `[n, k]`."""
         confidences = self._padded(rows, self._means)
         logits = usual + self.level + self.weight * (confidences - self._means)
         before = np.ones(usual.shape)
@@ -305,9 +307,13 @@ class AcceptanceEstimator:
         return known * (confidences - self._means)
 
     def _chances(self, shift: float) -> Floats:
-        # The mean of a sigmoid over a normal distribution, approximately (MacKay 1992).
-        weight = math.pi / 8 * self.weight**2
-        return _sigmoid((self._logits + shift) / np.sqrt(1 + weight * self._moments.variance))
+        return _sigmoid(self._slopes * (self._logits + shift))
+
+    @property
+    def _slopes(self) -> Floats:
+        """What the logit at a usual confidence is multiplied by for the chance of a draft whose confidence is not
+        known, `[k]`: the mean of a sigmoid over a normal distribution, approximately (MacKay 1992)."""
+        return np.asarray(1 / np.sqrt(1 + math.pi / 8 * self.weight**2 * self._moments.variance))
 
     def _update_rates(self) -> None:
         self._rates = np.array(self.rates())

@@ -7,3 +7,4 @@ import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]

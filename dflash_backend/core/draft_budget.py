@@ -18,8 +18,9 @@ GAIN_WEIGHT = 0.25
 # Weight of a step in the average of how much longer those with a budget take, the part of it that each step without one
 # takes off, so that budgets are tried again, and the most that a step counts for.
 EXCESS_WEIGHT, EXCESS_LOSS, MAX_EXCESS = 0.2, 0.004, 1.0
-# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes.
-STEPS_BETWEEN_LOOKS = 8
+# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes. While they
+# do, this many steps in a row have one, and then one has none, whose time tells what steps without them take.
+STEPS_BETWEEN_LOOKS, MOST_IN_A_ROW = 8, 12
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class UnevenDrafts:
     _gain: float = 1.0  # of the last budgets, also of those that were not taken
     _excess: float = 0.0  # this part longer steps with a budget took than others of as many tokens
     _since_look: int = 0  # steps since drafts had confidences
+    _num_in_a_row: int = 0  # the last steps, which had a budget
 
     def pays(self, gain: float, num_rows: int) -> bool:
         """Whether this part more tokens a second is worth it."""
@@ -45,10 +47,12 @@ class UnevenDrafts:
         """Take in the time of a step with a budget, and what one whose rows are alike would take."""
         excess = min(max(seconds / expected_s - 1, 0.0), MAX_EXCESS)
         self._excess += EXCESS_WEIGHT * (excess - self._excess)
+        self._num_in_a_row += 1
 
     def pass_step(self) -> None:
         """Go on from a step without a budget."""
         self._excess -= EXCESS_LOSS * self._excess
+        self._num_in_a_row = 0
 
     def budgets_pay(self, num_rows: int) -> bool:
         """Whether the last budgets were worth it."""
@@ -57,7 +61,7 @@ class UnevenDrafts:
     def takes(self, gain: float, num_rows: int) -> bool:
         """Take in what a budget gains, and say whether it is worth it."""
         self._gain += GAIN_WEIGHT * (gain - self._gain)
-        return self.pays(gain, num_rows)
+        return self.pays(gain, num_rows) and self._num_in_a_row < MOST_IN_A_ROW
 
     def next_step(self, num_rows: int) -> bool:
         """Go on to the step that is planned now, and say whether its drafts have confidences. Its own next drafts get

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Part of the weight of what was observed that stays after another observation: a hundred of them count.
+# Part of the weight of what was observed that stays after another observation, by default: a hundred of them count.
 FORGETTING = 0.99
 # Relative noise of a measured time, and how much longer than expected one counts as: another program had the processor.
 NOISE = 0.15
@@ -21,8 +21,12 @@ class LinearFit:
     What observations do not tell is taken from the coefficients that it began with.
     """
 
-    def __init__(self, coefficients: Sequence[float], deviations: Sequence[float]) -> None:
-        """The coefficients to begin with, and how far off each may be (standard deviations above 0)."""
+    def __init__(
+        self, coefficients: Sequence[float], deviations: Sequence[float], forgetting: float = FORGETTING
+    ) -> None:
+        """The coefficients to begin with, and how far off each may be (standard deviations above 0). forgetting: part
+        of an observation's weight that stays after another one."""
+        self._forgetting = forgetting
         self.coefficients = list(coefficients)
         self._prior = list(coefficients)
         self._prior_weights = [(NOISE / deviation) ** 2 for deviation in deviations]
@@ -42,8 +46,8 @@ class LinearFit:
         for i, x in enumerate(features):
             row, weighted = self._products[i], weight * x
             for j, y in enumerate(features):
-                row[j] = FORGETTING * row[j] + weighted * y
-            self._values[i] = FORGETTING * self._values[i] + weighted * value
+                row[j] = self._forgetting * row[j] + weighted * y
+            self._values[i] = self._forgetting * self._values[i] + weighted * value
         self._solve()
 
     def uncertainty(self, features: Sequence[float]) -> float:

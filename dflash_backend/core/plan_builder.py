@@ -27,6 +27,7 @@ class PlanBuilder:
     chunks: how many tokens those of them have at least that have a row in this step, by id.
     unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
     num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
+    num_positions: whose KV the running requests have.
     """
 
     config: SchedulerConfig
@@ -38,6 +39,7 @@ class PlanBuilder:
     chunks: dict[str, int] = field(default_factory=dict)
     unfinished: set[str] = field(default_factory=set)
     num_decode_tokens: int = 0
+    num_positions: int = 0
     num_prefill_tokens: int = 0
     num_admitted_tokens: int = 0
     num_decoding: int = 0
@@ -50,6 +52,7 @@ class PlanBuilder:
         tokens = list(map(decode_tokens, running))
         num_in_prefill = tokens.count(0)
         self.num_decode_tokens = sum(tokens)
+        self.num_positions = sum(request.num_computed for request in running)
         self.num_decoding = len(running) - num_in_prefill
         self.num_without_token = num_in_prefill + num_waiting
         if not num_in_prefill:

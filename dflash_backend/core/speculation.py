@@ -269,6 +269,7 @@ class AdaptiveSpeculation:
             self._update_acceptance()
         if budgeted and self.uneven.cost and (expected_s := self.costs.target_s(shape)) > 0:
             self.uneven.observe(seconds - draft_s, expected_s)
+            self.costs.pass_step()
         else:
             self.uneven.pass_step()
             self.costs.observe(shape, seconds - draft_s, draft_s)
@@ -385,8 +386,7 @@ class AdaptiveSpeculation:
         """Let some rows draft a little when it is time for it. Returns the steps until the next time."""
         num_probing, num_drafts = self._probes.size(len(rows))
         without = line.seconds(0, 0, 0)
-        extra = line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS) - without
-        cost = extra / without
+        cost = (line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS)) / without - 1
         if not self._probes.due_in(cost):
             for index in self._probes.rows(len(rows)):
                 lengths[index] = min(rows[index].k, PROBE_DRAFTS)

@@ -235,6 +235,10 @@ class StepCosts:
             self._draft = LinearFit([first, each, 0.0], [first / FIXED_SHARE, each, draft_s])
         self._draft.observe(shape.draft, draft_s)
 
+    def pass_step(self) -> None:
+        """Go on from a step that is not taken in: the next one is, though it may be like others before."""
+        self._num_alike = 0
+
     def _target_features(self, shape: StepShape) -> list[float]:
         features = shape.target
         if self.table is not None:

@@ -45,15 +45,26 @@ class StepHistory:
         self._num_plain = 0  # such steps since drafting paid
         self._num_prefill_tokens = 0  # of the last plan
         self._several_until = 0.0  # until when the tenants count as several
+        self._num_left = 0  # tenants that had left at the last plan
+        self._left_until = 0.0  # until when one that left counts as one of whose requests none waits
 
     def bound_prefill(self, builder: PlanBuilder, queue: FairQueue, in_prefill: Sequence[Request], now: float) -> None:
         """Bound the prompt tokens of the step that is planned by its time, and say what its decode rows take.
         in_prefill: the running requests that do not decode."""
         if len(queue.tenants) > 1:
             self._several_until = now + SEVERAL_TENANTS_S
-        num_prompting = queue.num_prompting(in_prefill) if now < self._several_until else None
-        builder.max_prefill_tokens = self._step_time.max_prefill_tokens(builder.num_decode_tokens, num_prompting)
-        builder.num_tokens_like_decoding = self._step_time.as_long_as_decoding(builder.num_decode_tokens)
+        if queue.num_left != self._num_left:
+            self._num_left, self._left_until = queue.num_left, now + SEVERAL_TENANTS_S
+        num_prompting, least_waiting = None, 0
+        if now < self._several_until:
+            num_prompting = queue.num_prompting(in_prefill)
+            least_waiting = queue.least_waiting if now >= self._left_until else 0
+        builder.max_prefill_tokens = self._step_time.max_prefill_tokens(
+            builder.num_decode_tokens, num_prompting, least_waiting, builder.num_positions
+        )
+        builder.num_tokens_like_decoding = self._step_time.as_long_as_decoding(
+            builder.num_decode_tokens, builder.num_positions
+        )
 
     def choose_draft_lengths(self, running: Iterable[Request], num_waiting: int) -> None:
         """Say how many tokens each running request that decodes may draft in the step that is planned."""
@@ -119,7 +130,7 @@ class StepHistory:
     def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
         """Take in how long a step has run, and how much of that was drafting."""
         num_prefill, num_decode, is_plain = self._num_tokens.pop(plan.step_id)
-        self._step_time.observe(num_prefill, num_decode, seconds)
+        self._step_time.observe(num_prefill, num_decode, seconds, sum(row.num_computed for row in plan.rows))
         if self.speculation is None:
             return
         if self.speculation.pays:

@@ -80,6 +80,8 @@ class FairQueue:
         # The lowest counter of those that had requests when this was last looked at.
         self._lowest = 0.0
         self._absent: OrderedDict[str, float] = OrderedDict()
+        self.num_left = 0
+        """How often a tenant's last request ended while others had some."""
 
     def tenant_of(self, request: Request) -> Tenant:
         """The tenant of a request that waits or runs."""
@@ -94,6 +96,11 @@ class FairQueue:
         """Tenants that have prompts to compute, waiting ones or those of `in_prefill`, the running ones."""
         names = {request.sampling.tenant for request in in_prefill}
         return len(names) + sum(tenant.num_waiting > 0 and name not in names for name, tenant in self.tenants.items())
+
+    @property
+    def least_waiting(self) -> int:
+        """How many requests wait of the tenant with the fewest; 0 without tenants."""
+        return min((tenant.num_waiting for tenant in self.tenants.values()), default=0)
 
     def add(self, request: Request) -> None:
         """Let a request wait: a new one, or one that was preempted, which gets its place back."""
@@ -204,6 +211,7 @@ class FairQueue:
             self._absent.clear()
             self._turns.clear()
             return
+        self.num_left += 1
         self._absent[tenant.name] = tenant.service
         if len(self._absent) > MAX_ABSENT:
             self._absent.popitem(last=False)

@@ -65,6 +65,27 @@ def taught_once(least: float, weight: float, seed: int, num_blocks: int) -> Acce
     return estimator
 
 
+def test_drafts_without_confidences_are_as_likely_as_they_were_accepted() -> None:
+    """Where budgets do not pay, one step in eight has confidences: the others' drafts have usual ones in the mean."""
+    estimator, rng = AcceptanceEstimator(K), random.Random(4)
+    accepted_at, estimates = [0] * K, []
+    num_blocks, early = 12_000, 4000
+    for number in range(num_blocks):
+        if number % 20 == 0:
+            effect = RequestEffect()
+        confidences, accepted = block(rng, WEIGHT)
+        known = confidences if number // 8 % STEPS_BETWEEN_LOOKS == 0 else []
+        estimator.observe(VerifiedBlock(effect, K, accepted, known))
+        if number % 8 == 7:
+            estimator.update()
+        if number >= early:
+            accepted_at = [count + (position < accepted) for position, count in enumerate(accepted_at)]
+            estimates.append(estimator.survival(0))
+    assert estimator.weight > 0.5 * WEIGHT
+    rates = [count / len(estimates) for count in accepted_at]
+    assert np.mean(estimates, axis=0).tolist() == pytest.approx(rates, abs=0.02)
+
+
 def block_survival(
     estimator: AcceptanceEstimator,
     offsets: Floats,

@@ -340,3 +340,15 @@ def test_no_tenant_starves_among_many(weights: dict[str, float]) -> None:
     num_steps = engine.run_until_finished(*[f"t{tenant}.0" for tenant in range(20)])
     assert num_steps < 120, "the first request of each comes long before the last of any"
     engine.run()
+
+
+def test_of_all_tenants_the_fewest_that_wait_are_counted_and_those_that_leave_others() -> None:
+    engine = Engine(make_config(max_num_seqs=1, max_queue_size=50))
+    queue = engine.scheduler.queue
+    assert queue.least_waiting == 0
+    _flood(engine, "a", 5)
+    assert (queue.least_waiting, queue.num_left) == (5, 0)
+    _flood(engine, "b", 2)
+    assert queue.least_waiting == 2
+    engine.run(_request("c", "c"))
+    assert queue.num_left == 2, "the last one leaves nobody"

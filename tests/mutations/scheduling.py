@@ -197,8 +197,8 @@ SCHEDULING_MUTANTS = (
         STEP_TIME,
         (
             "one tenant's steps are as short as several's",
-            "max(AUTO_ONE_TENANT_STEP_S, longest",
-            "max(AUTO_STEP_S, longest",
+            "max(AUTO_LONG_STEP_S, ONE",
+            "max(AUTO_STEP_S, ONE",
         ),
         (
             "one tenant's steps are as short as several's where that is set",
@@ -207,13 +207,20 @@ SCHEDULING_MUTANTS = (
         ),
         (
             "a slow device computes next to no prompt",
-            "max(AUTO_STEP_S, min(light_steps, longest) * light_s)",
+            "max(AUTO_STEP_S, AUTO_LIGHT_STEPS * light_s, longer_s)",
             "AUTO_STEP_S",
         ),
         (
-            "one measurement decides",
-            "min(max(new, average / MAX_JUMP), average * MAX_JUMP)",
-            "new * 1.0 if new > average else new / 1e3",
+            "many tenants' steps may take any time",
+            "min(light_steps * light_s, AUTO_LONG_STEP_S)",
+            "light_steps * light_s",
         ),
+        (
+            "steps stay short though all tenants have requests that wait",
+            "LIGHT_STEPS_PER_WAITING * max(least_waiting - 1, 0)",
+            "0",
+        ),
+        ("tokens do not vary", "(1 + self._dither) *", "1 *"),
+        ("positions count as nothing", "_KILO * num_positions, num_prefill_tokens]", "0.0, num_prefill_tokens]"),
     ),
 )

@@ -19,29 +19,6 @@ SHARED_ATTENTION = (
 
 SPECULATION_MUTANTS = (
     *mutants_of(
-        f"{CORE}/draft_budget.py",
-        ("tests/core/test_budget_cost.py",),
-        (
-            "budgets whose steps took long are never tried again",
-            "self._excess -= EXCESS_LOSS * self._excess",
-            "pass",
-        ),
-    ),
-    Mutant(
-        "how much longer steps with a budget take is not learned",
-        f"{CORE}/speculation.py",
-        "if budgeted and self.uneven.cost and (expected_s",
-        "if (expected_s := 0.0) and (expected_s",
-        ("tests/core/test_budget_cost.py",),
-    ),
-    Mutant(
-        "steps with a budget are taken for any others",
-        f"{CORE}/step_history.py",
-        "budgeted = plan.budget is not None and len(plan.rows) > 1",
-        "budgeted = False",
-        ("tests/core/test_budget_cost.py",),
-    ),
-    *mutants_of(
         f"{CORE}/speculation.py",
         TESTS,
         (
@@ -102,7 +79,7 @@ SPECULATION_MUTANTS = (
         TESTS,
         (
             "the estimate is fed with its own prediction",
-            "accepted + self._rates - _sigmoid(usual)",
+            "accepted + self._rates - _sigmoid(slopes * usual)",
             "chances + self._rates - _sigmoid(usual)",
         ),
         (
@@ -112,7 +89,7 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the requests that draft more stand for all",
-            "accepted + self._rates - _sigmoid(usual)",
+            "accepted + self._rates - _sigmoid(slopes * usual)",
             "accepted",
         ),
         (

@@ -1,0 +1,49 @@
+"""Defects of what budgets are thought to cost, and of what drafts without confidences are thought to be worth."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CORE = "dflash_backend/core"
+TESTS = ("tests/core/test_budget_cost.py",)
+
+BUDGET_COST_MUTANTS = (
+    *mutants_of(
+        f"{CORE}/draft_budget.py",
+        TESTS,
+        (
+            "budgets whose steps took long are never tried again",
+            "self._excess -= EXCESS_LOSS * self._excess",
+            "pass",
+        ),
+        ("no step is without a budget where they seem to pay", " and self._num_in_a_row < MOST_IN_A_ROW", ""),
+    ),
+    Mutant(
+        "steps without a budget among others are mostly not looked at",
+        f"{CORE}/speculation.py",
+        "            self.costs.pass_step()\n",
+        "",
+        TESTS,
+    ),
+    Mutant(
+        "a draft whose confidence is not known is taken for one of a usual confidence",
+        f"{CORE}/acceptance.py",
+        "confidences, slopes = np.zeros(usual.shape), self._slopes",
+        "confidences, slopes = np.zeros(usual.shape), np.ones(self.k)",
+        ("tests/core/test_draft_budget.py",),
+    ),
+    Mutant(
+        "how much longer steps with a budget take is not learned",
+        f"{CORE}/speculation.py",
+        "if budgeted and self.uneven.cost and (expected_s",
+        "if (expected_s := 0.0) and (expected_s",
+        TESTS,
+    ),
+    Mutant(
+        "steps with a budget are taken for any others",
+        f"{CORE}/step_history.py",
+        "budgeted = plan.budget is not None and len(plan.rows) > 1",
+        "budgeted = False",
+        TESTS,
+    ),
+)
