@@ -35,9 +35,9 @@ from benchmarks.quiet import MOST_OTHERS
 LEAST, LEAST_OF_NONE, LEAST_OF_INJECTING = 0.95, 0.93, 0.97
 # After a change of traffic: when a part is measured, and how much of the better one adaptive then has at least.
 STEPS_AFTER_CHANGE, LEAST_AFTER_CHANGE = 50, 0.9
-# With one stream steps are short: slices are this many times as short and as many, since a machine's speed changes
-# within seconds.
-FINER = 4
+# Slices are this many times as short and as many with one stream, whose steps are short, and with more: the speed of a
+# machine changes within seconds.
+FINER_WITH_ONE, FINER = 4, 2
 UNPREDICTABLE = 5.0
 
 
@@ -91,8 +91,9 @@ def report(table: str, measured: list[Rates], rounds: int, slice_s: float, run_s
         sum(counts) for counts in zip(*((rates.num_repeated, rates.num_disturbed) for rates in measured), strict=True)
     )
     return (
-        f"# Speculation that follows the load\n\nTokens per second, medians of {rounds} slices of {slice_s:g} s, with "
-        f"one stream {FINER} times as many and as short, in turn; {os.cpu_count()} cores, {run_s:.0f} s in all. "
+        f"# Speculation that follows the load\n\nTokens per second, medians of {FINER * rounds} slices of "
+        f"{slice_s / FINER:g} s, with one stream {FINER_WITH_ONE * rounds} of {slice_s / FINER_WITH_ONE:g} s, in turn; "
+        f"{os.cpu_count()} cores, {run_s:.0f} s in all. "
         f"{num_repeated} slices ran again, since other processes took more than {MOST_OTHERS:.0%} of the cores; "
         f"{num_disturbed} count although they did each time. "
         "The last column is the median and the middle half over the rounds. Written by `python -m benchmarks.adaptive`."
@@ -130,8 +131,10 @@ def main() -> int:
     parser.add_argument("--change", action="store_true", help="only the demo drafter, with traffic that changes")
     parser.add_argument("--full", action="store_true", help="the whole grid instead of its 24 corners")
     parser.add_argument("--cells", nargs="*", default=[], help="only cells with all of these words, as in: random 64")
-    parser.add_argument("--rounds", type=int, default=7, help="slices of each system in a cell")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a slice")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each system in a cell, of --seconds each in all"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn")
     parser.add_argument("--cpu-time", action="store_true", help="count this process's time, where others run as well")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
     args = parser.parse_args()
@@ -154,7 +157,7 @@ def main() -> int:
         systems = Systems(Path(folder))
         for cell in cells:
             loops = systems.loops(cell)
-            finer = FINER if cell.streams == 1 else 1
+            finer = FINER_WITH_ONE if cell.streams == 1 else FINER
             rates = measure(loops, args.rounds * finer, args.seconds / finer, clock)
             for loop in loops.values():
                 loop.end()
