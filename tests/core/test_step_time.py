@@ -195,3 +195,21 @@ def test_rows_stay_full_where_every_step_has_prompts(tenants: str, decode_s: flo
         engine.step()
         num_rows.append(len(engine.last_rows))
     assert sum(num_rows[50:]) / 250 > least
+
+
+def test_steps_stay_short_for_a_tenant_that_may_ask_again() -> None:
+    """Two tenants have many requests that wait: their steps may be long, but not within 5 seconds of another's."""
+    engine, worker = slow_engine(0.004, 0.0001, max_num_seqs=4, max_queue_size=900, num_blocks=9000)
+    prompts = [[i % 50, i // 50, *([7] * 600)] for i in range(800)]
+    engine.add(*[make_request(f"r{i}", p, max_tokens=2, tenant="ab"[i % 2]) for i, p in enumerate(prompts)])
+    engine.steps(40)
+    assert max(worker.took[-20:]) > 0.04, "nobody else is there"
+    engine.add(make_request("other", [1, 2], max_tokens=2, tenant="c"))
+    engine.run_until_finished("other")
+    left, num_before = engine.clock(), len(worker.took)
+    while engine.clock() - left < 4.9:
+        engine.step()
+    assert max(worker.took[num_before + 8 :]) < 0.02
+    while engine.clock() - left < 5.4:
+        engine.step()
+    assert max(worker.took[-5:]) > 0.04

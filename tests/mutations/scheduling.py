@@ -192,6 +192,13 @@ SCHEDULING_MUTANTS = (
         "if False:",
         STEP_TIME,
     ),
+    Mutant(
+        "a tenant that left is forgotten at once",
+        f"{CORE}/step_history.py",
+        "queue.num_left, now + SEVERAL_TENANTS_S",
+        "queue.num_left, now",
+        STEP_TIME,
+    ),
     *mutants_of(
         f"{CORE}/step_time.py",
         STEP_TIME,
