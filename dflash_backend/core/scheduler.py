@@ -23,6 +23,8 @@ flight.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dflash_backend.core.kv_manager import KVManager
 from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
 from dflash_backend.core.plan_builder import PlanBuilder
@@ -319,11 +321,14 @@ class Scheduler:
         if self._step_id + 1 < self._admits_from or not self.waiting:
             return
         passed_over: list[Tenant] = []
+        shorter: Iterator[Tenant] | None = None
         promised = sum(map(promised_blocks, builder.prefills))
         while builder.prefill_budget > 0 and len(self.running) < config.max_num_seqs:
-            if len(passed_over) == MAX_PASSED_OVER:
-                break
-            tenant, made_way, first = first or queue.next_turn(), first is not None, None
+            if len(passed_over) == MAX_PASSED_OVER and shorter is None:
+                shorter = iter(queue.shorter(passed_over[0], builder.prefill_budget))
+            made_way = first is not None
+            tenant = first or (queue.next_turn() if shorter is None else next(shorter, None))
+            first = None
             if tenant is None:
                 break
             request = queue.head(tenant)

@@ -154,6 +154,20 @@ class FairQueue:
             self.put_back(tenant)
         return None
 
+    def shorter(self, than: Tenant, num_tokens: int) -> list[Tenant]:
+        """The tenants whose first request that waits has at most `num_tokens`, and that will have been served less with
+        it than a tenant that comes before them with its own, those first that will have been least. Such a request does
+        not wait for the long ones of many others."""
+        most = than.service + self.head(than).num_tokens / than.weight
+        found = []
+        for tenant in self.tenants.values():
+            if tenant.num_waiting and tenant is not than:
+                num_first = self.head(tenant).num_tokens
+                served = tenant.service + num_first / tenant.weight
+                if num_first <= num_tokens and served < most:
+                    found.append((served, tenant.number, tenant))
+        return [tenant for _, _, tenant in sorted(found, key=lambda each: each[:2])]
+
     def put_back(self, tenant: Tenant) -> None:
         """Let a tenant that waits have its turn."""
         if tenant.num_waiting and not tenant.has_turn:

@@ -48,6 +48,21 @@ def test_prompts_of_many_tenants_take_little_longer_than_those_of_one(num_tenant
 
 
 @pytest.mark.parametrize("num_tenants", [8, 40, 200])
+def test_short_requests_do_not_wait_for_the_long_ones_of_many_others(num_tenants: int) -> None:
+    """Those of a tenant that had more than others, most of which had nothing yet, and less than their prompts take."""
+    engine = engine_of()
+    engine.run(*[make_request(f"first{i}", [1, 2, 3], max_tokens=4, tenant="other") for i in range(3)])
+    engine.add(*prompts(num_tenants, num_tenants))
+    engine.steps(10)
+    for number in range(6):
+        started = engine.clock()
+        name = f"short{number}"
+        engine.add(make_request(name, [1, 2, number], max_tokens=4, tenant="other", num_speculative_tokens=0))
+        engine.run_until_finished(name)
+        assert engine.clock() - started < 0.4, "as long as a newcomer's"
+
+
+@pytest.mark.parametrize("num_tenants", [8, 40, 200])
 @pytest.mark.parametrize("num_steps", [0, 3, 60])
 def test_a_short_request_of_a_newcomer_is_answered_soon(num_tenants: int, num_steps: int) -> None:
     engine = engine_of()

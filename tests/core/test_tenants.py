@@ -352,3 +352,16 @@ def test_of_all_tenants_the_fewest_that_wait_are_counted_and_those_that_leave_ot
     assert queue.least_waiting == 2
     engine.run(_request("c", "c"))
     assert queue.num_left == 2, "the last one leaves nobody"
+
+
+def test_shorter_requests_are_those_that_leave_their_tenant_with_less() -> None:
+    engine = Engine(make_config(tenant_weights={"heavy": 4.0}, max_queue_size=50))
+    for tenant, length in [("long", 40), ("short", 5), ("heavy", 8), ("longer", 45), ("had", 5)]:
+        engine.add(_request(tenant, tenant, length))
+    queue = engine.scheduler.queue
+    queue.tenants["had"].charge(36)
+    long = queue.tenants["long"]
+    assert [tenant.name for tenant in queue.shorter(long, 100)] == ["heavy", "short"], "41 is more than 40"
+    assert [tenant.name for tenant in queue.shorter(long, 6)] == ["short"], "the others are too long to end"
+    queue.tenants["had"].service = 34.0
+    assert [tenant.name for tenant in queue.shorter(long, 100)] == ["heavy", "short", "had"]

@@ -43,11 +43,25 @@ MANY_TENANTS_MUTANTS = (
     *mutants_of(
         f"{CORE}/scheduler.py",
         TESTS,
-        ("a few tenants that cannot begin hide the others", "MAX_PASSED_OVER = 32", "MAX_PASSED_OVER = 4"),
+        (
+            "short requests wait for the long ones of many tenants",
+            "shorter = iter(queue.shorter(passed_over[0], builder.prefill_budget))",
+            "shorter = iter(())",
+        ),
     ),
     *mutants_of(
         f"{CORE}/tenants.py",
         TESTS,
+        (
+            "short requests go ahead however much their tenant had",
+            "num_first <= num_tokens and served < most",
+            "num_first <= num_tokens",
+        ),
+        (
+            "requests that do not end go ahead of others",
+            "num_first <= num_tokens and served < most",
+            "served < most",
+        ),
         ("tenants that wait have no prompts", "tenant.num_waiting > 0 and name not in names", "False"),
     ),
 )
