@@ -163,9 +163,10 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "a row is freed and another tenant takes it",
         f"{CORE}/scheduler.py",
-        "tenant, made_way, first = first or queue.next_turn(), first is not None, None",
-        "tenant, made_way = queue.next_turn(), False",
+        "made_way = first is not None\n            tenant = first or (queue.next_turn()",
+        "made_way = False\n            tenant = (queue.next_turn()",
         TENANTS,
+        ((f"{CORE}/scheduler.py", "            first = None\n", ""),),
     ),
     *mutants_of(
         f"{CORE}/admission.py",
