@@ -7,6 +7,7 @@ from slow_toy import flood, slow_engine
 from toy_engine import make_request
 from toy_model import expected_output
 
+from dflash_backend.core import step_history
 from dflash_backend.core.step_time import (
     AUTO_LIGHT_STEPS,
     AUTO_LONG_STEP_S,
@@ -213,3 +214,27 @@ def test_steps_stay_short_for_a_tenant_that_may_ask_again() -> None:
     while engine.clock() - left < 5.4:
         engine.step()
     assert max(worker.took[-5:]) > 0.04
+
+
+def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    told: list[int] = []
+
+    class Recording(StepTime):
+        def observe(self, prefill: int, decode: int, seconds: float, num_positions: int = 0) -> None:
+            told.append(num_positions)
+
+        def max_prefill_tokens(
+            self, decode: int, prompting: int | None, waiting: int = 0, num_positions: int = 0
+        ) -> int | None:
+            asked.append(num_positions)
+            return None
+
+    monkeypatch.setattr(step_history, "StepTime", Recording)
+    engine, _ = slow_engine()
+    told.clear()
+    requests = [make_request(f"r{i}", [i, *([5] * 60)], max_tokens=30, num_speculative_tokens=0) for i in range(3)]
+    engine.add(*requests)
+    engine.steps(20)
+    assert asked[:20] == told[:20]
+    assert told[-1] > 3 * 61

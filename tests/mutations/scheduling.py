@@ -194,6 +194,20 @@ SCHEDULING_MUTANTS = (
         STEP_TIME,
     ),
     Mutant(
+        "a step is planned as if its rows had no positions",
+        f"{CORE}/plan_builder.py",
+        "self.num_positions = sum(request.num_computed for request in running)",
+        "self.num_positions = 0",
+        STEP_TIME,
+    ),
+    Mutant(
+        "a step is observed as if its rows had no positions",
+        f"{CORE}/step_history.py",
+        "sum(row.num_computed for row in plan.rows))",
+        "0)",
+        STEP_TIME,
+    ),
+    Mutant(
         "a tenant that left is forgotten at once",
         f"{CORE}/step_history.py",
         "queue.num_left, now + SEVERAL_TENANTS_S",
