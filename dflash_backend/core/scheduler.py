@@ -311,7 +311,8 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, now: float, first: Tenant | None) -> None:
         """Start waiting requests while there are rows, tokens and blocks for them: first one of `first`, for which a
-        request was preempted, then of the tenant with the lowest counter.
+        request was preempted, then of the tenant with the lowest counter. Behind many that cannot begin now, those that
+        end in this step (`FairQueue.shorter`).
 
         Only the first chunk's blocks are taken, but those of the whole prefill and of the decode row after it must be
         free, without those promised so to others. With less, the request would be preempted before it yields anything,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.launcher import processes, server_files
+from dflash_cli.launcher import processes
 from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE, clean_up
 from dflash_cli.launcher.processes import family, gone, marked, named, send
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX, ServerFiles
@@ -77,20 +77,17 @@ def abandoned() -> Iterator[Abandoned]:
 
 
 def test_a_guardian_removes_the_environments_of_its_server_that_are_empty_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files_with_envs: ServerFiles
 ) -> None:
-    monkeypatch.setattr(server_files, "PYTHON_ENV_FOLDERS", (str(tmp_path), "python_env_*"))
-    (tmp_path / "python_env_earlier").mkdir()
-    files = ServerFiles()
-    (tmp_path / "python_env_own").mkdir()
-    (tmp_path / "python_env_used").mkdir()
-    (tmp_path / "python_env_used" / "package").touch()
-    files.note_env_folders()
-    (tmp_path / "python_env_later").mkdir()
-    order = {"mark": f"{files.folder}=", "patience_s": 0.0, "folder": str(files.folder), "segments": "/no/such/*"}
+    order = {
+        "mark": f"{files_with_envs.folder}=",
+        "patience_s": 0.0,
+        "folder": str(files_with_envs.folder),
+        "segments": "/no/such/*",
+    }
     clean_up(order, vars(processes))
     assert sorted(os.listdir(tmp_path)) == ["python_env_earlier", "python_env_later", "python_env_used"]
-    assert not files.folder.exists()
+    assert not files_with_envs.folder.exists()
 
 
 @pytest.mark.server
