@@ -130,13 +130,15 @@ class NetworkSum:
         """Until all terms are here."""
         deadline = time.monotonic() + SUM_S
         while True:
+            # Asked before the wait: a sum may be complete, and well, a moment after a wait for it has given up.
+            is_completed = work.is_completed()
             try:
                 work.wait(timedelta(seconds=LOOK_S))
                 return
             except RuntimeError as error:
                 if reason := self._lost():
                     raise SumError(reason) from error
-                if work.is_completed():
+                if is_completed:
                     raise SumError(self._cause() or f"a sum over the ranks failed: {error}") from error
                 if time.monotonic() > deadline:
                     raise SumError(self._cause() or f"a rank did not come to a sum within {SUM_S:g} s") from error

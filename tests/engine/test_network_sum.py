@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +81,44 @@ def test_a_tensor_that_is_not_contiguous_is_summed_as_it_is_seen() -> None:
     with ThreadPoolExecutor(2) as threads:
         for found in threads.map(lambda each: each(torch.arange(12.0).view(3, 4).t()), sums):
             assert torch.equal(found, 2 * torch.arange(12.0).view(3, 4).t())
+
+
+class Late:
+    """A sum that is complete just after a wait for it has given up."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, limit: timedelta) -> None:
+        if not self._work.is_completed():
+            self._work.wait(timedelta(seconds=10))
+            raise RuntimeError("Operation timed out!")
+        self._work.wait(limit)
+
+
+def test_a_sum_that_is_complete_when_a_wait_for_it_gives_up_is_no_error() -> None:
+    sums = joined(2)
+    group = sums[0]._group
+    sums[0]._group = SimpleNamespace(allgather=lambda *terms: Late(group.allgather(*terms)))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(lambda: (time.sleep(0.1), sums[1](torch.ones(3)))[1])
+        assert torch.equal(sums[0](torch.ones(3)), torch.full((3,), 2.0))
+        assert torch.equal(other.result(), torch.full((3,), 2.0))
+
+
+def test_a_sum_that_fails_since_the_other_rank_has_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_sum, "SUM_S", 5.0)
+    sums = joined(2)
+    gone = sums.pop()
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(sums[0], torch.ones(3))
+        time.sleep(0.1)
+        del gone  # which closes its connections
+        with pytest.raises(SumError, match="a sum over the ranks failed: .*Connection closed by peer"):
+            found.result()
 
 
 def test_a_rank_that_waits_for_a_lost_one_says_why() -> None:

@@ -40,6 +40,12 @@ REMOTE_RANK_MUTANTS = (
         ),
         ("only the first piece is summed", "self._add(flat[first : first + step])", "self._add(flat[:step])"),
         ("a lost rank is waited for in a sum over the network", "if reason := self._lost():", "if reason := '':"),
+        (
+            "a sum that is complete when a wait for it gives up has failed",
+            "if is_completed:",
+            "if work.is_completed():",
+        ),
+        ("a sum that has failed is waited for", "if is_completed:", "if False:"),
         ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
     ),
     *mutants_of(
