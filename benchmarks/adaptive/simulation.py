@@ -189,6 +189,7 @@ class Simulation:
     def _shape(self, verified: Sequence[int], lengths: Sequence[int]) -> StepShape:
         num_tokens, num_drafting = self.streams + sum(verified), sum(map(bool, lengths))
         return StepShape(
+            self.streams,
             num_tokens,
             self.streams * self.context,
             num_tokens * self.context,

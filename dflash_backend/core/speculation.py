@@ -394,7 +394,4 @@ class AdaptiveSpeculation:
 
     def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
         """Whether to run a step without drafts, since too little is known of its time."""
-        if not self._trials.may_begin:
-            return False
-        shape = StepShape(num_rows + num_other, int(num_rows * position), int((num_rows + num_other) * position))
-        return self.costs.uncertainty(shape) > MAX_UNCERTAINTY
+        return self._trials.may_begin and self.costs.uncertainty(num_rows, position, num_other) > MAX_UNCERTAINTY

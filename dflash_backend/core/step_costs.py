@@ -4,6 +4,9 @@ The target's pass is linear in its tokens, in the positions that its rows attend
 device was measured at start, in the time that was measured for that number of tokens instead, which is corrected by
 steps that run. Drafting is linear in the drafter's passes, in its queries and in the positions that the passes read
 (`core.drafter_work`). The host's time counts with the target's.
+
+No line holds from one row to hundreds: a product over few tokens takes longer for each. So steps of about as many rows
+have coefficients of their own, which stay as they were while the load is another one.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ DRAFT_SHARE = 0.3
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # Of steps that are like the one before, after a few only every fourth is taken in: it takes time, and tells little.
 FEW, EVERY = 16, 4
+# Steps of 1 row, of up to 4, 16, 64, ... have coefficients of their own: a power of two to this one.
+LOG2_ROWS_STEP = 2
 # Steps that differ by no more tokens than this are alike, however short they are.
 FEW_TOKENS = 16
 _KILO = 1e-3
@@ -37,9 +42,10 @@ _KILO = 1e-3
 
 @dataclass(slots=True)
 class StepShape:
-    """What a step's time depends on: target tokens, rows and the positions that they attend to; queries and passes of
-    the drafter, and the positions that its passes read."""
+    """What a step's time depends on: rows, target tokens, the positions that rows and tokens attend to; queries and
+    passes of the drafter, and the positions that its passes read."""
 
+    num_rows: int = 0
     num_tokens: int = 0
     num_positions: int = 0
     num_token_positions: int = 0
@@ -57,7 +63,7 @@ class StepShape:
     def of(cls, rows: Sequence[ScheduledRequest], work: DrafterWork, num_drafts: int | None = None) -> StepShape:
         """That of a step with these rows. work: what the drafter runs. num_drafts: drafts that are verified; None: all.
         Which ones is not known here, so those left out count as usual ones."""
-        shape, num_there, longest = cls(), 0, 0
+        shape, num_there, longest = cls(len(rows)), 0, 0
         for row in rows:
             num_there += row.num_draft
             num_tokens = row.num_new + row.num_draft
@@ -80,7 +86,8 @@ class StepShape:
     @classmethod
     def of_measured(cls, step: MeasuredStep, work: DrafterWork) -> StepShape:
         """That of a step that was measured at start. work: what the drafter runs."""
-        shape, rows, width = cls(step.num_tokens, step.num_rows, step.num_tokens), step.num_rows, step.draft_width
+        rows, width = step.num_rows, step.draft_width
+        shape = cls(rows, step.num_tokens, rows, step.num_tokens)
         if width:
             shape.num_queries = work.num_queries(rows * width, rows)
             shape.num_draft_positions = work.num_row_passes(rows * width, rows)
@@ -185,34 +192,39 @@ class StepCosts:
     table: CostTable | None = None
     _last: StepShape = field(default_factory=StepShape, init=False)
     _num_alike: int = field(default=0, init=False)
-    _target: LinearFit | None = field(default=None, init=False)
-    _draft: LinearFit | None = field(default=None, init=False)
+    # By the size of the steps, as `_size` has it.
+    _targets: dict[int, LinearFit] = field(default_factory=dict, init=False)
+    _drafts: dict[int, LinearFit] = field(default_factory=dict, init=False)
 
     def target_s(self, shape: StepShape) -> float:
         """Seconds of the target's pass and the host's share."""
-        if self._target is None:
+        fit = _nearest(self._targets, shape.num_rows)
+        if fit is None:
             return 0.0 if self.table is None else self.table.at(shape.num_tokens)
-        return self._target.at(self._target_features(shape))
+        return fit.at(self._target_features(shape))
 
     def line(self, num_rows: int, position: float, num_other: int) -> StepLine:
         """The time of steps with these rows and tokens of prompts, for any number of drafts."""
         per_kilo = _KILO * position
-        draft = (DRAFT_SHARE * self.target_s(StepShape(1)), 0.0, 0.0)
-        if self._draft is not None:
-            fixed, query, kilo = self._draft.coefficients
+        draft = (DRAFT_SHARE * self.target_s(StepShape(num_rows, 1)), 0.0, 0.0)
+        if (fit := _nearest(self._drafts, num_rows)) is not None:
+            fixed, query, kilo = fit.coefficients
             draft = fixed, query, kilo * per_kilo
-        if self._target is None:
+        if (fit := _nearest(self._targets, num_rows)) is None:
             return StepLine(self.table, float(self.table is not None), 0.0, 0.0, *draft, num_rows + num_other)
-        first, token, of_rows, of_tokens = self._target.coefficients
+        first, token, of_rows, of_tokens = fit.coefficients
         each = token + of_tokens * per_kilo
         fixed = of_rows * per_kilo * num_rows + each * (num_rows + num_other)
         if self.table is None:
             return StepLine(None, 0.0, first + fixed, each, *draft, num_rows + num_other)
         return StepLine(self.table, first, fixed, each, *draft, num_rows + num_other)
 
-    def uncertainty(self, shape: StepShape) -> float:
-        """How far off the target's time may be, relative to it (a standard deviation)."""
-        return 0.0 if self._target is None else self._target.uncertainty(self._target_features(shape))
+    def uncertainty(self, num_rows: int, position: float, num_other: int) -> float:
+        """How far off the time of a step without drafts may be, relative to it (a standard deviation)."""
+        num_tokens = num_rows + num_other
+        shape = StepShape(num_rows, num_tokens, int(num_rows * position), int(num_tokens * position))
+        fit = _nearest(self._targets, num_rows)
+        return 0.0 if fit is None else fit.uncertainty(self._target_features(shape))
 
     def observe(self, shape: StepShape, target_s: float, draft_s: float) -> None:
         """Take in a step that ran."""
@@ -222,18 +234,19 @@ class StepCosts:
         self._last = shape
         if self._num_alike > FEW and self._num_alike % EVERY:
             return
-        if self._target is None:
-            self._target = self._first_target(shape, target_s)
+        size, features = _size(shape.num_rows), self._target_features(shape)
+        if (target := self._targets.get(size)) is None:
+            target = self._targets[size] = self._first_target(shape, target_s)
         elif self.table is not None:
-            self.table.correct(shape.num_tokens, target_s / self._target.at(self._target_features(shape)))
-        self._target.observe(self._target_features(shape), target_s)
+            self.table.correct(shape.num_tokens, target_s / target.at(features))
+        target.observe(features, target_s)
         if shape.num_draft_positions == 0 or draft_s <= 0:
             return
-        if self._draft is None:
+        if (draft := self._drafts.get(size)) is None:
             each = (1 - FIXED_SHARE) * draft_s / max(shape.num_queries, 1)
             first = FIXED_SHARE * draft_s / max(shape.num_passes, 1)
-            self._draft = LinearFit([first, each, 0.0], [first / FIXED_SHARE, each, draft_s])
-        self._draft.observe(shape.draft, draft_s)
+            draft = self._drafts[size] = LinearFit([first, each, 0.0], [first / FIXED_SHARE, each, draft_s])
+        draft.observe(shape.draft, draft_s)
 
     def pass_step(self) -> None:
         """Go on from a step that is not taken in: the next one is, though it may be like others before."""
@@ -253,3 +266,16 @@ class StepCosts:
         each = (1 - FIXED_SHARE) * seconds / shape.num_tokens
         deviations = [FIXED_SHARE * seconds, each, 0.2 * seconds, 0.2 * seconds / shape.num_tokens]
         return LinearFit([FIXED_SHARE * seconds, each, 0.0, 0.0], deviations)
+
+
+def _size(num_rows: int) -> int:
+    """0 for 1 row, 1 for up to 4, 2 for up to 16, and so on."""
+    return -(-(num_rows - 1).bit_length() // LOG2_ROWS_STEP)
+
+
+def _nearest(fits: dict[int, LinearFit], num_rows: int) -> LinearFit | None:
+    """That of steps with the most similar number of rows; None where there is none."""
+    if not fits:
+        return None
+    size = _size(num_rows)
+    return fits[min(fits, key=lambda each: abs(each - size))]

@@ -81,8 +81,10 @@ class StepHistory:
         has_prompts = len(decoding) < len(running) or num_waiting > 0
         num_other = len(decoding) - len(drafting) + (self._num_prefill_tokens if has_prompts else 0)
         lengths = self.speculation.choose([request.speculation for request in drafting], position, num_other)
+        # Drafts that an answer near its end has no use for take less time than a row that differs from all others.
+        alike = self._config.uneven_cost > 0 and len(lengths) > 1 and len(set(lengths)) == 1
         for request, length in zip(drafting, lengths, strict=True):
-            request.draft_length = min(length, request.max_useful_drafts)
+            request.draft_length = length if alike else min(length, request.max_useful_drafts)
         for request in running:
             if prefills_next(request):
                 self.choose_first_draft_length(request)

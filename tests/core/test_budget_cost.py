@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from toy_engine import Engine, make_config, make_request
 
 from dflash_backend.core.draft_budget import MOST_IN_A_ROW, UnevenDrafts
-from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.request import Request
+from dflash_backend.core.speculation import FIRST_STEPS, AdaptiveSpeculation
 from dflash_backend.core.step_costs import StepShape
 
 K = 6
@@ -54,7 +57,7 @@ def test_now_and_then_a_step_has_no_budget_though_it_would_pay() -> None:
 def test_a_time_that_was_thought_too_long_is_seen_to_be_shorter() -> None:
     """Each budget gains, as it seems, since the drafts that it leaves out would take so long."""
     policy = AdaptiveSpeculation(K, uneven_cost=0.1)
-    whole, part = (StepShape(64 * (1 + each), 6400, 6400) for each in (K, 2))
+    whole, part = (StepShape(64, 64 * (1 + each), 6400, 6400) for each in (K, 2))
     for _ in range(60):
         policy.observe_step(whole, 2.0, 0.0)
     for _ in range(40 * MOST_IN_A_ROW):
@@ -66,7 +69,7 @@ def test_a_time_that_was_thought_too_long_is_seen_to_be_shorter() -> None:
 @pytest.mark.parametrize("cost", [0.0, 0.1])
 def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: float) -> None:
     policy = AdaptiveSpeculation(K, uneven_cost=cost)
-    shape = StepShape(64, 6400, 6400)
+    shape = StepShape(64, 64, 6400, 6400)
     for _ in range(20):
         policy.observe_step(shape, 1.0, 0.0)
     before = policy.costs.target_s(shape)
@@ -93,3 +96,35 @@ def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> No
     stats = engine.core.stats().speculation
     share = stats.num_budgeted_steps / stats.num_steps
     assert share > 0.25 if longer == 1.0 else share < 0.05
+
+
+@pytest.mark.parametrize(("cost", "num_requests"), [(0.0, 4), (0.1, 4), (0.1, 1)])
+def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_differ(
+    cost: float, num_requests: int
+) -> None:
+    config = make_config(
+        adaptive_speculation=True,
+        max_model_len=600,
+        drafter_max_len=600,
+        num_blocks=600,
+        num_speculative_tokens=K,
+        uneven_cost=cost,
+    )
+    engine, lengths = Engine(config), []
+    engine.worker.target_s = lambda plan: 0.004 + 0.00001 * plan.num_tokens
+    choose, speculation = engine.core.scheduler.history.choose_draft_lengths, engine.core.scheduler.history.speculation
+    assert speculation is not None
+
+    def chosen(running: Iterable[Request], num_waiting: int) -> None:
+        choose(running := list(running), num_waiting)
+        if speculation.stats.num_steps > len(FIRST_STEPS):
+            lengths.append({request.draft_length for request in running if request.num_output_tokens})
+
+    engine.core.scheduler.history.choose_draft_lengths = chosen  # type: ignore[method-assign]
+    for turn in range(8):
+        requests = [make_request(f"{turn}-{i}", [20 + i, 2], max_tokens=60 + turn + i) for i in range(num_requests)]
+        engine.run(*requests)
+    differ = any(len(each) > 1 for each in lengths)
+    shorter = any(0 < length < K for each in lengths for length in each)
+    expected = {(0.0, 4): (True, True), (0.1, 4): (False, False), (0.1, 1): (False, True)}
+    assert (differ, shorter) == expected[cost, num_requests]

@@ -188,7 +188,7 @@ def policy_with(estimator: AcceptanceEstimator, seconds_per_token: float) -> Ada
     policy = AdaptiveSpeculation(K, table=table)
     policy.acceptance = estimator
     policy.stats.num_steps = len(FIRST_STEPS) + 1
-    policy.costs.observe(StepShape(1, 100, 100), 1.0, 0.0)
+    policy.costs.observe(StepShape(1, 1, 100, 100), 1.0, 0.0)
     policy._lengths = {0: K}
     return policy
 
@@ -222,7 +222,7 @@ def test_few_drafts_get_the_budget_that_arrays_give(monkeypatch: pytest.MonkeyPa
     policy.acceptance = taught()
     policy.stats.num_steps = len(FIRST_STEPS) + 1
     for num_tokens in (1, 8, 30) * 3:
-        policy.costs.observe(StepShape(num_tokens, 100, 100, 1, 100, 1), 1.0 + 0.1 * num_tokens, 0.2)
+        policy.costs.observe(StepShape(1, num_tokens, 100, 100, 1, 100, 1), 1.0 + 0.1 * num_tokens, 0.2)
     policy._lengths = {0: K}
     found = []
     for _ in range(20):

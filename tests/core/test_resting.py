@@ -135,7 +135,7 @@ def test_steps_without_drafts_are_run_until_their_time_is_known() -> None:
 
 def test_steps_without_drafts_are_run_more_seldom_each_time_while_drafts_pay() -> None:
     policy = policy_with([0.95] * K, CostTable([1, 1000], [1.0, 1.0]))
-    policy.costs.uncertainty = lambda shape: 1.0  # type: ignore[method-assign]
+    policy.costs.uncertainty = lambda num_rows, position, num_other: 1.0  # type: ignore[method-assign]
     lengths = [policy.choose([SpeculatingRow(K)], 100.0, 0)[0] for _ in range(700)]
     without = [step for step, length in enumerate(lengths) if length == 0]
     waits = [later - earlier for earlier, later in itertools.pairwise(without)]

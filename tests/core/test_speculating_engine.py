@@ -138,6 +138,6 @@ def test_the_counts_have_the_last_step_in_them() -> None:
     for num_steps in range(1, 101):
         policy.choose([row], 100.0, 0)
         policy.observe_draft(row, 3, 3)
-        policy.observe_step(StepShape(4, 400, 1600), 1e-3, 0.0)
+        policy.observe_step(StepShape(4, 4, 400, 1600), 1e-3, 0.0)
         if num_steps > 90:
             assert sum(policy.stats.num_draft_tokens_per_pos) == 3 * num_steps

@@ -51,7 +51,7 @@ def test_what_was_never_seen_stays_uncertain() -> None:
 
 def test_a_steps_shape_counts_tokens_positions_and_queries_of_its_rows() -> None:
     rows = [row_of(7, 3), row_of(0, 0, num_new=50, num_computed=0), row_of(2, 0)]
-    of_target = 8 + 50 + 3, 108 + 50 + 103, 8 * 108 + 50 * 50 + 3 * 103
+    of_target = 3, 8 + 50 + 3, 108 + 50 + 103, 8 * 108 + 50 * 50 + 3 * 103
     assert StepShape.of(rows, BLOCKS) == StepShape(*of_target, 4, 108, 1)
     assert StepShape.of(rows, PASSES) == StepShape(*of_target, 3, 3 * 108, 3)
     assert StepShape.of(rows, DrafterWork(None)) == StepShape(*of_target, 0, 108, 1)
@@ -67,13 +67,11 @@ def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) 
     for num_drafts in (0, 3, 7):
         total = 8 * num_drafts
         shape = StepShape(
-            28 + total, 800, (28 + total) * 100, 8 * (num_drafts + 1) if num_drafts else 0, 800 if num_drafts else 0,
+            8, 28 + total, 800, (28 + total) * 100, 8 * (num_drafts + 1) if num_drafts else 0, 800 if num_drafts else 0,
             1 if num_drafts else 0,
         )  # fmt: skip
         seconds = line.seconds(total, 8 if num_drafts else 0, shape.num_queries)
-        draft = costs._draft
-        assert draft is not None
-        drafting_s = draft.at(shape.draft) if num_drafts else 0.0
+        drafting_s = costs._drafts[2].at(shape.draft) if num_drafts else 0.0
         assert seconds == pytest.approx(costs.target_s(shape) + drafting_s)
 
 
@@ -84,7 +82,7 @@ def test_the_time_of_drafting_pass_by_pass_follows_the_longest_row() -> None:
         return 0.1 * shape.num_passes + 0.002 * shape.num_queries + 1e-6 * shape.num_draft_positions
 
     for _ in range(300):
-        num_rows = rng.choice([1, 4, 16])
+        num_rows = rng.choice([5, 8, 16])
         rows = [row_of(2, rng.randrange(6), num_computed=rng.randrange(50, 2000)) for _ in range(num_rows)]
         shape = StepShape.of(rows, PASSES)
         costs.observe(shape, 1.0, real_s(shape) * rng.gauss(1, 0.03) if shape.num_passes else 0.0)
@@ -161,13 +159,45 @@ def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
 def test_of_short_steps_that_are_alike_few_are_taken_in() -> None:
     costs, taken = StepCosts(), []
     for number in range(200):
-        before = None if costs._target is None else list(costs._target.coefficients)
-        costs.observe(StepShape(4 + number % 13, 100, 400, 5, 100, 1), 1.0 + 0.01 * (number % 7), 0.1)
-        taken.append(before is None or costs._target is None or before != costs._target.coefficients)
+        before = list(costs._targets[0].coefficients) if costs._targets else []
+        costs.observe(StepShape(1, 4 + number % 13, 100, 400, 5, 100, 1), 1.0 + 0.01 * (number % 7), 0.1)
+        taken.append(before != costs._targets[0].coefficients)
     assert all(taken[:FEW])
     assert sum(taken[FEW + 1 :]) <= (200 - FEW) // EVERY + 1
-    fit = costs._target
-    assert fit is not None
+    fit = costs._targets[0]
     before = list(fit.coefficients)
-    costs.observe(StepShape(400, 100, 40_000, 5, 100, 1), 9.0, 0.1)
+    costs.observe(StepShape(1, 400, 100, 40_000, 5, 100, 1), 9.0, 0.1)
     assert fit.coefficients != before, "another kind of step"
+
+
+def test_what_many_rows_cost_is_told_apart_from_what_one_costs() -> None:
+    """As on a CPU, where a token of one row takes several times as long as one of 64."""
+    costs, rng = StepCosts(), random.Random(6)
+
+    def run(num_rows: int, fixed_s: float, token_s: float, num_steps: int) -> None:
+        for _ in range(num_steps):
+            shape = decode_shape(num_rows, rng.randrange(16), 100)
+            draft_s = fixed_s / 4 + token_s * shape.num_queries if shape.num_queries else 0.0
+            costs.observe(shape, (fixed_s + token_s * shape.num_tokens) * rng.gauss(1, 0.03), draft_s)
+
+    run(1, 1.0, 0.1, 400)
+    of_one = costs.line(1, 100.0, 0)
+    assert costs.line(64, 100.0, 0) != of_one, "of the rows that are nearest, until there are such"
+    run(64, 28.0, 0.03, 40)
+    assert costs.line(1, 100.0, 0) == of_one, "as it was"
+    line = costs.line(64, 100.0, 0)
+    assert line.per_draft == pytest.approx(0.03, rel=0.25)
+    assert line.seconds(0, 0, 0) == pytest.approx(28 + 0.03 * 64, rel=0.1)
+    assert line.seconds(64 * 15, 64, 64 * 16) == pytest.approx(28 * 1.25 + 0.03 * 64 * 32, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_rows", "like"), [(2, 4), (5, 16), (17, 64), (65, 256)])
+def test_rows_whose_numbers_are_alike_share_what_they_cost(num_rows: int, like: int) -> None:
+    costs = StepCosts()
+    for size in (num_rows - 1, num_rows, like + 1):
+        for num_drafts in (1, 3, 7) * 20:
+            shape = decode_shape(size, num_drafts, 100)
+            costs.observe(shape, size + 0.1 * shape.num_tokens, 0.1)
+    lines = [costs.line(each, 0.0, 0) for each in (num_rows - 1, num_rows, like, like + 1)]
+    assert lines[1].per_draft == lines[2].per_draft
+    assert len({line.per_draft for line in lines}) == 3

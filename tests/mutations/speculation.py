@@ -309,8 +309,13 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the time of drafting counts twice",
-            "self._target.observe(self._target_features(shape), target_s)",
-            "self._target.observe(self._target_features(shape), target_s + draft_s)",
+            "target.observe(features, target_s)",
+            "target.observe(features, target_s + draft_s)",
+        ),
+        (
+            "many rows are thought to cost what one does",
+            "return -(-(num_rows - 1).bit_length() // LOG2_ROWS_STEP)",
+            "return 0",
         ),
     ),
     *mutants_of(
@@ -321,7 +326,11 @@ SPECULATION_MUTANTS = (
             "request.draft_length = self.speculation.first_length(request.speculation)",
             "pass",
         ),
-        ("surplus drafts at the end of an answer", "min(length, request.max_useful_drafts)", "length"),
+        (
+            "surplus drafts at the end of an answer",
+            "length if alike else min(length, request.max_useful_drafts)",
+            "length",
+        ),
         (
             "the decision does not know of the prompts in its step",
             "(self._num_prefill_tokens if has_prompts else 0)",
