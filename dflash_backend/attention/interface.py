@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from dflash_backend.huge_pages import Scratch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
 from dflash_kernels.shared_prefix import SharedRows
 
@@ -151,12 +152,17 @@ class KVLayer:
         """The scales by slot: `[num_blocks * block_size, 2, num_kv_heads]`; None where there are none."""
         return None if self.scales is None else self.scales.flatten(0, 1)
 
-    def gather(self, pieces: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    def gather(
+        self, pieces: torch.Tensor, length: int, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> torch.Tensor:
         """The pieces (int `[n]`) of `length` positions, counted through the whole memory, which must be contiguous:
-        `[n, length, 2, num_kv_heads, head_dim]` in `dtype`."""
+        `[n, length, 2, num_kv_heads, head_dim]` in `dtype`. scratch: on a CPU, where they may lie; they are valid until
+        the calling thread asks for the next ones."""
         # A piece is one row of a matrix here, which torch copies several times faster than one of more dimensions.
         token = self.data.shape[2:]
-        data = self.data.view(-1, length * token.numel()).index_select(0, pieces).view(-1, length, *token)
+        rows = self.data.view(-1, length * token.numel())
+        out = None if scratch is None else scratch.empty(len(pieces), rows.shape[1], rows.dtype)
+        data = torch.index_select(rows, 0, pieces, out=out).view(-1, length, *token)
         if self.scales is None:
             return data.to(dtype)
         scales = self.scales.view(-1, length * token[:-1].numel()).index_select(0, pieces)

@@ -28,6 +28,7 @@ from dflash_backend.attention.interface import (
     KVLayer,
 )
 from dflash_backend.attention.sinks import attend_with_sinks
+from dflash_backend.huge_pages import Scratch
 
 # A group may compute this many times the KV positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
@@ -35,9 +36,11 @@ PADDING_ALLOWANCE = 64
 # And this many times the queries, plus a few: rows that verify different numbers of drafts go together.
 MAX_QUERY_PADDING = 1.25
 QUERY_ALLOWANCE = 16
-# On a CPU the rows of a group are gathered a few at a time, so that their KV is read again from the core's own cache
-# and not from memory.
-GATHER_BYTES = 1024**2
+# On a CPU the rows of a group are gathered a few at a time, so that their KV is read again from a cache and not from
+# memory. Fewer at a time would stay in the core's own cache, and take longer: the threads that share a step's rows take
+# turns in Python, and each piece is a dozen calls.
+GATHER_BYTES = 8 * 1024**2
+_scratch = Scratch(GATHER_BYTES)
 _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
@@ -270,7 +273,8 @@ class TorchBackend(AttentionBackend):
         """Some rows of a group. query: `[num_rows, num_heads, query_len, head_dim]`, blocks: `[num_rows, num_blocks]`.
         Returns these rows' `[n, num_heads, query_len, head_dim]`."""
         query, blocks, mask = query[rows], blocks[rows], None if group.mask is None else group.mask[rows]
-        gathered = layer.gather(blocks.flatten(), layer.data.shape[1], query.dtype)
+        scratch = _scratch if layer.data.is_cpu else None
+        gathered = layer.gather(blocks.flatten(), layer.data.shape[1], query.dtype, scratch)
         gathered = gathered.view(len(blocks), -1, *gathered.shape[2:])
         # Padding positions hold what an earlier owner of the block left there, always finite numbers, so that the
         # mask's -inf is enough to hide them.

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dflash_backend.attention import FP8, KVLayer
 from dflash_backend.checkpoints.spec import AttentionCache, DecoderSpec
+from dflash_backend.huge_pages import zeroed_memory
 
-CPU_ALIGNMENT = 64  # bytes, that of torch's own tensors
 SCALE_DTYPE = torch.float32
 
 
@@ -71,14 +70,12 @@ class PagedKVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of `shape`. On a CPU the system gives their memory page by page when it is first written, so that a large
-    pool takes no time at the start, and no memory until it is used."""
+    """Zeros of `shape`. On a CPU the system gives their memory when it is first written, so that a large pool takes no
+    time at the start, and no memory until it is used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + CPU_ALIGNMENT, np.uint8)  # torch.zeros would write them
-    start = -memory.ctypes.data % CPU_ALIGNMENT
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+    return torch.from_numpy(zeroed_memory(size)).view(dtype).view(shape)  # torch.zeros would write them
 
 
 def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:

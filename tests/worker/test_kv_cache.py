@@ -13,7 +13,8 @@ import torch
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.engine.process import build_claimed
-from dflash_backend.worker.kv_cache import CPU_ALIGNMENT, PagedKVCache
+from dflash_backend.huge_pages import HUGE_PAGE
+from dflash_backend.worker.kv_cache import PagedKVCache
 
 
 def resident_bytes() -> int:
@@ -31,7 +32,7 @@ def test_a_pool_on_a_cpu_is_zeros_that_take_no_memory_before_they_are_used(dtype
     assert resident_bytes() - before < 64 << 20
     assert len(cache.target) == len(spec.caches)
     assert not any(layer.data[-1].any() for layer in cache.target)
-    assert all(layer.data.data_ptr() % CPU_ALIGNMENT == 0 for layer in cache.target)
+    assert all(layer.data.data_ptr() % HUGE_PAGE == 0 for layer in cache.target)
     assert {layer.data.dtype for layer in cache.target} == {dtype}
     cache.target[0].data[1] = 1.0
     assert not cache.target[0].data[0].any()

@@ -1,0 +1,69 @@
+"""Memory in huge pages, and the memory that each thread writes anew."""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from dflash_backend import huge_pages
+from dflash_backend.attention import KVLayer
+from dflash_backend.huge_pages import HUGE_PAGE, Scratch, zeroed_memory
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE, 3 * HUGE_PAGE + 5])
+def test_memory_is_zeros_from_a_huge_page_on(num_bytes: int) -> None:
+    memory = zeroed_memory(num_bytes)
+    assert memory.shape == (num_bytes,)
+    assert memory.ctypes.data % HUGE_PAGE == 0
+    assert not memory.any()
+    memory[:] = 1
+    assert memory.all()
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages.mmap, "MADV_HUGEPAGE", 99)
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(-1, HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(99)
+    assert not zeroed_memory(HUGE_PAGE).any()
+
+
+def test_each_thread_has_scratch_of_its_own_and_gets_it_again() -> None:
+    scratch, both = Scratch(HUGE_PAGE), Barrier(2)
+
+    def address(_: int) -> int:
+        both.wait()
+        found = scratch.empty(2, 3, torch.float32)
+        assert found is not None
+        assert (found.shape, found.dtype) == ((2, 3), torch.float32)
+        again = scratch.empty(1, 8, torch.uint8)
+        assert again is not None
+        assert again.data_ptr() == found.data_ptr()
+        both.wait()
+        return found.data_ptr()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert len(set(threads.map(address, range(2)))) == 2
+    assert scratch.empty(1, HUGE_PAGE, torch.uint8) is not None
+    assert scratch.empty(1, HUGE_PAGE // 2 + 1, torch.bfloat16) is None, "more than there is"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_bytes", [0, HUGE_PAGE])
+def test_what_is_gathered_there_is_what_is_gathered_elsewhere(num_bytes: int, dtype: torch.dtype) -> None:
+    layer = KVLayer(torch.randn(9, 4, 2, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype))
+    pieces, scratch = torch.tensor([3, 0, 8, 3]), Scratch(num_bytes)
+    with torch.inference_mode():
+        scratch.empty(0, 1, dtype)  # asked for first in inference mode
+    found = layer.gather(pieces, 4, dtype, scratch)
+    assert torch.equal(found, layer.gather(pieces, 4, dtype))
+    before = found.clone()
+    again = layer.gather(pieces.flip(0), 4, dtype, scratch)
+    assert torch.equal(again, before.flip(0))
+    assert (found.data_ptr() == again.data_ptr()) is (num_bytes > 0)
+    other = layer.gather(pieces, 4, torch.float64, scratch)
+    layer.gather(pieces.flip(0), 4, dtype, scratch)
+    assert torch.equal(other, before.double()), "a copy in another dtype is not there"
