@@ -33,9 +33,7 @@ class Scratch(threading.local):
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        # Not of inference mode, in which it may first be asked for: it could not be written outside of it.
-        with torch.inference_mode(False):
-            self._memory = torch.from_numpy(zeroed_memory(num_bytes))
+        self._memory = zeroed_memory(num_bytes)
 
     def empty(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The calling thread's memory as `[num_rows, num_columns]`, valid until it asks again; None where that is more
@@ -43,4 +41,4 @@ class Scratch(threading.local):
         num_bytes = num_rows * num_columns * dtype.itemsize
         if num_bytes > self.num_bytes:
             return None
-        return self._memory[:num_bytes].view(dtype).view(num_rows, num_columns)
+        return torch.from_numpy(self._memory[:num_bytes]).view(dtype).view(num_rows, num_columns)

@@ -241,6 +241,13 @@ WORKER_MUTANTS = (
         ("tests/worker/test_one_row.py",),
     ),
     *mutants_of(
+        "dflash_backend/huge_pages.py",
+        ("tests/test_huge_pages.py",),
+        ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
+        ("huge pages are asked for and begin anywhere", "start = -memory.ctypes.data % HUGE_PAGE", "start = 64"),
+        ("scratch ends before what is asked for", "if num_bytes > self.num_bytes:", "if False:"),
+    ),
+    *mutants_of(
         "kernels/dflash_kernels/one_row.py",
         ("tests/kernels/test_one_row.py",),
         ("one row: drafts behind a rejected one are accepted", "            break\n", "            continue\n"),
