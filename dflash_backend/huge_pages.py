@@ -29,16 +29,17 @@ def zeroed_memory(num_bytes: int) -> np.ndarray:
 
 
 class Scratch(threading.local):
-    """Memory that each thread writes anew again and again, `num_bytes` of it."""
+    """Memory that each thread writes anew again and again, `num_bytes` of it. For less than `least_bytes` a buffer from
+    the heap is as good, and quicker to have."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, num_bytes: int, least_bytes: int = 0) -> None:
+        self.num_bytes, self.least_bytes = num_bytes, least_bytes
         self._memory = zeroed_memory(num_bytes)
 
     def empty(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The calling thread's memory as `[num_rows, num_columns]`, valid until it asks again; None where that is more
-        than there is."""
+        """The calling thread's memory as `[num_rows, num_columns]`, valid until it asks again; None where that is less
+        than `least_bytes`, or more than there is."""
         num_bytes = num_rows * num_columns * dtype.itemsize
-        if num_bytes > self.num_bytes:
+        if not self.least_bytes <= num_bytes <= self.num_bytes:
             return None
         return torch.from_numpy(self._memory[:num_bytes]).view(dtype).view(num_rows, num_columns)

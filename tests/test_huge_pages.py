@@ -49,6 +49,9 @@ def test_each_thread_has_scratch_of_its_own_and_gets_it_again() -> None:
         assert len(set(threads.map(address, range(2)))) == 2
     assert scratch.empty(1, HUGE_PAGE, torch.uint8) is not None
     assert scratch.empty(1, HUGE_PAGE // 2 + 1, torch.bfloat16) is None, "more than there is"
+    of_large = Scratch(HUGE_PAGE, 64)
+    assert of_large.empty(1, 15, torch.float32) is None
+    assert of_large.empty(1, 16, torch.float32) is not None
 
 
 def test_a_thread_that_asks_first_in_inference_mode_can_write_there_outside_of_it() -> None:

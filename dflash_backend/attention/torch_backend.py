@@ -40,7 +40,7 @@ QUERY_ALLOWANCE = 16
 # memory. Fewer at a time would stay in the core's own cache, and take longer: the threads that share a step's rows take
 # turns in Python, and each piece is a dozen calls.
 GATHER_BYTES = 8 * 1024**2
-_scratch = Scratch(GATHER_BYTES)
+_scratch = Scratch(GATHER_BYTES, GATHER_BYTES // 2)
 _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 

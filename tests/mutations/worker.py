@@ -245,7 +245,11 @@ WORKER_MUTANTS = (
         ("tests/test_huge_pages.py",),
         ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
         ("huge pages are asked for and begin anywhere", "start = -memory.ctypes.data % HUGE_PAGE", "start = 64"),
-        ("scratch ends before what is asked for", "if num_bytes > self.num_bytes:", "if False:"),
+        (
+            "scratch ends before what is asked for",
+            "if not self.least_bytes <= num_bytes <= self.num_bytes:",
+            "if False:",
+        ),
     ),
     *mutants_of(
         "kernels/dflash_kernels/one_row.py",
