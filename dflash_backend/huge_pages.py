@@ -19,8 +19,11 @@ HUGE_PAGE = 2 << 20
 
 def zeroed_memory(num_bytes: int) -> np.ndarray:
     """Zeros, uint8 `[num_bytes]`, at a multiple of `HUGE_PAGE`. The system gives their memory when it is first written,
-    in huge pages if it has some."""
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    in huge pages if it has some. Raises `MemoryError` where the system will never give as much."""
+    try:
+        mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no {num_bytes} bytes of memory: {error}") from error
     with contextlib.suppress(OSError):  # of a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)

@@ -24,6 +24,12 @@ def test_memory_is_zeros_from_a_huge_page_on(num_bytes: int) -> None:
     assert memory.all()
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 70])
+def test_memory_that_no_system_has_is_said_to_be_too_much(num_bytes: int) -> None:
+    with pytest.raises(MemoryError, match=f"no {num_bytes} bytes"):
+        zeroed_memory(num_bytes)
+
+
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages.mmap, "MADV_HUGEPAGE", 99)
     with pytest.raises(OSError, match="Invalid argument"):

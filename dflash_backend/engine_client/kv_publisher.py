@@ -14,6 +14,7 @@ to the replay endpoint (a REQ or DEALER socket: an empty frame, 8 bytes) and get
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -74,10 +75,14 @@ class KVEventPublisher:
         self._batches.set_hwm(0)
         self._batches.linger = 0
         self._batches.bind(inbox := "inproc://batches")
+        # Here and not by the thread: until a socket is connected, and once none is, sending would wait.
+        inbox_end = self._context.socket(zmq.PULL)
+        inbox_end.set_hwm(0)
+        inbox_end.connect(inbox)
         self._next = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._ended = threading.Event()
-        arguments = (inbox, endpoint, replay_endpoint)
+        arguments = (inbox_end, endpoint, replay_endpoint)
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"dflash-kv-events-{rank}", daemon=True)
         self._thread.start()
         self.clear()
@@ -93,18 +98,20 @@ class KVEventPublisher:
     def close(self) -> None:
         """Send what is due, then close the sockets."""
         self._ended.set()
-        self._batches.send(b"")
+        self._put(b"")
         self._thread.join()
         self._context.destroy(linger=0)
 
     def _send(self, events: list[Any]) -> None:
-        self._batches.send(msgspec.msgpack.encode([time.time(), events, self._rank]))
+        self._put(msgspec.msgpack.encode([time.time(), events, self._rank]))
 
-    def _run(self, inbox: str, endpoint: str, replay_endpoint: str) -> None:
+    def _put(self, batch: bytes) -> None:
+        """Give it to the thread, unless that has ended."""
+        with contextlib.suppress(zmq.Again):
+            self._batches.send(batch, zmq.NOBLOCK)
+
+    def _run(self, batches: zmq.Socket[bytes], endpoint: str, replay_endpoint: str) -> None:
         """The thread: until `close`."""
-        batches = self._context.socket(zmq.PULL)
-        batches.set_hwm(0)
-        batches.connect(inbox)
         public = self._bind(zmq.PUB, endpoint)
         replay = self._bind(zmq.ROUTER, replay_endpoint) if replay_endpoint else None
         poller = zmq.Poller()

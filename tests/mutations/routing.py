@@ -91,6 +91,11 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("published hashes are not those of earlier events", "block_hash[-8:]", "block_hash[:8]"),
         ("replay begins one batch late", "if number >= frames[2]:", "if number > frames[2]:"),
         ("engines publish at one address", "int(found[2]) + rank", "int(found[2])"),
+        (
+            "a publisher waits for a thread that has ended",
+            "self._batches.send(batch, zmq.NOBLOCK)",
+            "self._batches.setsockopt(zmq.SNDTIMEO, 20_000) or self._batches.send(batch)",
+        ),
     ),
     Mutant(
         "a client of Dynamo that leaves goes on costing",

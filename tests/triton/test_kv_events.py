@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -186,6 +188,20 @@ def test_an_address_in_use_is_said_once_and_taken_when_it_is_free(publisher) -> 
 
 def test_a_publisher_that_never_got_its_address_can_be_closed(publisher) -> None:
     KVEventPublisher(publisher.endpoint, "", "", 0, lambda text: None).close()
+
+
+def test_a_publisher_whose_thread_has_ended_keeps_nobody_waiting(publisher) -> None:
+    """As when it is closed, and the thread, which waits for its address, sees that before the last batch comes."""
+    said: list[str] = []
+    late = KVEventPublisher(publisher.endpoint, "", "", 0, said.append)
+    eventually(lambda: said)
+    late._ended.set()
+    late._thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(10):
+            time.sleep(0.02)  # until it is known that nobody receives
+            threads.submit(late.clear).result(timeout=10)
+        threads.submit(late.close).result(timeout=10)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ class Playground:
         return found.evaluate_all("runs => runs.map(run => [Number(run.dataset.step), run.textContent])")  # type: ignore[no-any-return]
 
     def figure(self, name: str) -> float:
-        """A number of the live panel."""
-        text = self.page.locator(f"#f-{name}").text_content()
+        """A number of the live panel, as soon as it shows one."""
+        text = self.page.locator(f"#f-{name}", has_text=re.compile(r"\d")).text_content()
         return float(re.sub(r"[^\d.]", "", text.partition("/")[0]))
 
     def cpu_s(self) -> float:
