@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -22,6 +24,17 @@ def test_memory_is_zeros_from_a_huge_page_on(num_bytes: int) -> None:
     assert not memory.any()
     memory[:] = 1
     assert memory.all()
+
+
+def test_the_system_is_asked_for_huge_pages() -> None:
+    memory = zeroed_memory(3 * HUGE_PAGE)
+    address, flags = int(memory.ctypes.data), ""
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_own = int(found[1], 16) <= address < int(found[2], 16)
+        elif line.startswith("VmFlags:") and is_own:
+            flags = line
+    assert (" hg" in flags) is Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 70])

@@ -234,12 +234,12 @@ class StepCosts:
         self._last = shape
         if self._num_alike > FEW and self._num_alike % EVERY:
             return
-        size, features = _size(shape.num_rows), self._target_features(shape)
+        size = _size(shape.num_rows)
         if (target := self._targets.get(size)) is None:
             target = self._targets[size] = self._first_target(shape, target_s)
         elif self.table is not None:
-            self.table.correct(shape.num_tokens, target_s / target.at(features))
-        target.observe(features, target_s)
+            self.table.correct(shape.num_tokens, target_s / target.at(self._target_features(shape)))
+        target.observe(self._target_features(shape), target_s)
         if shape.num_draft_positions == 0 or draft_s <= 0:
             return
         if (draft := self._drafts.get(size)) is None:

@@ -15,6 +15,18 @@ from dflash_backend.core.step_costs import StepShape
 K = 6
 
 
+def engine_with(uneven_cost: float) -> Engine:
+    config = make_config(
+        adaptive_speculation=True,
+        max_model_len=600,
+        drafter_max_len=600,
+        num_blocks=600,
+        num_speculative_tokens=K,
+        uneven_cost=uneven_cost,
+    )
+    return Engine(config)
+
+
 def test_budgets_that_take_longer_than_thought_are_given_up_and_tried_again() -> None:
     uneven = UnevenDrafts(0.1)
     assert uneven.pays(0.3, 64)
@@ -81,15 +93,7 @@ def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: floa
 
 @pytest.mark.parametrize("longer", [1.0, 2.0])
 def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> None:
-    config = make_config(
-        adaptive_speculation=True,
-        max_model_len=600,
-        drafter_max_len=600,
-        num_blocks=600,
-        num_speculative_tokens=K,
-        uneven_cost=0.01,
-    )
-    engine = Engine(config)
+    engine = engine_with(0.01)
     engine.worker.target_s = lambda plan: (0.004 + 0.0005 * plan.num_tokens) * (longer if plan.budget else 1.0)
     seeds = [1, 2, 3, 4]  # they end at about the same time
     engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=300, seed=seed) for i, seed in enumerate(seeds)))
@@ -102,15 +106,7 @@ def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> No
 def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_differ(
     cost: float, num_requests: int
 ) -> None:
-    config = make_config(
-        adaptive_speculation=True,
-        max_model_len=600,
-        drafter_max_len=600,
-        num_blocks=600,
-        num_speculative_tokens=K,
-        uneven_cost=cost,
-    )
-    engine, lengths = Engine(config), []
+    engine, lengths = engine_with(cost), []
     engine.worker.target_s = lambda plan: 0.004 + 0.00001 * plan.num_tokens
     choose, speculation = engine.core.scheduler.history.choose_draft_lengths, engine.core.scheduler.history.speculation
     assert speculation is not None

@@ -309,8 +309,8 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the time of drafting counts twice",
-            "target.observe(features, target_s)",
-            "target.observe(features, target_s + draft_s)",
+            "target.observe(self._target_features(shape), target_s)",
+            "target.observe(self._target_features(shape), target_s + draft_s)",
         ),
         (
             "many rows are thought to cost what one does",

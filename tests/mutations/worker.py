@@ -244,6 +244,7 @@ WORKER_MUTANTS = (
         "dflash_backend/huge_pages.py",
         ("tests/test_huge_pages.py",),
         ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
+        ("no huge pages are asked for", "mapped.madvise(mmap.MADV_HUGEPAGE)", "pass"),
         ("huge pages are asked for and begin anywhere", "start = -memory.ctypes.data % HUGE_PAGE", "start = 64"),
         (
             "scratch ends before what is asked for",
