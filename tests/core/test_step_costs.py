@@ -201,3 +201,15 @@ def test_rows_whose_numbers_are_alike_share_what_they_cost(num_rows: int, like: 
     lines = [costs.line(each, 0.0, 0) for each in (num_rows - 1, num_rows, like, like + 1)]
     assert lines[1].per_draft == lines[2].per_draft
     assert len({line.per_draft for line in lines}) == 3
+
+
+def test_a_step_that_was_measured_has_the_rows_that_it_had() -> None:
+    assert StepShape.of_measured(MeasuredStep(8, 32, 3, 1.0, 0.5), BLOCKS) == StepShape(8, 32, 8, 32, 32, 8, 1)
+
+
+def test_how_certain_a_time_is_follows_from_steps_of_as_many_rows() -> None:
+    costs = StepCosts()
+    costs.observe(decode_shape(1, 15), 1.0, 0.1)
+    for number in range(100):
+        costs.observe(decode_shape(64, number % 2), 2.0 + number % 2, 0.1)
+    assert costs.uncertainty(64, 100.0, 0) < 0.1 < costs.uncertainty(1, 100.0, 0)

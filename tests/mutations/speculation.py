@@ -313,6 +313,16 @@ SPECULATION_MUTANTS = (
             "target.observe(self._target_features(shape), target_s + draft_s)",
         ),
         (
+            "steps that were measured count as those of one row",
+            "shape = cls(rows, step.num_tokens,",
+            "shape = cls(1, step.num_tokens,",
+        ),
+        (
+            "what is not known of many rows is taken from one",
+            "fit = _nearest(self._targets, num_rows)\n",
+            "fit = _nearest(self._targets, 1)\n",
+        ),
+        (
             "many rows are thought to cost what one does",
             "return -(-(num_rows - 1).bit_length() // LOG2_ROWS_STEP)",
             "return 0",
