@@ -29,11 +29,13 @@ RESERVED_ENV_PREFIX = (
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )
 
-# Parameters of config.pbtxt that are not ours. Triton's Python backend reads its two itself. Of its vLLM backend's, the
-# stub reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
+# Parameters of config.pbtxt that are no settings of the engine. Triton's Python backend reads its two itself. Of its
+# vLLM backend's, the stub reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked. The stub shows
+# the engine the GPUs of GPU_DEVICE_IDS.
 REPORT_CUSTOM_METRICS = "REPORT_CUSTOM_METRICS"
 _TRITON_FLAGS = (REPORT_CUSTOM_METRICS, "ENABLE_VLLM_HEALTH_CHECK")
-TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))
+GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
+TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", GPU_DEVICE_IDS, *_TRITON_FLAGS))
 # As `draft_model`: prompt lookup, which has no checkpoint. A directory of that name is ./ngram.
 NGRAM = "ngram"
 # In a model.json of that backend.

@@ -38,6 +38,8 @@ NEUTRAL = {
     "whitespace_pattern": (),
     "structural_tag": (),
 }
+# Fields of that class which vLLM's engine fills in for itself, and ignores where a client sends them.
+_VLLMS_OWN = ("_backend", "_backend_was_auto")
 
 
 class FormatError(ValueError):
@@ -107,7 +109,7 @@ def read_structured_outputs(value: Any) -> StructuredOutputs | None:
         value = _read(value, "")
     if not isinstance(value, Mapping):
         raise FormatError(f'has the value {quoted(value)}; allowed: an object such as {{"json": {{...}}}}')
-    given = {name: field for name, field in value.items() if field is not None}
+    given = {name: field for name, field in value.items() if field is not None and name not in _VLLMS_OWN}
     marker = _marker(given.pop("after_reasoning", None))
     for name, neutral in NEUTRAL.items():
         if name in given and given.pop(name) not in neutral:

@@ -18,7 +18,7 @@ from dflash_backend.triton.model_config import (
     check_model_config,
     complete_model_config,
     read_model_json,
-    use_gpu_of_instance,
+    use_gpus_of_model,
 )
 from dflash_backend.triton.service import TritonService
 from dflash_backend.without_torch import leave_torch_out
@@ -41,7 +41,7 @@ class TritonPythonModel:
         version = Path(args["model_repository"]) / args["model_version"]
         try:
             check_model_config(model_config)
-            use_gpu_of_instance(args, os.environ)
+            use_gpus_of_model(args, values, os.environ)
             config = EngineConfig.load(values, os.environ, model_json=read_model_json(version / "model.json"))
             self._service = TritonService(
                 config,

@@ -6,12 +6,13 @@ The tables of inputs and outputs are those of the shipped config.pbtxt; a config
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.config import DISABLE_LOG_STATS, NGRAM, ConfigError
+from dflash_backend.config import DISABLE_LOG_STATS, GPU_DEVICE_IDS, NGRAM, ConfigError
 from dflash_backend.drafters.registry import METHODS
+from dflash_backend.text.sampling_params import MAX_LOGPROBS
 
 # Name to type and number of elements, -1 for any. All are optional.
 INPUTS: dict[str, tuple[str, int]] = {
@@ -49,6 +50,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
 # Arguments of vLLM's engine in a model.json that are settings here.
 _SETTINGS = {
     "model": "target_model",
+    "revision": "target_revision",
     "dtype": "dtype",
     "seed": "seed",
     "block_size": "kv_block_size",
@@ -58,19 +60,31 @@ _SETTINGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "enable_prefix_caching": "enable_prefix_caching",
     "quantization": "quantization",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "distributed_executor_backend": "distributed_executor",
     "data_parallel_size": "data_parallel_size",
 }
-# Those that are no settings, with the values that are taken. All but the first change nothing here.
-_NO_SETTINGS: dict[str, tuple[Any, ...]] = {
+# Where vLLM has other names for a value.
+_VALUES = {
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+    ("kv_cache_dtype", "fp8_e4m3"): "fp8",
+    ("distributed_executor_backend", "uni"): "auto",
+}
+# Those that are no settings, with the values that are taken, all of them where that is None. All but the first change
+# nothing here.
+_NO_SETTINGS: dict[str, Sequence[Any] | None] = {
     DISABLE_LOG_STATS: (True, False),
     "disable_log_requests": (True, False),
     "enable_log_requests": (False,),
     "enable_chunked_prefill": (True,),
     "enable_lora": (False,),
     "trust_remote_code": (True, False),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "distributed_executor_backend": ("mp", "uni"),
+    "max_logprobs": range(MAX_LOGPROBS + 1),
+    "served_model_name": None,  # Triton's name of the model
+    "swap_space": None,  # for KV of requests that were preempted; here it is computed again
     "load_format": ("auto", "safetensors"),
     "generation_config": ("vllm", "auto"),
 }
@@ -143,15 +157,18 @@ def read_model_json(path: Path) -> dict[str, Any]:
         if value is None:  # vLLM's own default
             continue
         if name in _SETTINGS:
-            settings[_SETTINGS[name]] = value
+            settings[_SETTINGS[name]] = _VALUES.get((name, str(value).lower()), value)
         elif name == "enforce_eager":
             settings["enable_cuda_graphs"] = str(value).lower() == "false"
         elif name == "speculative_config" and isinstance(value, dict):
             settings |= _speculation(value, path)
+        elif name == "tokenizer" and value == given.get("model"):
+            continue
         elif name not in _NO_SETTINGS:
             raise ConfigError(f"{path}: '{name}' has no counterpart here; remove it")
-        elif _plain(value) not in _NO_SETTINGS[name]:
-            allowed = " or ".join(json.dumps(one) for one in _NO_SETTINGS[name])
+        elif (taken := _NO_SETTINGS[name]) is not None and _plain(value) not in taken:
+            numbers = isinstance(taken, range)
+            allowed = f"0 to {taken[-1]}" if numbers else " or ".join(json.dumps(one) for one in taken)
             raise ConfigError(f"{path}: '{name}' is {json.dumps(value)}; allowed: {allowed}")
         elif name == DISABLE_LOG_STATS:
             settings[name] = _plain(value)
@@ -182,15 +199,38 @@ def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return settings
 
 
-def use_gpu_of_instance(args: Mapping[str, str], environ: MutableMapping[str, str]) -> None:
-    """Show the engine only the GPU that Triton gave this model instance, if it gave it one.
+def use_gpus_of_model(
+    args: Mapping[str, str], parameters: Mapping[str, str], environ: MutableMapping[str, str]
+) -> None:
+    """Show the engine only the GPUs that Triton gave this model instance, or that config.pbtxt names.
 
-    `args` are those of Triton's `initialize`. An instance group of `KIND_GPU` has an instance for each of its `gpus`;
-    one of `KIND_CPU` or `KIND_MODEL` leaves the choice to the setting `device`. Triton numbers the GPUs that its own
-    process sees, so an id is a place in `CUDA_VISIBLE_DEVICES` where that is set.
+    `args` are those of Triton's `initialize`, `parameters` those of config.pbtxt. An instance group of `KIND_GPU` has
+    an instance for each of its `gpus`; one of `KIND_CPU` or `KIND_MODEL` leaves the choice to the parameter
+    `GPU_DEVICE_IDS` (`0,1`), and without it to the setting `device`. Triton numbers the GPUs that its own process sees,
+    so an id is a place in `CUDA_VISIBLE_DEVICES` where that is set. Raises `ConfigError` for ids that name no GPUs, and
+    for ids beside `KIND_GPU`.
     """
-    if args.get("model_instance_kind") != "GPU":
+    given = parameters.get(GPU_DEVICE_IDS, "").strip()
+    device_ids = [one.strip() for one in given.split(",")] if given else []
+    if len({*device_ids}) != len(device_ids) or not all(one.isascii() and one.isdigit() for one in device_ids):
+        raise ConfigError(
+            f"parameter '{GPU_DEVICE_IDS}' has the value {given!r} (config.pbtxt); allowed: different numbers of GPUs, "
+            "such as 0,1"
+        )
+    if args.get("model_instance_kind") == "GPU":
+        if device_ids:
+            raise ConfigError(
+                f"config.pbtxt has an instance_group of KIND_GPU and the parameter '{GPU_DEVICE_IDS}'; keep one of "
+                "them: KIND_GPU shows an engine one GPU, KIND_MODEL with the parameter those that it names"
+            )
+        device_ids = [args["model_instance_device_id"]]
+    if not device_ids:
         return
-    device_id = args["model_instance_device_id"]
     visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    environ["CUDA_VISIBLE_DEVICES"] = visible[int(device_id)] if int(device_id) < len(visible) else device_id
+    if visible and given and (beyond := [one for one in device_ids if int(one) >= len(visible)]):
+        raise ConfigError(
+            f"parameter '{GPU_DEVICE_IDS}' names GPU {beyond[0]} (config.pbtxt), and the server sees {len(visible)}: "
+            f"CUDA_VISIBLE_DEVICES is {environ['CUDA_VISIBLE_DEVICES']!r}"
+        )
+    shown = [visible[int(one)] if int(one) < len(visible) else one for one in device_ids]
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)

@@ -48,6 +48,7 @@ GRAMMAR_MUTANTS = (
             'StructuredOutputs(grammar.kind, grammar.text, _marker(value.get("after_reasoning")))',
             "grammar",
         ),
+        ("the fields that vLLM fills in itself are refused", " and name not in _VLLMS_OWN", ""),
     ),
     *mutants_of(
         "frontend/dflash_openai/conversation.py",

@@ -276,6 +276,16 @@ SERVING_MUTANTS = (
             "due = list(self._counts)",
         ),
     ),
+    *mutants_of(
+        f"{TRITON}/model_config.py",
+        ("tests/triton/test_model_config.py",),
+        (
+            "GPU_DEVICE_IDS are not places in CUDA_VISIBLE_DEVICES",
+            "visible[int(one)] if int(one) < len(visible) else one for one in device_ids",
+            "one for one in device_ids",
+        ),
+        ("vLLM's names of values stay as they are", "_VALUES.get((name, str(value).lower()), value)", "value"),
+    ),
     Mutant(
         "closing does not wait for what runs",
         f"{TRITON}/service.py",

@@ -39,6 +39,16 @@ def test_each_kind_of_grammar_is_taken_as_an_object_and_as_text(value, kind, tex
     assert parse(structured_outputs=expected).structured_outputs == expected
 
 
+def test_all_fields_of_vllms_class_are_taken_as_its_engine_writes_them():
+    """Triton's OpenAI frontend sends a forced tool choice so: `asdict` of vLLM's `StructuredOutputsParams`."""
+    given = dict.fromkeys(("regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"))
+    given |= {"json": SCHEMA_TEXT, "disable_any_whitespace": False, "disable_additional_properties": False}
+    for backend, was_auto in ((None, False), ("xgrammar", True)):
+        value = given | {"_backend": backend, "_backend_was_auto": was_auto}
+        for sent in (value, json.dumps(value)):
+            assert parse(structured_outputs=sent).structured_outputs == StructuredOutputs("json", SCHEMA_TEXT)
+
+
 def test_the_keys_of_a_schema_keep_their_order():
     assert parse(structured_outputs={"json": SCHEMA}).structured_outputs.text.index('"b"') < SCHEMA_TEXT.index('"a"')
 

@@ -16,7 +16,7 @@ from dflash_backend.triton.model_config import (
     check_model_config,
     complete_model_config,
     read_model_json,
-    use_gpu_of_instance,
+    use_gpus_of_model,
 )
 
 
@@ -119,6 +119,38 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
     assert (config.num_speculative_tokens, config.data_parallel_size) == (15, 2)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "setting", "expected"),
+    [
+        ("kv_cache_dtype", "auto", "kv_cache_dtype", None),
+        ("kv_cache_dtype", "fp8", "kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", "fp8_e4m3", "kv_cache_dtype", "fp8"),
+        ("dtype", "half", "dtype", "float16"),
+        ("dtype", "float", "dtype", "float32"),
+        ("dtype", "auto", "dtype", None),
+        ("tensor_parallel_size", 2, "tensor_parallel_size", 2),
+        ("distributed_executor_backend", "ray", "distributed_executor", "ray"),
+        ("distributed_executor_backend", "mp", "distributed_executor", "mp"),
+        ("distributed_executor_backend", "uni", "distributed_executor", None),
+        ("revision", "v2", "target_revision", "v2"),
+    ],
+)
+def test_arguments_of_vllm_that_are_settings_here_are_taken(
+    tmp_path: Path, argument: str, value: Any, setting: str, expected: Any
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model": "some/target", argument: value}))
+    config = EngineConfig.load({}, {}, model_json=read_model_json(path))
+    assert getattr(config, setting) == expected
+
+
+def test_arguments_of_vllm_that_change_nothing_here_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    nothing = {"max_logprobs": 20, "served_model_name": ["a", "b"], "swap_space": 4, "tokenizer": "some/target"}
+    path.write_text(json.dumps({"model": "some/target"} | nothing))
+    assert read_model_json(path) == {"target_model": "some/target"}
+
+
 def test_an_argument_of_model_json_that_is_null_is_left_out(tmp_path):
     path = tmp_path / "model.json"
     nulls = ("speculative_config", "kv_transfer_config", "enforce_eager", "max_model_len", "load_format")
@@ -171,7 +203,9 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ('{"disable_log_stats": "perhaps"}', "'disable_log_stats' is \"perhaps\"; allowed: true or false"),
         ("[]", "it must be a JSON object"),
         ('{"kv_transfer_config": {}}', "'kv_transfer_config' has no counterpart here; remove it"),
-        ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
+        ('{"pipeline_parallel_size": 2}', "'pipeline_parallel_size' is 2; allowed: 1"),
+        ('{"model": "a/b", "tokenizer": "c/d"}', "'tokenizer' has no counterpart here"),
+        ('{"max_logprobs": 21}', "'max_logprobs' is 21; allowed: 0 to 20"),
         ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
         (
             '{"speculative_config": {"method": "medusa"}}',
@@ -205,5 +239,36 @@ def test_an_instance_of_a_gpu_runs_on_that_gpu(
     kind: str, device_id: str, before: str | None, after: str | None
 ) -> None:
     environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
-    use_gpu_of_instance({"model_instance_kind": kind, "model_instance_device_id": device_id}, environ)
+    use_gpus_of_model({"model_instance_kind": kind, "model_instance_device_id": device_id}, {}, environ)
     assert environ.get("CUDA_VISIBLE_DEVICES") == after
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "before", "after"),
+    [("1", None, "1"), ("0, 1", None, "0,1"), ("1,0", "4,6", "6,4"), ("", "4,6", "4,6"), (" ", None, None)],
+)
+def test_a_model_runs_on_the_gpus_that_its_config_names(device_ids: str, before: str | None, after: str | None) -> None:
+    environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    instance = {"model_instance_kind": "MODEL", "model_instance_device_id": "0"}
+    use_gpus_of_model(instance, {"GPU_DEVICE_IDS": device_ids}, environ)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == after
+    assert EngineConfig.load({"GPU_DEVICE_IDS": device_ids}, {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "kind", "message"),
+    [
+        ("all", "MODEL", "'GPU_DEVICE_IDS' has the value 'all' .*; allowed: different numbers of GPUs, such as 0,1"),
+        ("0,,1", "MODEL", "has the value '0,,1'"),
+        ("-1", "MODEL", "has the value '-1'"),
+        ("1,1", "MODEL", "has the value '1,1'"),
+        ("0,2", "MODEL", "names GPU 2 .*, and the server sees 2: CUDA_VISIBLE_DEVICES is '4,6'"),
+        ("0", "GPU", "KIND_GPU and the parameter 'GPU_DEVICE_IDS'; keep one of them"),
+    ],
+)
+def test_gpus_that_cannot_be_meant_are_refused(device_ids: str, kind: str, message: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    instance = {"model_instance_kind": kind, "model_instance_device_id": "0"}
+    with pytest.raises(ConfigError, match=message):
+        use_gpus_of_model(instance, {"GPU_DEVICE_IDS": device_ids}, environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "4,6"}
