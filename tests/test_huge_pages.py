@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Thread
 
+import psutil
 import pytest
 import torch
 
@@ -24,6 +26,52 @@ def test_memory_is_zeros_from_a_huge_page_on(num_bytes: int) -> None:
     assert not memory.any()
     memory[:] = 1
     assert memory.all()
+
+
+def mode_at(address: int) -> str:
+    """Of the mapping that an address lies in, as /proc has it."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        found = re.match("([0-9a-f]+)-([0-9a-f]+) (\\S+)", line)
+        if found and int(found[1], 16) <= address < int(found[2], 16):
+            return found[3]
+    return ""
+
+
+def resident_bytes() -> int:
+    """Of this process, without what only waits for the garbage collector."""
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_memory_is_the_processs_own_since_shared_memory_gets_no_huge_pages() -> None:
+    memory = zeroed_memory(3 * HUGE_PAGE)
+    assert mode_at(memory.ctypes.data) == "rw-p"
+
+
+def test_memory_goes_back_to_the_system_with_its_last_user() -> None:
+    memory = zeroed_memory(64 << 20)
+    memory[:] = 1
+    part = torch.from_numpy(memory)[5:9]
+    del memory
+    before = resident_bytes()
+    assert part.tolist() == [1] * 4
+    del part
+    assert before - resident_bytes() > 48 << 20
+
+
+def test_a_thread_that_ends_gives_its_scratch_back() -> None:
+    scratch = Scratch(64 << 20)
+    before = resident_bytes()
+
+    def write() -> None:
+        found = scratch.empty(1, 64 << 20, torch.uint8)
+        assert found is not None
+        found.fill_(1)
+
+    for _ in range(3):
+        (thread := Thread(target=write)).start()
+        thread.join()
+    assert resident_bytes() - before < 48 << 20
 
 
 def test_the_system_is_asked_for_huge_pages() -> None:

@@ -274,8 +274,8 @@ def _size(num_rows: int) -> int:
 
 
 def _nearest(fits: dict[int, LinearFit], num_rows: int) -> LinearFit | None:
-    """That of steps with the most similar number of rows; None where there is none."""
+    """That of steps with the most similar number of rows, of two as similar the fewer; None where there is none."""
     if not fits:
         return None
     size = _size(num_rows)
-    return fits[min(fits, key=lambda each: abs(each - size))]
+    return fits[min(fits, key=lambda each: (abs(each - size), each))]

@@ -71,13 +71,12 @@ class KVEventPublisher:
         again for ever, since an instance of the model that is being replaced may have it."""
         self._topic, self._rank, self._log = topic.encode(), rank, log
         self._context = zmq.Context()
-        self._batches = self._context.socket(zmq.PUSH)
-        self._batches.set_hwm(0)
+        self._batches, inbox_end = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for end in (self._batches, inbox_end):
+            end.set_hwm(0)
         self._batches.linger = 0
         self._batches.bind(inbox := "inproc://batches")
         # Here and not by the thread: until a socket is connected, and once none is, sending would wait.
-        inbox_end = self._context.socket(zmq.PULL)
-        inbox_end.set_hwm(0)
         inbox_end.connect(inbox)
         self._next = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
+from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer, torch_backend
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks, split_groups
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention_reference
@@ -118,3 +118,34 @@ def test_rows_are_grouped_as_long_as_they_are_not_padded_much() -> None:
     assert split_groups(np.array([1, 1, 4]), np.array([100, 110, 110])) == [3]
     assert split_groups(np.array([1, 1, 40]), np.array([100, 110, 110])) == [2, 1]
     assert split_groups(np.array([1, 1, 1]), np.array([100, 110, 2000])) == [2, 1]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_of_several_pieces_are_as_they_are_alone(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the sizes that serve: 7 rows of 2 MB are gathered as 4 and 3, both to the thread's own memory, and one alone
+    to a buffer from the heap."""
+    generator, num_rows, heads, head_dim = torch.Generator().manual_seed(1), 7, 4, 64
+    backend, pieces = TorchBackend(8), list[tuple[int, bool]]()
+    layer = KVLayer(torch.randn(260, 8, 2, heads, head_dim, generator=generator))
+    query = torch.randn(num_rows, heads, head_dim, generator=generator)
+    tables = torch.stack([torch.randperm(260, generator=generator)[:125] for _ in range(num_rows)])
+    pattern = AttentionPattern(True, sinks=sinks)
+    of_heads = torch.randn(heads, generator=generator) if sinks else None
+    empty = torch_backend._scratch.empty
+
+    def noted(num_blocks: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+        found = empty(num_blocks, num_columns, dtype)
+        pieces.append((num_blocks // 125, found is not None))
+        return found
+
+    def attend(rows: slice) -> torch.Tensor:
+        lens = np.array([1000] * len(query[rows]))
+        metadata = backend.prepare(AttentionBatch(np.ones_like(lens), lens, tables[rows]), pattern, torch.float32)
+        return backend.attend(query[rows], layer, metadata, of_heads)
+
+    monkeypatch.setattr(torch_backend._scratch, "empty", noted)
+    together = attend(slice(None))
+    assert pieces == [(4, True), (3, True)]
+    alone = [attend(slice(row, row + 1)) for row in range(num_rows)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert pieces[2:] == [(1, False)] * num_rows

@@ -124,3 +124,21 @@ def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_diff
     shorter = any(0 < length < K for each in lengths for length in each)
     expected = {(0.0, 4): (True, True), (0.1, 4): (False, False), (0.1, 1): (False, True)}
     assert (differ, shorter) == expected[cost, num_requests]
+
+
+def test_rows_that_differ_anyway_draft_no_more_than_their_answers_have_use_for() -> None:
+    engine, lengths = engine_with(0.1), list[tuple[int, int]]()
+    history = engine.core.scheduler.history
+    choose, speculation = history.choose_draft_lengths, history.speculation
+    assert speculation is not None
+    speculation.choose = lambda rows, position, num_other: [K - i for i in range(len(rows))]  # type: ignore[method-assign]
+
+    def chosen(running: Iterable[Request], num_waiting: int) -> None:
+        choose(running := list(running), num_waiting)
+        if len(decoding := [request for request in running if request.num_output_tokens]) > 1:
+            lengths.extend((request.draft_length, request.max_useful_drafts) for request in decoding)
+
+    history.choose_draft_lengths = chosen  # type: ignore[method-assign]
+    engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=60) for i in range(2)))
+    assert any(useful < K for _, useful in lengths)
+    assert all(length <= useful for length, useful in lengths)

@@ -213,3 +213,29 @@ def test_how_certain_a_time_is_follows_from_steps_of_as_many_rows() -> None:
     for number in range(100):
         costs.observe(decode_shape(64, number % 2), 2.0 + number % 2, 0.1)
     assert costs.uncertainty(64, 100.0, 0) < 0.1 < costs.uncertainty(1, 100.0, 0)
+
+
+def test_how_certain_a_time_is_beside_prompts_follows_from_the_rows_and_not_from_the_tokens() -> None:
+    costs = StepCosts()
+    costs.observe(decode_shape(256, 0), 9.0, 0.0)
+    for number in range(100):
+        num_tokens = 1 + 255 * (number % 2)
+        costs.observe(StepShape(1, num_tokens, 100, 100 * num_tokens), 1.0 + number % 2, 0.0)
+    assert costs.uncertainty(1, 100.0, 255) < 0.1 < costs.uncertainty(256, 100.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("known", "num_rows", "like"), [((1, 64), 2, 1), ((1, 64), 16, 64), ((1, 64), 256, 64), ((1, 16), 4, 1)]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_not_known_of_some_rows_is_taken_from_the_nearest_number(
+    known: tuple[int, int], num_rows: int, like: int, late: bool
+) -> None:
+    """Whichever was seen first; of two as near the fewer."""
+    costs = StepCosts()
+    for size in known[::-1] if late else known:
+        for num_drafts in (1, 3, 7) * 20:
+            shape = decode_shape(size, num_drafts)
+            costs.observe(shape, size + 0.01 * size * shape.num_tokens, 0.01 * size * shape.num_queries)
+    found, expected = costs.line(num_rows, 0.0, 0), costs.line(like, 0.0, 0)
+    assert (found.per_draft, found.per_query) == (expected.per_draft, expected.per_query)

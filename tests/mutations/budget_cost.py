@@ -19,6 +19,13 @@ BUDGET_COST_MUTANTS = (
         ("no step is without a budget where they seem to pay", " and self._num_in_a_row < MOST_IN_A_ROW", ""),
     ),
     Mutant(
+        "rows that differ anyway draft past the end of their answers",
+        f"{CORE}/step_history.py",
+        "len(lengths) > 1 and len(set(lengths)) == 1",
+        "len(lengths) > 1",
+        TESTS,
+    ),
+    Mutant(
         "rows that are alike differ near the end of their answers",
         f"{CORE}/step_history.py",
         "length if alike else min(length, request.max_useful_drafts)",

@@ -46,6 +46,7 @@ REMOTE_RANK_MUTANTS = (
             "if work.is_completed():",
         ),
         ("a sum that has failed is waited for", "if is_completed:", "if False:"),
+        ("a lost rank is looked for every few hours", "timedelta(seconds=LOOK_S)", "timedelta(LOOK_S)"),
         ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
     ),
     *mutants_of(

@@ -92,6 +92,11 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("replay begins one batch late", "if number >= frames[2]:", "if number > frames[2]:"),
         ("engines publish at one address", "int(found[2]) + rank", "int(found[2])"),
         (
+            "what is published while an address is in use is lost beyond some",
+            "            end.set_hwm(0)\n",
+            "            pass\n",
+        ),
+        (
             "a publisher waits for a thread that has ended",
             "self._batches.send(batch, zmq.NOBLOCK)",
             "self._batches.setsockopt(zmq.SNDTIMEO, 20_000) or self._batches.send(batch)",

@@ -323,6 +323,16 @@ SPECULATION_MUTANTS = (
             "fit = _nearest(self._targets, 1)\n",
         ),
         (
+            "how certain a time is follows from its tokens",
+            "fit = _nearest(self._targets, num_rows)\n",
+            "fit = _nearest(self._targets, num_tokens)\n",
+        ),
+        (
+            "what is not known of some rows is taken from those that came first",
+            "fits[min(fits, key=lambda each: (abs(each - size), each))]",
+            "fits.get(size) or next(iter(fits.values()))",
+        ),
+        (
             "many rows are thought to cost what one does",
             "return -(-(num_rows - 1).bit_length() // LOG2_ROWS_STEP)",
             "return 0",

@@ -241,9 +241,28 @@ WORKER_MUTANTS = (
         ("tests/worker/test_one_row.py",),
     ),
     *mutants_of(
+        "dflash_backend/attention/torch_backend.py",
+        ("tests/attention/test_torch_backend.py",),
+        (
+            "a piece of KV is a row longer than the memory for it",
+            "max(1, GATHER_BYTES // row_bytes)",
+            "-(-GATHER_BYTES // row_bytes)",
+        ),
+        (
+            "no piece of KV fits the memory for it",
+            "Scratch(GATHER_BYTES, GATHER_BYTES // 2)",
+            "Scratch(GATHER_BYTES // 2, GATHER_BYTES)",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/huge_pages.py",
         ("tests/test_huge_pages.py",),
         ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
+        (
+            "memory in huge pages is shared",
+            "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
+            "mmap.MAP_SHARED | mmap.MAP_ANONYMOUS",
+        ),
         ("no huge pages are asked for", "mapped.madvise(mmap.MADV_HUGEPAGE)", "pass"),
         ("huge pages are asked for and begin anywhere", "start = -memory.ctypes.data % HUGE_PAGE", "start = 64"),
         (

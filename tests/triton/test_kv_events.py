@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -240,3 +241,24 @@ def test_a_service_publishes_what_its_engines_report_and_that_a_cache_is_gone(se
     assert replayed(at_rank(replay, 1), 0) == ([0], [AllBlocksCleared()])
     service.close()
     assert triton.values["dflash:kv_events_total",] >= 1
+
+
+@pytest.mark.parametrize("num_batches", [0, 5000])
+def test_what_is_published_before_the_thread_runs_is_not_lost(
+    num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while it waits for an address that another instance of the model still has."""
+    may_run, run = threading.Event(), KVEventPublisher._run
+
+    def late(self: KVEventPublisher, *arguments: Any) -> None:
+        may_run.wait(30)
+        run(self, *arguments)
+
+    monkeypatch.setattr(KVEventPublisher, "_run", late)
+    endpoint, replay = free_addresses()
+    publisher = KVEventPublisher(endpoint, replay, "", 0, pytest.fail)
+    for _ in range(num_batches):
+        publisher.clear()
+    may_run.set()
+    eventually(lambda: replayed_all(replay, 0) == [*range(num_batches + 1), -1])
+    publisher.close()
