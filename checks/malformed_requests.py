@@ -94,7 +94,7 @@ PARAMETER_VALUES: dict[str, Strategy] = {
     "best_of": st.integers(2, 64),
     "use_beam_search": st.just(True),
     "detokenize": st.just(False),
-    "prompt_logprobs": st.integers(1, 20),
+    "prompt_logprobs": _integers(0, 20),
     "structured_outputs": st.sampled_from(
         ['{"choice": []}', "{}", '{"json": 5}', '{"regex": ""}', '{"json": {}, "x": 1}']
     ),

@@ -32,6 +32,8 @@ from dflash_client.grpc_messages import decode
 
 # How long the server has to settle: a second, and one more since the metrics page is brought up to date once a second.
 SETTLE_S = 2.0
+# How long requests whose clients have gone may run on.
+LONGEST_SETTLE_S = 30.0
 # Moments at which a client goes away, in seconds after it has sent its request: at most this, and at most so much for
 # each request, since few are answered sooner.
 LATEST_DROP_S, LATEST_DROP_OF_EACH_S = 2.0, 0.01
@@ -238,19 +240,26 @@ def counted(answers: list[Answer]) -> dict[str, float]:
     }
 
 
+async def settled(metrics_url: str) -> MetricsPage:
+    """The page once all that was sent before is on it and no request runs, or after `LONGEST_SETTLE_S`."""
+    end = time.monotonic() + LONGEST_SETTLE_S
+    while True:
+        await asyncio.sleep(SETTLE_S)
+        page = MetricsPage.read(metrics_url)
+        if page.value("dflash:num_requests_in_flight") == 0 or time.monotonic() > end:
+            return page
+
+
 async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case]) -> Report:
     """Answer every case alone, then all at once with those that are dropped, and compare."""
     report = Report()
     client = Client(grpc_url, http_url)
-    # What was sent before may not be on the page yet.
-    await asyncio.sleep(SETTLE_S)
-    before = MetricsPage.read(metrics_url)
+    before = await settled(metrics_url)
     alone, so_far = {}, progress("answers alone")
     for done, case in enumerate(cases, 1):
         alone[id(case)] = await client.send(case.alone())
         so_far.step(done, len(cases))
-    await asyncio.sleep(SETTLE_S)
-    after = MetricsPage.read(metrics_url)
+    after = await settled(metrics_url)
     expected = counted([answer for answer in alone.values() if answer is not None])
     for name, amount in expected.items():
         grown = after.value(name) - before.value(name)
@@ -261,8 +270,7 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
         report.expect(now[reason] - was.get(reason, 0) == count, f"finish reason {reason}: {count} were received")
 
     together = await asyncio.gather(*(client.send(case) for case in cases))
-    await asyncio.sleep(SETTLE_S)
-    page = MetricsPage.read(metrics_url)
+    page = await settled(metrics_url)
     for name in ("dflash:num_requests_running", "dflash:num_requests_waiting", "dflash:kv_cache_usage_perc"):
         report.expect(page.value(name) == 0, f"{name} is {page.value(name):g} after the last answer")
     for case, answer in zip(cases, together, strict=True):

@@ -26,6 +26,9 @@ from dflash_client.responses import Outputs
 
 # How long the end of a channel is waited for.
 CLOSE_S = 2.0
+# And that of a stream whose request was refused or failed. Triton ends it at once, and where it was cancelled in that
+# moment Triton keeps it for ever (server pull request 8078): its model is never unloaded.
+END_S = 1.0
 
 
 class _GrpcCall:
@@ -67,6 +70,11 @@ class GrpcCall(_GrpcCall):
                 yield decode(message)
         except grpc.RpcError as error:
             raise self._error(error) from error
+        except ClientError:
+            ended = threading.Event()
+            if stream.add_callback(ended.set):  # False: it has ended
+                ended.wait(END_S)
+            raise
         finally:
             stream.cancel()
 
@@ -86,6 +94,9 @@ class AsyncGrpcCall(_GrpcCall):
             # grpc.aio raises the same for a call that was cancelled as for a task that was.
             if self._cancelled:
                 raise cancelled_here() from None
+            raise
+        except ClientError:
+            await asyncio.wait([asyncio.ensure_future(stream.code())], timeout=END_S)
             raise
         finally:
             stream.cancel()

@@ -277,6 +277,34 @@ SERVING_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "client/dflash_client/grpc_transport.py",
+        ("tests/client/test_stream_ends.py",),
+        ("a stream is cancelled as it ends", "ended.wait(END_S)", "pass"),
+        ("a stream is cancelled as it ends, with asyncio", "timeout=END_S", "timeout=0"),
+        ("a stream that does not end after its error is waited for", "ended.wait(END_S)", "ended.wait()"),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/launcher/server.py",
+        ("tests/cli/test_launcher.py::test_a_stop_waits_for_requests_that_run_and_not_for_one_that_triton_keeps",),
+        ("a stop ends requests that run", ".num_in_flight() != 0:", ".num_in_flight() is None:"),
+        ("a stop waits for what Triton keeps", ".num_in_flight() != 0:", ".num_in_flight() != -1:"),
+    ),
+    *mutants_of(
+        f"{TRITON}/heartbeat.py",
+        ("tests/triton/test_heartbeat.py",),
+        (
+            "a model that is being unloaded still says that nothing runs",
+            "self._in_flight.unlink(missing_ok=True)",
+            "pass",
+        ),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/launcher/server_files.py",
+        ("tests/cli/test_server_files.py",),
+        ("a model that has fallen silent is taken for one without requests", "file.stat().st_mtime < oldest", "False"),
+        ("requests of one model are those of all", "total += int(", "total = int("),
+    ),
+    *mutants_of(
         f"{TRITON}/model_config.py",
         ("tests/triton/test_model_config.py",),
         (

@@ -1,0 +1,79 @@
+"""A stream whose request is refused ends by itself. Triton 2.51 keeps one for ever that is cancelled in that moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from dflash_client import AsyncDFlashClient, ClientError, DFlashClient, grpc_transport
+from tests.waiting import eventually
+
+
+class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Refuses each request, and ends the stream so many seconds later. cancelled: of each, whether the client cancelled
+    it before that."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.cancelled = seconds, list[bool]()
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        list(requests)
+        yield service_pb2.ModelStreamInferResponse(error_message="INVALID_ARGUMENT: no")
+        end = time.monotonic() + self._seconds
+        while context.is_active() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.cancelled.append(not context.is_active())
+
+
+@pytest.fixture
+def serve(request: pytest.FixtureRequest) -> Iterator[tuple[Refusing, str]]:
+    """A server whose streams end so long after their error as the test says, and its address."""
+    service, server = Refusing(request.param), grpc.server(futures.ThreadPoolExecutor(4))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait(5)
+
+
+def refused(address: str, with_asyncio: bool) -> None:
+    """Send a request that is refused."""
+
+    async def ask() -> None:
+        async with AsyncDFlashClient(address) as client:
+            with pytest.raises(ClientError, match="no"):
+                await client.generate("Hello")
+
+    if with_asyncio:
+        asyncio.run(ask())
+        return
+    with DFlashClient(address) as client, pytest.raises(ClientError, match="no"):
+        client.generate("Hello")
+
+
+@pytest.mark.parametrize("with_asyncio", [False, True])
+@pytest.mark.parametrize("serve", [0.3], indirect=True)
+def test_a_stream_whose_request_was_refused_is_not_cancelled(serve: tuple[Refusing, str], with_asyncio: bool) -> None:
+    service, address = serve
+    refused(address, with_asyncio)
+    eventually(lambda: service.cancelled == [False])
+
+
+@pytest.mark.parametrize("with_asyncio", [False, True])
+@pytest.mark.parametrize("serve", [30.0], indirect=True)
+def test_a_stream_that_goes_on_after_its_error_is_cancelled(
+    serve: tuple[Refusing, str], with_asyncio: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_transport, "END_S", 0.2)
+    service, address = serve
+    started = time.monotonic()
+    refused(address, with_asyncio)
+    assert time.monotonic() - started < 10
+    eventually(lambda: service.cancelled == [True])
