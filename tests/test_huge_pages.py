@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,7 @@ def mode_at(address: int) -> str:
 
 
 def resident_bytes() -> int:
-    """Of this process, without what only waits for the garbage collector."""
-    gc.collect()
+    """Of this process."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -51,7 +51,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExistingTriton]
     repository = folder / "models"
     demo = {"model": str(asset_path("demo", "pair", "target")), "max_num_seqs": 4, "enforce_eager": True}
     write_model(repository, "good", VLLM_CONFIG, demo)
-    write_model(repository, "two_gpus", VLLM_CONFIG, {**demo, "tensor_parallel_size": 2})
+    write_model(repository, "pipeline", VLLM_CONFIG, {**demo, "pipeline_parallel_size": 2})
     write_model(repository, "not_decoupled", NOT_DECOUPLED, demo)
     with existing_triton(install, options, repository, folder) as running:
         yield running
@@ -74,7 +74,7 @@ def test_its_model_json_names_the_target(triton: ExistingTriton) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("two_gpus", "'tensor_parallel_size' is 2; allowed: 1"), ("not_decoupled", "decoupled")],
+    [("pipeline", "'pipeline_parallel_size' is 2; allowed: 1"), ("not_decoupled", "decoupled")],
 )
 def test_a_model_that_cannot_work_is_refused_at_the_load(triton: ExistingTriton, name: str, reason: str) -> None:
     assert triton.get(f"/v2/models/{name}/ready").status_code == 400
