@@ -43,6 +43,7 @@ JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})
 # How llguidance's errors begin where nothing can follow.
 DEAD_END = "NoExtension"
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 Key = tuple[str, str, tuple[int, ...]]
 
@@ -177,6 +178,8 @@ class GrammarCompiler:
 
 def llguidance_grammar(grammar: StructuredOutputs) -> str:
     """The grammar in llguidance's own form. Raises `GrammarError` for text that is not of its kind."""
+    if grammar.kind == "grammar" and _EBNF_RULE.search(grammar.text):
+        raise GrammarError("is in EBNF (`root ::= ...`); write it in Lark's notation (`start: ...`)")
     try:
         if grammar.kind == "json":
             return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS))
