@@ -284,12 +284,6 @@ SERVING_MUTANTS = (
         ("a stream that does not end after its error is waited for", "ended.wait(END_S)", "ended.wait()"),
     ),
     *mutants_of(
-        "cli/dflash_cli/launcher/server.py",
-        ("tests/cli/test_launcher.py::test_a_stop_waits_for_requests_that_run_and_not_for_one_that_triton_keeps",),
-        ("a stop ends requests that run", ".num_in_flight() != 0:", ".num_in_flight() is None:"),
-        ("a stop waits for what Triton keeps", ".num_in_flight() != 0:", ".num_in_flight() != -1:"),
-    ),
-    *mutants_of(
         f"{TRITON}/heartbeat.py",
         ("tests/triton/test_heartbeat.py",),
         (

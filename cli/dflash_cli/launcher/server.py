@@ -41,9 +41,6 @@ __all__ = ["GrpcTls", "LauncherError", "TritonServer"]
 EXIT_MARGIN_S = 3.0
 # A server that has not finished loading has no requests to wait for, and does not heed a signal until it has.
 LOADING_EXIT_S = 1.0
-# Triton unloads a model at once when no request runs. One that it has not begun to unload after so long it keeps for
-# ever: for a stream whose client cancelled it in the moment of its end (server pull request 8078).
-IDLE_EXIT_S = 5.0
 # Once its models' stubs have ended, a server has sent all answers, but waits for up to two seconds more.
 UNLOADED_EXIT_S = 0.3
 TERMINATE_S = 0.5
@@ -350,18 +347,12 @@ class TritonServer:
         process.wait(KILL_S)
 
     def _wait_for_end(self, process: subprocess.Popen[str], members: set[Process]) -> None:
-        """Until it has ended, or its models have, or the time for requests in flight is over, or there is a hurry, or
-        none has run for so long that Triton waits for one that has ended."""
+        """Until it has ended, or its models have, or the time for requests in flight is over, or there is a hurry."""
         patience = self._exit_timeout_s + EXIT_MARGIN_S if self._ready else LOADING_EXIT_S
         deadline = time.monotonic() + patience
         has_stub = self._ready and bool(named(members, STUB_NAME))
-        busy_at = time.monotonic()
         while process.poll() is None and time.monotonic() < deadline and not self._hurry.is_set():
             if has_stub and not named(members, STUB_NAME):
                 deadline, has_stub = min(deadline, time.monotonic() + UNLOADED_EXIT_S), False
-            if self._running_files().num_in_flight() != 0:
-                busy_at = time.monotonic()
-            elif time.monotonic() - busy_at > IDLE_EXIT_S:
-                return
             members |= family(process.pid, members)
             time.sleep(POLL_S)
