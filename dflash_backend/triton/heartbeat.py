@@ -1,8 +1,7 @@
-"""Shows a supervisor of the server that the output thread runs, by the age of a file, and how many requests it has."""
+"""Shows a supervisor of the server that the output thread runs, by the age of a file."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +12,18 @@ INTERVAL_S = 1.0
 
 
 class Heartbeat:
-    """Touches a file about once a second, and writes the number of requests in flight to one beside it, whose name ends
-    with this process's id. Owned by one thread."""
+    """Touches a file about once a second. Owned by one thread."""
 
     def __init__(self, path: str | None, log: Callable[[str], None]) -> None:
         """Without a `path` nothing is done. `log` is called once if the file cannot be touched."""
         self._path = Path(path) if path else None
-        self._in_flight = Path(f"{path}.{os.getpid()}") if path else None
         self._log = log
         self._beat_at = float("-inf")
         self._has_failed = False
 
-    def beat(self, now: float, num_in_flight: int) -> None:
+    def beat(self, now: float) -> None:
         """Touch the file if that is due at `now`, in seconds of a clock that never goes back."""
-        if self._path is None or self._in_flight is None or now - self._beat_at < INTERVAL_S:
+        if self._path is None or now - self._beat_at < INTERVAL_S:
             return
         self._beat_at = now
         try:
@@ -34,14 +31,7 @@ class Heartbeat:
                 os.utime(self._path)
             except FileNotFoundError:
                 self._path.touch()
-            self._in_flight.write_text(str(num_in_flight), encoding="ascii")
         except OSError as error:
             if not self._has_failed:
                 self._log(f"the heartbeat file {self._path} of {HEARTBEAT_FILE} cannot be touched: {error.strerror}")
             self._has_failed = True
-
-    def end(self) -> None:
-        """The model is unloaded: nothing is said of its requests any more."""
-        if self._in_flight is not None:
-            with contextlib.suppress(OSError):
-                self._in_flight.unlink(missing_ok=True)

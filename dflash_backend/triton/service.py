@@ -222,7 +222,6 @@ class TritonService:
             failure = error
             self._log_failure(error)
         self._ended = True
-        self._heartbeat.end()
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
         closers = [publisher.close for publisher in self._publishers]
@@ -260,7 +259,7 @@ class TritonService:
             self._publish(outputs)
         self._requests.process(outputs)
         now = time.monotonic()
-        self._heartbeat.beat(now, len(self._requests))
+        self._heartbeat.beat(now)
         self._requests.check_server_memory(now)
         self._requests.check_cancelled(now)
         if outputs or self._requests:

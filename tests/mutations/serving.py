@@ -284,21 +284,6 @@ SERVING_MUTANTS = (
         ("a stream that does not end after its error is waited for", "ended.wait(END_S)", "ended.wait()"),
     ),
     *mutants_of(
-        f"{TRITON}/heartbeat.py",
-        ("tests/triton/test_heartbeat.py",),
-        (
-            "a model that is being unloaded still says that nothing runs",
-            "self._in_flight.unlink(missing_ok=True)",
-            "pass",
-        ),
-    ),
-    *mutants_of(
-        "cli/dflash_cli/launcher/server_files.py",
-        ("tests/cli/test_server_files.py",),
-        ("a model that has fallen silent is taken for one without requests", "file.stat().st_mtime < oldest", "False"),
-        ("requests of one model are those of all", "total += int(", "total = int("),
-    ),
-    *mutants_of(
         f"{TRITON}/model_config.py",
         ("tests/triton/test_model_config.py",),
         (

@@ -11,36 +11,23 @@ from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, INTERVAL_S, Heartbea
 def test_the_file_is_made_and_touched_once_an_interval(tmp_path):
     file = tmp_path / "heartbeat"
     heartbeat = Heartbeat(str(file), print)
-    heartbeat.beat(100.0, 0)
+    heartbeat.beat(100.0)
     os.utime(file, (1, 1))
-    heartbeat.beat(100.0 + INTERVAL_S / 2, 0)
+    heartbeat.beat(100.0 + INTERVAL_S / 2)
     assert file.stat().st_mtime == 1
-    heartbeat.beat(100.0 + INTERVAL_S, 0)
+    heartbeat.beat(100.0 + INTERVAL_S)
     assert file.stat().st_mtime > 1
 
 
-def test_the_requests_in_flight_are_said_until_the_model_is_unloaded(tmp_path):
-    heartbeat = Heartbeat(str(tmp_path / "heartbeat"), print)
-    in_flight = tmp_path / f"heartbeat.{os.getpid()}"
-    for turn, number in enumerate((7, 0)):
-        heartbeat.beat(100.0 + turn * INTERVAL_S, number)
-        assert in_flight.read_text() == str(number)
-    heartbeat.end()
-    heartbeat.end()
-    assert not in_flight.exists()
-
-
 def test_without_a_file_nothing_is_done():
-    heartbeat = Heartbeat(None, print)
-    heartbeat.beat(100.0, 0)
-    heartbeat.end()
+    Heartbeat(None, print).beat(100.0)
 
 
 def test_a_file_that_cannot_be_touched_is_said_once(tmp_path):
     lines: list[str] = []
     heartbeat = Heartbeat(str(tmp_path / "nowhere" / "heartbeat"), lines.append)
     for now in (100.0, 200.0):
-        heartbeat.beat(now, 0)
+        heartbeat.beat(now)
     (line,) = lines
     assert line.endswith("of DFLASH_HEARTBEAT_FILE cannot be touched: No such file or directory")
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE
@@ -18,8 +17,6 @@ SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
 # A folder that Triton's Python backend makes as it is loaded, whatever TMPDIR says, and removes when it ends by itself.
 PYTHON_ENV_FOLDERS = ("/tmp", "python_env_*")
-# A model writes its number of requests once a second.
-FRESH_S = 3.0
 # The name of a socket has at most 107 characters (`man 7 unix`); the engine's are `dflash-xxxxxxxx/out` in TMPDIR.
 LONGEST_FOLDER = 107 - len("/dflash-xxxxxxxx/out")
 
@@ -41,20 +38,6 @@ class ServerFiles:
     def heartbeat(self) -> Path:
         """The file that the model touches about once a second, from when it is ready."""
         return self.folder / "heartbeat"
-
-    def num_in_flight(self) -> int | None:
-        """Requests that the server's models have taken and not answered to the end; None where not all of them have
-        said so within `FRESH_S`, or one is being unloaded."""
-        total, oldest = 0, time.time() - FRESH_S
-        files = list(self.folder.glob(f"{self.heartbeat.name}.*"))
-        for file in files:
-            try:
-                if file.stat().st_mtime < oldest:
-                    return None
-                total += int(file.read_text(encoding="ascii"))
-            except (OSError, ValueError):  # it has just been removed, or is being written
-                return None
-        return total if files else None
 
     @property
     def segments_pattern(self) -> str:

@@ -5,8 +5,7 @@ log-probability -0.5. Special prompts: `error STATUS`, as the sampling parameter
 `break STATUS` sends one delta and then that error, `busy NAME COUNT` is refused COUNT times before it is echoed,
 `forever` streams until it is cancelled, `silent` waits until it is cancelled, but no longer than a second; a
 cancellation appends a line to the file named by TOY_CANCEL_LOG. TOY_FAIL in the environment fails the load with its
-text, TOY_HANG keeps it from ending, TOY_CHILD leaves a child process running, TOY_IN_FLIGHT is the number of requests
-that it says it has.
+text, TOY_HANG keeps it from ending, TOY_CHILD leaves a child process running.
 """
 
 import json
@@ -108,9 +107,6 @@ class TritonPythonModel:
 def beat(path):
     """Touch the file over and over, as the project's model does while it lives."""
     while True:
-        if "TOY_IN_FLIGHT" in os.environ:
-            with open(f"{path}.{os.getpid()}", "w") as in_flight:
-                in_flight.write(os.environ["TOY_IN_FLIGHT"])
         with open(path, "w"):
             pass
         os.utime(path)
