@@ -27,7 +27,7 @@ from dflash_client.responses import Outputs
 # How long the end of a channel is waited for.
 CLOSE_S = 2.0
 # And that of a stream whose request was refused or failed. Triton ends it at once, and where it was cancelled in that
-# moment Triton keeps it for ever (server pull request 8078): its model is never unloaded.
+# moment Triton keeps it for ever (see server pull request 8078): its model is never unloaded.
 END_S = 1.0
 
 

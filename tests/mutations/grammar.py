@@ -41,6 +41,16 @@ GRAMMAR_MUTANTS = (
         ("a grammar is called by another parameter's name", "(grammar, parameter=name)", "(grammar)"),
     ),
     *mutants_of(
+        COMPILER_FILE,
+        ("tests/structured_output/test_compiler.py",),
+        (
+            "Lark that names the sign of EBNF is taken for EBNF",
+            '[ \\t]*[\\w-]+[ \\t]*::=", re.MULTILINE',
+            '.*::=", re.MULTILINE',
+        ),
+        ("EBNF behind a comment is not known", '::=", re.MULTILINE', '::="'),
+    ),
+    *mutants_of(
         "dflash_backend/text/structured_outputs.py",
         ("tests/text/test_structured_outputs.py",),
         (

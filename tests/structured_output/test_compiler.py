@@ -107,6 +107,12 @@ def test_json_may_be_on_one_line_or_indented_and_no_more(compiler):
         assert (matcher.legal_drafts([*text])[0] == len(text)) == fits
 
 
+def test_a_grammar_in_larks_notation_may_have_the_sign_of_ebnf_in_its_text(compiler):
+    text = "x ::= y"
+    matcher = compiler.compile(of("grammar", f'start: "{text}"'), (EOS,)).matcher(MatcherRules())
+    assert matcher.legal_drafts([*text.encode(), EOS])[0] == len(text) + 1
+
+
 def test_the_same_grammar_is_compiled_once(compiler):
     first = compiler.submit(of("regex", "a+"), (EOS,)).result(10)
     again = compiler.submit(of("regex", "a+"), (EOS,))
