@@ -23,6 +23,7 @@ from dflash_backend.core.deadlines import Deadlines
 from dflash_backend.core.failures import failed, out_of_memory
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
 from dflash_backend.core.invariants import check_queues
+from dflash_backend.core.late_stops import LateStops
 from dflash_backend.core.plan import (
     RequestResult,
     ScheduledRequest,
@@ -105,6 +106,7 @@ class EngineCore:
         self._spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
         # As `stats` last reported them: an abort takes counts back, and a counter must not fall.
         self._reported_spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
+        self._late_stops = LateStops()
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -136,18 +138,17 @@ class EngineCore:
         """End these requests and free their blocks. No delta follows; ids that are not in progress are ignored.
 
         num_output_tokens: of requests whose text reached a stop string, how many of their output tokens belong to the
-        answer. Tokens past them leave the counts of speculation.
+        answer. Tokens past them leave the counts of speculation, also when the request has ended by itself meanwhile.
         """
         now = self._clock()
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            num_kept = num_output_tokens.get(request_id)
+            request, num_kept = self._requests.get(request_id), num_output_tokens.get(request_id)
             if num_kept is not None:
-                for num_draft, num_delivered, kept in request.trim_yields(num_kept):
-                    self._spec_stats.take_back(num_draft, num_delivered, kept)
-            self._remove(request, "abort" if num_kept is None else "stop", now)
+                yields = self._late_stops.take(request_id) if request is None else request.yields
+                if yields is not None:
+                    yields.take_back(num_kept, self._spec_stats)
+            if request is not None:
+                self._remove(request, "abort" if num_kept is None else "stop", now)
 
     def step(self) -> StepOutputs:
         """Advance by one step and return what came of it, with at most one delta a request.
@@ -373,6 +374,8 @@ class EngineCore:
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())
         if finish_reason is not None:
+            if request.yields is not None:
+                self._late_stops.remember(request.request_id, request.yields)
             self._remove(request, finish_reason, now)
         elif not token_ids and not of_prompt:
             return None

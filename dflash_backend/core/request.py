@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from dflash_backend.core.ending import EndRule
+from dflash_backend.core.late_stops import StepYields
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
@@ -101,9 +102,8 @@ class Request:
     # Log-probabilities of the prompt that were sent, from its second token on.
     num_prompt_logprobs: int = 0
     spec_stats: SpecDecodingStats = field(default_factory=SpecDecodingStats)
-    # Of each step that yielded tokens: the drafts that it verified, and how many tokens it yielded. Only kept for a
-    # request with stop strings, which the text may reach steps ago.
-    yields: list[tuple[int, int]] | None = None
+    # Only kept for a request with stop strings, which the text may have reached steps ago.
+    yields: StepYields | None = None
 
     @classmethod
     def from_generation_request(
@@ -131,7 +131,7 @@ class Request:
             draft_length=k,
             speculation=SpeculatingRow(k),
             spec_stats=SpecDecodingStats.zeros(k),
-            yields=[] if sampling.stop else None,
+            yields=StepYields() if sampling.stop else None,
         )
 
     @property
@@ -183,20 +183,7 @@ class Request:
         if num_draft:
             self.spec_stats.observe_draft(num_draft, num_tokens)
         if self.yields is not None:
-            self.yields.append((num_draft, num_tokens))
-
-    def trim_yields(self, num_kept: int) -> list[tuple[int, int, int]]:
-        """The drafting steps that yielded tokens past the first `num_kept` of the output: for each the number of its
-        drafts, the tokens that it yielded and those of them that are kept. They are forgotten here."""
-        trimmed = []
-        excess = self.num_output_tokens - num_kept
-        while excess > 0 and self.yields:
-            num_draft, num_tokens = self.yields.pop()
-            num_trimmed = min(excess, num_tokens)
-            excess -= num_trimmed
-            if num_draft:
-                trimmed.append((num_draft, num_tokens, num_tokens - num_trimmed))
-        return trimmed
+            self.yields.note(num_draft, num_tokens)
 
     def to_new_request(self) -> NewRequest:
         """What the worker must know to run it. The token ids are a copy: both sides append to their own."""

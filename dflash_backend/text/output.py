@@ -31,8 +31,8 @@ class AddedTokens(NamedTuple):
     """What a delta added to its completion.
 
     num_intervals: new tokens that have a token before them. interval_s: the mean time since that token, in seconds.
-    stopped_at: output tokens of the completion when a stop string ends it before the engine does, which must then abort
-    it; else None.
+    stopped_at: output tokens of the completion when a stop string ends it before the engine's own end, which the engine
+    must be told; else None.
     """
 
     num_intervals: int = 0
@@ -99,7 +99,8 @@ class CompletionState:
         if self._stopped or delta.finish_reason is not None:
             self.finish_reason, self.finished_at = "stop" if self._stopped else delta.finish_reason, now
             self.stats = delta.stats and delta.stats.with_last_step_trimmed(len(delta.token_ids), count)
-        stopped_at = self.num_tokens if self._stopped and delta.finish_reason is None else None
+        is_early = delta.finish_reason is None or count < len(delta.token_ids)
+        stopped_at = self.num_tokens if self._stopped and is_early else None
         if not count:
             return AddedTokens(stopped_at=stopped_at)
         before, self.last_token_at = self.last_token_at, now

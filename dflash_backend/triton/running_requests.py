@@ -21,6 +21,10 @@ from dflash_backend.triton.responder import Responder, SendFailed, one_line
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMemory
 
+# With more new deltas at once this thread is behind the engines, and a response for each would leave it there. As many
+# take a few milliseconds to send.
+MAX_SEPARATE_DELTAS = 32
+
 
 @dataclass(eq=False)
 class TritonRequest:
@@ -89,8 +93,15 @@ class RunningRequests:
             self.fail_lost(request, self._engines.how_lost(request.placement))
 
     def process(self, outputs: list[EngineOutputs]) -> None:
-        """Add the engines' outputs and send the responses that are due. Several steps that have arrived share one
-        response."""
+        """Add the engines' outputs and send the responses that are due: one for each step, as vLLM's backend does, or
+        for all steps that have arrived when those are many."""
+        if sum(len(message.outputs.deltas) for message in outputs) > MAX_SEPARATE_DELTAS:
+            self._process_together(outputs)
+            return
+        for message in outputs:
+            self._process_together([message])
+
+    def _process_together(self, outputs: list[EngineOutputs]) -> None:
         updated: dict[str, TritonRequest] = {}
         for message in outputs:
             self._add_outputs(message, updated)

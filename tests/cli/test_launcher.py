@@ -114,7 +114,12 @@ def test_a_stopped_server_leaves_no_process_no_file_and_no_shared_memory() -> No
 @pytest.mark.parametrize(
     ("environ", "ready_timeout_s", "message"),
     [
-        ({"TOY_FAIL": "the model is too large"}, 60.0, r"ended while it loaded \(status 1\): the model is too large$"),
+        # How Triton ends is its own affair: on a busy machine it may abort on its way out.
+        (
+            {"TOY_FAIL": "the model is too large"},
+            60.0,
+            r"ended while it loaded \((status 1|signal SIGABRT)\): the model is too large$",
+        ),
         ({"TOY_HANG": "1"}, 1.0, r"not ready after \d+ s, and its loading has said nothing new for 1 s"),
     ],
 )

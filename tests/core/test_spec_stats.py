@@ -6,6 +6,8 @@ import pytest
 from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED
 
+from dflash_backend.core import late_stops
+from dflash_backend.core.late_stops import LateStops, StepYields
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
 
@@ -50,6 +52,36 @@ def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool
     assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
     assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
     assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens
+
+
+@pytest.mark.parametrize("num_kept", range(1, 10))
+def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(num_kept: int) -> None:
+    engine = Engine(make_config())
+    (output,) = engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=9, stop=("x",)))
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 9)
+    # An abort without a count, as of a client that has gone, says nothing of the text.
+    engine.core.abort(["a"])
+    for _ in range(2):  # the second finds nothing to take back
+        engine.core.abort(["a"], {"a": num_kept})
+        spec = engine.core._spec_stats
+        assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
+        assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
+        assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens
+
+
+def test_the_yields_of_requests_that_have_ended_are_forgotten_when_they_are_many(monkeypatch) -> None:
+    monkeypatch.setattr(late_stops, "MAX_STEPS", 5)
+    stops = LateStops()
+    yields = {name: StepYields() for name in ("a", "b", "b again")}
+    for name, steps in yields.items():
+        for _ in range(2):
+            steps.note(3, 4)
+        stops.remember(name[0], steps)
+    assert stops.take("a") is None
+    assert stops.take("b") is yields["b again"], "an id may be used again"
+    assert stops.take("b") is yields["b"]
+    assert stops.take("b") is None
+    assert stops._num_steps == 0
 
 
 def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> None:

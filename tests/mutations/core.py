@@ -181,12 +181,31 @@ CORE_MUTANTS = (
         SPEC_COUNTS,
     ),
     *mutants_of(
-        f"{CORE}/engine.py",
+        f"{CORE}/late_stops.py",
         SPEC_COUNTS,
         (
             "what lies past a stop string counts",
-            "self._spec_stats.take_back(num_draft, num_delivered, kept)",
-            "self._spec_stats.take_back(num_draft, num_delivered, num_delivered)",
+            "max(0, num_kept - self.num_tokens))",
+            "num_tokens)",
+        ),
+        (
+            "a step that a stop string takes whole stays among the drafts",
+            "max(0, num_kept - self.num_tokens))",
+            "max(1, num_kept - self.num_tokens))",
+        ),
+        (
+            "what ended requests yielded is kept for ever",
+            "while self._num_steps > MAX_STEPS:",
+            "while self._num_steps > 10 * MAX_STEPS:",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        SPEC_COUNTS,
+        (
+            "what lies past a stop string counts when the request ended before the engine knew",
+            "self._late_stops.remember(request.request_id, request.yields)",
+            "pass",
         ),
         (
             "a counter of speculation decreases",

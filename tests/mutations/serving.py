@@ -229,12 +229,25 @@ SERVING_MUTANTS = (
             "now - state.arrived_at",
         ),
     ),
+    *mutants_of(
+        f"{TRITON}/running_requests.py",
+        ("tests/triton/test_answers.py",),
+        ("steps that arrive together share a response", "> MAX_SEPARATE_DELTAS:", "> 0:"),
+        ("the output thread stays behind, a response for each step", "> MAX_SEPARATE_DELTAS:", "> 10**9:"),
+    ),
     Mutant(
         "the engine is not told how many tokens count before a stop string",
         f"{TRITON}/running_requests.py",
         "AbortRequests([*aborted, *stopped_at], stopped_at)",
         "AbortRequests([*aborted, *stopped_at])",
         ("tests/triton/test_answers.py",),
+    ),
+    Mutant(
+        "the engine is not told of a stop string in its last delta",
+        "dflash_backend/text/output.py",
+        "is_early = delta.finish_reason is None or count < len(delta.token_ids)",
+        "is_early = delta.finish_reason is None",
+        ("tests/text/test_output.py",),
     ),
     Mutant(
         "the engine is not told of a cancelled request",

@@ -38,8 +38,8 @@ def test_a_stop_string_ends_the_answer_in_the_delta_that_completes_it(
     assert request.add(delta(b"abc", logprobs=logprobs)).stopped_at is None
     assert not request.finished
     added = request.add(delta(b"defg", engine_reason, logprobs=logprobs))
-    # The engine is to abort what it still runs.
-    assert added.stopped_at == (4 if engine_reason is None else None)
+    # Also one that has ended by itself counted what lies past the stop string.
+    assert added.stopped_at == 4
     assert request.finished
     assert (completion.finish_reason, "".join(completion.text)) == ("stop", "ab")
     assert (bytes(completion.token_ids), completion.num_tokens) == (b"abcd", 4)

@@ -8,6 +8,7 @@ import pytest
 
 from dflash_backend.messages import AbortRequests
 from dflash_backend.triton import reporter
+from dflash_backend.triton.running_requests import MAX_SEPARATE_DELTAS
 from tests.engine_client import toy_engine
 from tests.triton.fake_triton import Request
 from tests.triton.serving import TEXT, joined, returning, submit
@@ -77,6 +78,29 @@ def test_streamed_completions_have_one_response_a_step_and_one_end(service, monk
     assert responses[-1].outputs["finish_reason"] == ["length"] * 2
     # The second completion may reach the engine some steps after the first.
     assert len(responses) <= sum(bool(step.outputs.deltas) for step in steps)
+
+
+@pytest.mark.parametrize(("at_once", "shared"), [(MAX_SEPARATE_DELTAS, False), (MAX_SEPARATE_DELTAS + 1, True)])
+def test_steps_that_arrive_together_have_a_response_each_unless_they_are_many(service, monkeypatch, at_once, shared):
+    """vLLM's own test of its streams counts a response for each token."""
+    waiting, sizes, process = [], [], service._requests.process
+
+    def process_later(outputs):
+        for output in outputs:
+            waiting.append(output)
+            deltas = [delta for message in waiting for delta in message.outputs.deltas]
+            if len(deltas) == at_once or any(delta.finish_reason for delta in deltas):
+                sizes.append(len(deltas))
+                process(list(waiting))
+                waiting.clear()
+
+    monkeypatch.setattr(service._requests, "process", process_later)
+    responses = submit(service, "abc", 300, stream=True, return_num_output_tokens=True).all()
+    assert joined(responses) == "abc" * 100
+    assert sum(response.outputs["num_output_tokens"][0] for response in responses) == 300
+    assert len(sizes) > 2
+    assert len(responses) == sum(1 if size > MAX_SEPARATE_DELTAS else size for size in sizes)
+    assert (max(sizes) > MAX_SEPARATE_DELTAS) == shared
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(toy_engine.REFUSE, 1), (toy_engine.REFUSE_SECOND, 3)])
