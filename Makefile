@@ -26,7 +26,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
+.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -70,8 +70,11 @@ TIER := full
 test-fast: TIER := fast
 
 test: setup style ## Lint, types and all tests, slow ones included, but those that are marked nightly
-	@$(MAKE) --no-print-directory -j 2 types $(BYTECODE)
-	$(PYTEST)
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+# Beside mypy, which keeps one core for a third of a minute. Tests that run make are to know nothing of this one.
+tests: $(BYTECODE)
+	MAKEFLAGS= $(PYTEST)
 
 # Workers that all start on a fresh machine would each compile the same modules: a third of a minute of each.
 $(BYTECODE): $(STAMP)

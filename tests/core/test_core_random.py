@@ -21,7 +21,7 @@ from dflash_backend.core.engine import RequestError
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
-from tests.scale import SCALE, scaled
+from tests.scale import SCALE, by_night, scaled
 
 NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
@@ -192,7 +192,7 @@ def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> Non
     assert min(num_hits, num_accepted, num_evicted) > NUM_STEPS // (8 if NUM_STEPS >= 12_000 else 16)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [by_night(False), True])
 def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap: bool) -> None:
     """The worker checks each state that a row starts from, and after each step every copy that can be found is looked
     at."""
@@ -208,7 +208,7 @@ def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap
     assert num_copied >= num_steps // 200 > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [by_night(False), True])
 def test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic(overlap: bool) -> None:
     """The worker reads every position that a window shows, and after each step every block that can be found is looked
     at."""

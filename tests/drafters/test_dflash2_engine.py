@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 # The same steps in another order, or without padding, which the target's own tests have.
-BY_NIGHT = ("no overlap", "ragged steps alone")
+BY_NIGHT = ("no overlap", "ragged steps alone", "small chunks")
 
 
 @pytest.fixture(scope="module")

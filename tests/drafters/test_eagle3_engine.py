@@ -31,7 +31,7 @@ FORMS: dict[str, dict[str, Any] | None] = {"on a CPU": None, "any number": {}, "
 
 
 # The same steps in another order, or without padding, which the target's own tests have.
-BY_NIGHT = ("no overlap", "ragged steps alone")
+BY_NIGHT = ("no overlap", "ragged steps alone", "small chunks")
 
 
 @pytest.fixture(scope="module")
