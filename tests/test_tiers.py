@@ -44,11 +44,9 @@ def test_make_test_leaves_out_what_is_marked_for_the_night_alone() -> None:
     """Whatever is not in the fast tier, or in none, is then run by it."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (command,) = re.findall(r"^PYTEST = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    ((at_once, then),) = re.findall(
-        r"^test: setup style .*\n\t@\$\(MAKE\) .* -j 2 (.*)\n\t(.*)\n", makefile, re.MULTILINE
-    )
-    assert at_once.split() == ["types", "$(BYTECODE)"]
-    assert then == "$(PYTEST)"
+    (at_once,) = re.findall(r"^test: setup style .*\n\t@\$\(MAKE\) .* -j 2 (.*)\n", makefile, re.MULTILINE)
+    assert at_once.split() == ["types", "tests"]
+    assert re.findall(r"^tests: (.*)\n\t(.*)\n", makefile, re.MULTILINE) == [("$(BYTECODE)", "MAKEFLAGS= $(PYTEST)")]
     for options in (command, (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.pytest")[2]):
         assert not re.search(r" -[mk]\b|--deselect|--ignore|--tier", options)
     assert "--strict-skips" in command
