@@ -62,6 +62,7 @@ def test_more_ranks_than_cpus_are_refused_with_what_is_missing(
         ray_ranks.ray_ranks(8)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_node_that_is_lost_is_named_and_an_engine_waits_for_the_next(pair: dict[str, str], nodes: RayNodes) -> None:
     built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)

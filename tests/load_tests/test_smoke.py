@@ -53,6 +53,17 @@ def command(scenario: str, folder: Path, expected: Path, *options: str) -> list[
     return [sys.executable, "-m", "load_tests", scenario, "--settings", settings, *folders, "--users", "4", *options]
 
 
+def check_reports(directory: Path) -> None:
+    """A run leaves its figures, locust's reports, and what its server's processes used."""
+    written = {path.name for path in directory.iterdir()}
+    assert {"locust.html", "locust_stats.csv", "locust_stats_history.csv", "run.png", "summary.md"} <= written
+    with (directory / "server.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    assert all(float(rows[0][f"{role}_rss_mib"]) > 1 for role in ("stub", "engine", "server"))
+
+
+@pytest.mark.nightly
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.usefixtures("_triton")
@@ -71,12 +82,7 @@ def test_a_small_run_misses_nothing_and_leaves_its_reports(
     assert summary["requests"] == {**dict.fromkeys(summary["requests"], 0), "right": summary["requests"]["right"]}
     assert summary["requests"]["right"] > 4
     assert summary["num_kv_blocks"] > 0
-    written = {path.name for path in directory.iterdir()}
-    assert {"locust.html", "locust_stats.csv", "locust_stats_history.csv", "run.png", "summary.md"} <= written
-    with (directory / "server.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) >= 3
-    assert all(float(rows[0][f"{role}_rss_mib"]) > 1 for role in ("stub", "engine", "server"))
+    check_reports(directory)
 
 
 @pytest.mark.server
@@ -86,7 +92,7 @@ def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The expected answers are computed, kept, and spoiled before the run that reads them."""
-    # The test above has them computed in a process of its own.
+    # The nightly test has them computed in a process of its own.
     monkeypatch.setattr(
         module, "_compute_in_process", lambda asked, model, log: compute(asked, partial(generate, model))
     )
@@ -114,6 +120,7 @@ def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(
     assert "verdict: INTERRUPTED" in printed
     assert "FAIL: wrong answers" in printed
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["verdict"] == "INTERRUPTED"
+    check_reports(tmp_path / "run")
     wrong = [json.loads(line) for line in (tmp_path / "run" / "wrong.jsonl").read_text().splitlines()]
     assert {one["question"] for one in wrong} == {"burst-0"}
     assert wrong[0]["expected_token_ids"] != wrong[0]["got_token_ids"]

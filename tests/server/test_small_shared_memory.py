@@ -30,7 +30,8 @@ def small() -> Iterator[str]:
         pytest.skip("this user may not mount a /dev/shm of its own")
     ports = settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
     options = " ".join(f"{name} {number}" for name, number in ports.items())
-    command = f"{MOUNT} && exec {sys.executable} -m dflash_cli.main serve --host 127.0.0.1 --openai-port 0 {options}"
+    serve = "-m dflash_cli.main serve --host 127.0.0.1 --openai-port 0 --set kv_cache_gb=0.1"
+    command = f"{MOUNT} && exec {sys.executable} {serve} {options}"
     process = subprocess.Popen([*PRIVATE, "sh", "-c", command], env=clean_environ(), start_new_session=True)
     url = f"127.0.0.1:{ports['--http-port']}"
 
