@@ -374,8 +374,6 @@ class EngineCore:
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())
         if finish_reason is not None:
-            if request.yields is not None:
-                self._late_stops.remember(request.request_id, request.yields)
             self._remove(request, finish_reason, now)
         elif not token_ids and not of_prompt:
             return None
@@ -389,6 +387,8 @@ class EngineCore:
 
     def _remove(self, request: Request, reason: str, now: float, queued: bool = True) -> None:
         del self._requests[request.request_id]
+        if request.yields is not None:
+            self._late_stops.remember(request.request_id, request.yields)
         if not self._grammars.remove(request) and queued:
             self.scheduler.remove(request)
         if self._trace is not None:

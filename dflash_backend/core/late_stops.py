@@ -1,7 +1,7 @@
 """Takes speculation past a stop string out of the counts.
 
-The text is made elsewhere, so the engine is told of its end some steps later: by then it may have run the request to an
-end of its own, of which it remembers for a while what the last steps yielded.
+The text is made elsewhere, so the engine is told of its end some steps later. By then the request may have ended by its
+own length or deadline, so what steps of ended requests yielded is remembered for a while.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LateStops:
         self._num_steps = 0
 
     def remember(self, request_id: str, yields: StepYields) -> None:
-        """The request has ended by itself; the oldest are forgotten when there are too many."""
+        """The request has ended; the oldest are forgotten when there are too many steps."""
         self._ended.append((request_id, yields))
         self._num_steps += len(yields.steps)
         while self._num_steps > MAX_STEPS:

@@ -55,10 +55,17 @@ def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool
 
 
 @pytest.mark.parametrize("num_kept", range(1, 10))
-def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(num_kept: int) -> None:
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(num_kept: int, reason: str) -> None:
     engine = Engine(make_config())
-    (output,) = engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=9, stop=("x",)))
-    assert (output.finish_reason, len(output.token_ids)) == ("length", 9)
+    limit = {"length": {"max_tokens": 9}, "abort": {"max_tokens": 40, "deadline_s": 2.0}}[reason]
+    engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, stop=("x",), **limit))
+    while len(engine.outputs["a"].token_ids) < 9:
+        engine.step()
+    engine.clock.now = 2.0
+    engine.step()
+    output = engine.outputs["a"]
+    assert (output.finish_reason, len(output.token_ids)) == (reason, 9)
     # An abort without a count, as of a client that has gone, says nothing of the text.
     engine.core.abort(["a"])
     for _ in range(2):  # the second finds nothing to take back
