@@ -112,6 +112,16 @@ def test_panels_do_not_overlap() -> None:
     assert all(at["x"] + at["w"] <= 24 for at in positions)
 
 
+def test_an_alert_for_tokens_that_stand_still_looks_at_steps_too() -> None:
+    """An answer that is not streamed is counted at its end. promtool runs the case; this holds where it is not here."""
+    still = [
+        rule["expr"] for rule in alerts() if re.search(r"rate\(dflash:generation_tokens_total\S*\) == 0", rule["expr"])
+    ]
+    assert still
+    for expression in still:
+        assert re.search(r"unless sum by \(instance, model\) \(rate\(dflash:step_seconds_count\S*\)\) > 0$", expression)
+
+
 def test_the_page_says_what_to_do_about_every_alert() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert len(set(names)) == len(names)
