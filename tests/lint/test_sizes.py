@@ -1,4 +1,4 @@
-"""A file has at most 400 lines and a function at most 50, in source and tests."""
+"""A file has at most 700 lines and a function at most 60, in source and tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = 700
+MAX_FUNCTION_LINES = 60
 
 
 @pytest.fixture(scope="module")
