@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         command += ["-n", str(given.examples), "--seed", str(given.seed), "--request-timeout", "120"]
         command += ["--phases", given.phases]
         status = subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode
-        is_up = httpx.get(f"{url}/health", timeout=60, trust_env=False).is_success
+        is_up = httpx.get(f"{url}/health/live", timeout=60, trust_env=False).is_success
     print(f"schemathesis ended with status {status}; the front end {'is up' if is_up else 'is down'}")
     return 0 if status == 0 and is_up else 1
 

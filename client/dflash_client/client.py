@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dflash_client.address import ProtocolName, parse_url
 from dflash_client.connection import Connection, File
-from dflash_client.errors import ClientError, RequestTimeout, no_answer
+from dflash_client.errors import ClientError, InvalidArgument, RequestTimeout, no_answer
 from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
 from dflash_client.request import Request
@@ -95,14 +95,19 @@ class _Client(Generic[AnyStream]):
         `headers` go with this request alone."""
         return self._send(Request.build(self.model, stream, prompt, messages, sampling, headers), self.timeout_s)
 
-    def _send(self, request: Request, timeout_s: float) -> AnyStream:
-        started = self._stream_type(self._transport, Plan(request, timeout_s, self.retry))
+    def _send(self, request: Request, timeout_s: float, retry: RetryPolicy | None = None) -> AnyStream:
+        started = self._stream_type(self._transport, Plan(request, timeout_s, retry or self.retry))
         self._streams.add(started)
         return started
 
     def _why(self, error: ClientError | None, timeout_s: float) -> ClientError | None:
         """What `probe` returns: a probe that timed out is a server that does not answer."""
         return no_answer(self.address, timeout_s) if isinstance(error, RequestTimeout) else error
+
+    def _question(self, timeout_s: float) -> AnyStream:
+        """A request that the model answers with its description when it takes requests. Triton 2.51 calls a model ready
+        for as long as its process lives, also while its engine is being restarted."""
+        return self._send(Request.description(self.model), timeout_s, RetryPolicy(0))
 
     def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
         return RequestTimeout(
@@ -150,12 +155,22 @@ class DFlashClient(_Client[Stream]):
             return description("".join(delta.text for delta in stream))
 
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
-        """Whether the server is there and says that the model can take requests."""
+        """Whether the server is there and the model takes requests now."""
         return self.probe(timeout_s) is None
 
     def probe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> ClientError | None:
         """As `ready`, but says why not: the error, or None when the model can take requests."""
-        return self._why(self._transport.probe(self.model, timeout_s), timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if (error := self._transport.probe(self.model, timeout_s)) is None:
+            try:
+                with self._question(max(deadline - time.monotonic(), 0.001)) as answer:
+                    for _ in answer:
+                        pass
+            except InvalidArgument:
+                pass  # a model of another kind, which has no such input
+            except ClientError as refused:
+                error = refused
+        return self._why(error, timeout_s)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until `ready`. Raises `RequestTimeout`."""
@@ -204,7 +219,17 @@ class AsyncDFlashClient(_Client[AsyncStream]):
 
     async def probe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> ClientError | None:
         """As `DFlashClient.probe`."""
-        return self._why(await self._transport.probe(self.model, timeout_s), timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if (error := await self._transport.probe(self.model, timeout_s)) is None:
+            try:
+                async with self._question(max(deadline - time.monotonic(), 0.001)) as answer:
+                    async for _ in answer:
+                        pass
+            except InvalidArgument:
+                pass  # a model of another kind, which has no such input
+            except ClientError as refused:
+                error = refused
+        return self._why(error, timeout_s)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """As `DFlashClient.wait_ready`."""

@@ -144,7 +144,7 @@ class TritonService:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now would be taken."""
-        return self._refusal() is None
+        return self._refusal() is None and self._engines.any_alive
 
     def submit(self, request: Any) -> None:
         """Take one Triton request. Raises nothing: every error is a response."""

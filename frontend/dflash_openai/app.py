@@ -13,12 +13,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_openai.chat import create_chat_completion
 from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, ClientGone
-from dflash_openai.health import get_version, health
+from dflash_openai.health import get_version, live, ready
 from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
 from dflash_openai.models import get_model, list_models
 from dflash_openai.openapi import get_openapi
@@ -52,9 +53,10 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/health", health),
-        Route("/health/ready", health),
-        Route("/ping", health),
+        Route("/health", live),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/ping", ready),
         Route("/version", get_version),
         Route("/metrics", get_metrics),
         Route("/openapi.json", get_openapi),
@@ -63,7 +65,12 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
     metrics = FrontendMetrics(route.path for route in routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(MetricsMiddleware, metrics=metrics), *config.security.middleware(), *_telemetry(config)],
+        middleware=[
+            Middleware(TrailingSlashMiddleware),
+            Middleware(MetricsMiddleware, metrics=metrics),
+            *config.security.middleware(),
+            *_telemetry(config),
+        ],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,
@@ -73,8 +80,24 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         },
         lifespan=lifespan,
     )
+    # It would answer with a redirect, which a load balancer takes for good health.
+    app.router.redirect_slashes = False
     app.state.metrics = metrics
     return app
+
+
+class TrailingSlashMiddleware:
+    """Answers a path with a slash at its end as without. Goes outside of all others: they know paths without."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application."""
+        path = scope.get("path", "")
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
+            scope = {**scope, "path": path[:-1], "raw_path": scope.get("raw_path", b"").removesuffix(b"/")}
+        await self._app(scope, receive, send)
 
 
 def _telemetry(config: FrontendConfig) -> list[Middleware]:

@@ -22,7 +22,8 @@ BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
 }
 PLAIN: dict[str, str] = {
     "/v1/models": "The names of the model",
-    "/health": "Whether requests are taken",
+    "/health/live": "Whether this front end lives",
+    "/health/ready": "Whether requests are taken",
     "/version": "The version of this server",
     "/metrics": "Metrics in Prometheus's text format",
 }

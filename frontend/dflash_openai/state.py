@@ -16,6 +16,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, unavailable
+from dflash_openai.health import Readiness
 from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.triton_pool import ModelDescription, TritonPool
@@ -50,6 +51,7 @@ class Frontend:
     def __init__(self, config: FrontendConfig, pool: TritonPool | None = None) -> None:
         self.config = config
         self.pool = pool or TritonPool(config)
+        self.readiness = Readiness(self.pool)
         self._model: Model | None = None
         self._why_not = "the front end has not reached its server yet"
         self._stopping = False
@@ -90,6 +92,7 @@ class Frontend:
 
     async def close(self) -> None:
         """Close the connections; requests that still run are cancelled."""
+        self.readiness.close()
         await self.pool.close()
         if self._model is not None:
             self._model.prompts.close()

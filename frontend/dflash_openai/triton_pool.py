@@ -63,9 +63,17 @@ class TritonPool:
         self._num_running[client] += change
 
     async def probe(self, timeout_s: float) -> ClientError | None:
-        """None when at least one server takes requests, else why the last one does not."""
-        answers = await asyncio.gather(*(client.probe(timeout_s) for client in self._clients))
-        return None if any(answer is None for answer in answers) else answers[-1]
+        """None as soon as one server says that it takes requests; else why the last that answered does not."""
+        asking = [asyncio.create_task(client.probe(timeout_s)) for client in self._clients]
+        error: ClientError | None = None
+        try:
+            for answer in asyncio.as_completed(asking):
+                if (error := await answer) is None:
+                    return None
+            return error
+        finally:
+            for one in asking:
+                one.cancel()
 
     async def describe(self, timeout_s: float) -> ModelDescription:
         """What the first server that answers says of the model. Raises `ClientError`, or `msgspec.ValidationError` for

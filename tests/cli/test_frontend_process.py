@@ -50,7 +50,7 @@ def frontend(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Front
 
 def status(frontend: FrontendProcess) -> int | None:
     try:
-        return httpx.get(f"{frontend.url}/health", trust_env=False, verify=False, timeout=10).status_code
+        return httpx.get(f"{frontend.url}/health/ready", trust_env=False, verify=False, timeout=10).status_code
     except httpx.TransportError:
         return None
 

@@ -79,10 +79,12 @@ class _Echo(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc
         for request in requests:
             response = service_pb2.ModelStreamInferResponse()
             response.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
-            response.infer_response.raw_output_contents.append(request.raw_input_contents[0])
+            described = any(tensor.name == "describe" for tensor in request.inputs)
+            text = struct.pack("<I", 2) + b"{}" if described else request.raw_input_contents[0]
+            response.infer_response.raw_output_contents.append(text)
             yield response
-            (length,) = struct.unpack_from("<I", request.raw_input_contents[0])
-            if request.raw_input_contents[0][4 : 4 + length] == b"wait":
+            (length,) = struct.unpack_from("<I", text)
+            if text[4 : 4 + length] == b"wait":
                 self._seen.released.wait(20)
 
 
@@ -100,12 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 200:
             self._answer(status, b"<html>go away</html>")
             return
-        answer = json.dumps({"text_output": body["text_input"]}).encode()
+        text = "{}" if body.get("describe") else body["text_input"]
+        answer = json.dumps({"text_output": text}).encode()
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"data: " + answer + b"\n\n" if body["stream"] else answer)
+        self.wfile.write(b"data: " + answer + b"\n\n" if body.get("stream") else answer)
         self.wfile.flush()
-        if body["text_input"] == "wait":
+        if text == "wait":
             self.seen.released.wait(20)
 
     def _note(self) -> None:

@@ -19,7 +19,7 @@ from tests.frontend.scripted_pool import Script, ScriptedPool
 def wait_until_ready(http: TestClient) -> None:
     """Wait until the application has found its model."""
     deadline = time.monotonic() + 60
-    while http.get("/health").status_code != 200:
+    while http.get("/health/ready").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
+from typing import cast
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from dflash_client.errors import Unavailable
+from dflash_client.errors import ClientError, RequestTimeout, Unavailable
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
+from dflash_openai.health import Readiness
 from dflash_openai.metrics import merged
+from dflash_openai.triton_pool import TritonPool
 from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
@@ -38,20 +43,94 @@ def test_tokens_and_text(http: TestClient) -> None:
     assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping"])
-def test_health_follows_the_server(path: str, http: TestClient, pool: ScriptedPool) -> None:
-    assert http.get(path).status_code == 200
+@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize("path", ["/health/ready", "/ping"])
+def test_readiness_follows_the_server(path: str, slash: str, http: TestClient, pool: ScriptedPool) -> None:
+    def status() -> int:
+        return http.get(path + slash, follow_redirects=False).status_code
+
+    eventually(lambda: status() == 200, "ready")
     pool.unreachable = Unavailable("the engine restarts")
-    answer = http.get(path)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    eventually(lambda: status() == 503, "not ready", 2.0)
+    answer = http.get(path + slash)
+    assert answer.headers["retry-after"] == "1"
     assert "the engine restarts" in answer.json()["error"]["message"]
+    pool.unreachable = None
+    eventually(lambda: status() == 200, "ready again", 2.0)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/", "/health/live", "/health/live/"])
+def test_the_front_end_lives_whatever_its_server_does(path: str, http: TestClient, pool: ScriptedPool) -> None:
+    pool.unreachable = Unavailable("the engine restarts")
+    answer = http.get(path, follow_redirects=False)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/version/", "/metrics/"])
+def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str, http: TestClient) -> None:
+    assert http.get(path, follow_redirects=False).status_code == 200
+    assert http.get(path + "/", follow_redirects=False).status_code == 404
+
+
+class SlowPool:
+    """Servers that answer after `wait_s`."""
+
+    def __init__(self) -> None:
+        self.wait_s, self.num_asked = 0.0, 0
+
+    async def probe(self, timeout_s: float) -> ClientError | None:
+        self.num_asked += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(self.wait_s)
+        except TimeoutError:
+            return RequestTimeout("silence")
+        return None
+
+
+def test_many_who_ask_for_readiness_share_one_question() -> None:
+    async def run() -> tuple[list[str | None], int]:
+        pool = SlowPool()
+        readiness = Readiness(cast(TritonPool, pool))
+        answers = await asyncio.gather(*(readiness.why_not() for _ in range(1000)))
+        answers += await asyncio.gather(*(readiness.why_not() for _ in range(1000)))
+        return answers, pool.num_asked
+
+    assert asyncio.run(run()) == ([None] * 2000, 1)
+
+
+def test_servers_that_fall_silent_are_not_ready_after_a_while_and_nobody_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dflash_openai.health.KEPT_S", 0.0)
+    monkeypatch.setattr("dflash_openai.health.WAIT_S", 0.05)
+    monkeypatch.setattr("dflash_openai.health.SILENCE_S", 0.3)
+
+    async def run() -> None:
+        pool = SlowPool()
+        readiness = Readiness(cast(TritonPool, pool))
+        assert await readiness.why_not() is None
+        pool.wait_s = 100.0
+        began = time.monotonic()
+        assert await readiness.why_not() is None, "a server that is late is not yet one that hangs"
+        assert time.monotonic() - began < 0.25
+        while await readiness.why_not() is None:
+            assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began > 0.25
+        assert await readiness.why_not() == "silence"
+        pool.wait_s = 0.0
+        await asyncio.sleep(0.4)
+        assert await readiness.why_not() is None
+        readiness.close()
+
+    asyncio.run(run())
 
 
 def test_requests_before_the_model_is_there_are_told_why(model_dir: Path) -> None:
     pool = ScriptedPool(model_dir)
     pool.unreachable = Unavailable("it is loading")
     with TestClient(create_app(FrontendConfig(), pool)) as http:
-        for path in ("/v1/models", "/health"):
+        for path in ("/v1/models", "/health/ready", "/ping"):
             assert http.get(path).status_code == 503
         http.app.state.frontend._why_not = "it is loading"  # type: ignore[attr-defined]
         answer = http.post("/v1/completions", json={"prompt": "a"})

@@ -89,7 +89,7 @@ def running(model_dir: Path, started: list[Running]) -> Running:
         assert process.stdout is not None
         started.append(Running(process, int(process.stdout.readline())))
     running = started[-1]
-    eventually(lambda: running.get("/health").is_success, "ready", 60)
+    eventually(lambda: running.get("/health/ready").is_success, "ready", 60)
     eventually(lambda: "dflash_openai:requests_running 1\n" in running.get("/metrics").text, "nothing runs")
     running.num_asked_before += len(running.asked())
     return running
@@ -142,7 +142,7 @@ def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running:
     connection = running.connect(stream=True)
     connection.recv(20)
     running.process.terminate()
-    eventually(lambda: running.get("/health").status_code == 503, "draining")
+    eventually(lambda: running.get("/health/ready").status_code == 503, "draining")
     assert connection.recv(1000)
     assert running.process.wait(20) == 0
     connection.close()

@@ -57,7 +57,7 @@ def served(*options: str) -> Iterator[int]:
 
 def wait_until_ready(http: httpx.Client) -> None:
     deadline = time.monotonic() + 30
-    while http.get("/health").status_code != 200:
+    while http.get("/health/ready").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -89,7 +89,7 @@ def test_with_an_authority_for_clients_only_those_with_its_certificate_come_in(c
         with https(port, certificates, with_certificate=True) as http:
             wait_until_ready(http)
         with https(port, certificates, with_certificate=False) as http, pytest.raises(httpx.TransportError):
-            http.get("/health")
+            http.get("/health/ready")
 
 
 def first_line(port: int, sent: bytes) -> bytes:

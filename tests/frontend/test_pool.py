@@ -141,6 +141,16 @@ def test_the_description_is_that_of_a_server_that_answers() -> None:
     assert isinstance(asyncio.run(pool.probe(1)), Unavailable)
 
 
+def test_a_server_that_is_silent_does_not_delay_the_answer_of_one_that_is_ready() -> None:
+    async def run() -> ClientError | None:
+        silent = ScriptedClient("a")
+        silent.probe = lambda timeout_s: asyncio.sleep(timeout_s, Unavailable("silent"))  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            return await pool_of(silent, ScriptedClient("b"), ScriptedClient("c", Unavailable("starting"))).probe(60)
+
+    assert asyncio.run(run()) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

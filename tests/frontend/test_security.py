@@ -39,7 +39,7 @@ def start(model_dir: Path, pool: ScriptedPool) -> Iterator[Start]:
 def wait_until_ready(http: TestClient) -> None:
     """The application asks the model for its description in the background."""
     deadline = time.monotonic() + 30
-    while http.get("/health").status_code != 200:
+    while http.get("/health/ready").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

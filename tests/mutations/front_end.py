@@ -9,6 +9,34 @@ TESTS = "tests/frontend"
 
 FRONT_END_MUTANTS = (
     *mutants_of(
+        f"{FRONTEND}/health.py",
+        (f"{TESTS}/test_endpoints.py",),
+        ("each probe asks the servers", "if self._asking is None:", "if True:"),
+        (
+            "a probe waits for servers that are silent",
+            "await asyncio.wait([self._asking], timeout=WAIT_S)",
+            "await self._asking",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/app.py",
+        (f"{TESTS}/test_endpoints.py",),
+        (
+            "a slash at the end of a probe's path is answered with a redirect",
+            "            Middleware(TrailingSlashMiddleware),\n",
+            "",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/triton_pool.py",
+        (f"{TESTS}/test_pool.py",),
+        (
+            "a server that hangs makes the others unready",
+            "for answer in asyncio.as_completed(asking):",
+            "for answer in asking:",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/completions.py",
         (f"{TESTS}/test_completions.py",),
         (

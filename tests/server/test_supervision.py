@@ -87,14 +87,21 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_readiness_follows(short_tm
     with (
         new_server({"engine_hang_timeout_s": "4"}) as server,
         DFlashClient(server.http_url, "http", timeout_s=60) as client,
+        DFlashClient(server.grpc_url, timeout_s=60) as grpc,
     ):
         assert gauge(server, "dflash:engine_ready") == 1
         # Before it has served, so that the restart waits for a second.
         os.kill(engine_pids(server.pid)[0], signal.SIGKILL)
+        eventually(lambda: not client.ready() and not grpc.ready(), "not ready", 1.0)
+        for each in (client, grpc):
+            assert isinstance(error := each.probe(), Unavailable)
+            assert "the engine is being restarted after it died; try again" in str(error)
         eventually(lambda: gauge(server, "dflash:engine_ready") == 0, "not ready")
         with pytest.raises(Unavailable, match="the engine is being restarted after it died; try again"):
             client.generate("Hello", max_tokens=1)
         eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.ready()
+        assert grpc.ready()
         assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
         # Now it is idle.
         (hanging,) = engine_pids(server.pid)

@@ -153,7 +153,7 @@ class FrontendProcess:
                 socket.create_connection((reachable_host(self._host).strip("[]"), self._port), PROBE_TIMEOUT_S).close()
                 return None
             # Its certificate is for the name that clients use.
-            answer = httpx.get(f"{self.url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False, verify=False)
+            answer = httpx.get(f"{self.url}/health/ready", timeout=PROBE_TIMEOUT_S, trust_env=False, verify=False)
         except OSError as error:
             return str(error)
         except httpx.TransportError as error:

@@ -11,7 +11,7 @@ from dflash_openai.errors import ApiError
 from dflash_openai.middleware.api_keys import ApiKey, find_key
 
 # What answers without a key: whether the server is up, and the page, which asks its user for one.
-OPEN_PATHS = frozenset(("/health", "/health/ready", "/ping", "/"))
+OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/ping", "/"))
 OPEN_PREFIX = "/static/"
 
 

@@ -102,7 +102,7 @@ export class Api {
   }
 
   async isReady() {
-    await this.request("health");
+    await this.request("health/ready");
   }
 
   /** Each chunk of a chat completion, until the stream's end. */

@@ -119,7 +119,7 @@ def test_without_a_right_key_there_is_a_401_that_repeats_nothing(headers: dict[s
     assert "secret" not in response.text
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping", "/", "/static/app.js"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping", "/", "/static/app.js"])
 def test_health_and_the_page_need_no_key(path: str) -> None:
     assert call(APP, "GET", path).status_code == 200
 

@@ -80,7 +80,7 @@ class Standin:
         self.app = Starlette(
             routes=[
                 *playground_routes(),
-                Route("/health", lambda request: Response()),
+                Route("/health/ready", lambda request: Response()),
                 Route("/standin", self.state),
                 Route("/standin", self.change, methods=["POST"]),
                 Route("/v1/models", self.models),

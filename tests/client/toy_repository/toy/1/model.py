@@ -53,6 +53,9 @@ class TritonPythonModel:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             return tensor is not None and bool(tensor.as_numpy()[0])
 
+        if flag("describe"):
+            sender.send(response([Piece("{}", "None", None)], 0), flags=FINAL)
+            return
         prompt = text_of("text_input")
         if prompt is None and (messages := text_of("messages")) is not None:
             prompt = "".join(f"<{m['role']}>{m['content']}" for m in json.loads(messages))
