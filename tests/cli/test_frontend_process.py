@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -136,6 +138,19 @@ def test_it_is_not_waited_for_while_the_server_is_in_trouble(said: list[str]) ->
         assert said == []
     finally:
         frontend.stop()
+
+
+@pytest.mark.parametrize(
+    ("tls", "url"),
+    [
+        (None, "http://127.0.0.1:{port}/health/ready"),
+        (SimpleNamespace(client_ca=None), "https://127.0.0.1:{port}/health/ready"),
+        (SimpleNamespace(client_ca="ca.pem"), None),
+    ],
+)
+def test_who_has_no_certificate_asks_it_whether_requests_are_taken_where_it_lets_him(tls: Any, url: str | None) -> None:
+    port = free_port()
+    assert FrontendProcess("0.0.0.0", port, [], tls=tls).ready_url == (url and url.format(port=port))
 
 
 def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:

@@ -15,6 +15,9 @@ import pytest
 import yaml
 
 from dflash_backend.config import EngineConfig, environment_settings
+from dflash_cli.commands.serve import triton_host
+from dflash_cli.launcher.server import EXIT_MARGIN_S
+from dflash_cli.main import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/dflash-triton"
@@ -25,6 +28,19 @@ EVERYTHING = (
     "gpus=4,podMonitor.enabled=true,autoscaling.enabled=true,cache.accessModes={ReadWriteMany},kvEvents.enabled=true,"
     "settings.max_num_seqs=32,apiKeys.secretName=keys,hfToken.secretName=hf,runtimeClassName=nvidia,model.target=a/b"
 )
+HTTPS = "openai.tlsSecretName=tls"
+NO_FRONT_END = "openai.enabled=false"
+# Paths of the front end, which answers them without a key.
+READY, LIVE = "/health/ready", "/health/live"
+PROBES = {"startupProbe": READY, "readinessProbe": READY, "livenessProbe": LIVE}
+# What a pod has beside the time for its requests, and what Kubernetes gives one that asks for nothing.
+GRACE_S = 15
+DEFAULT_GRACE_S = 30
+CONFINED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm, on the PATH or in the variable HELM")
 
 
@@ -53,6 +69,26 @@ def container(resources: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def variables(resources: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {one["name"]: one["value"] for one in container(resources)["env"] if "value" in one}
+
+
+def template(name: str) -> str:
+    """The text of one of the chart's templates."""
+    return (CHART / "templates" / name).read_text(encoding="utf-8")
+
+
+def probed(one: dict[str, Any]) -> dict[str, tuple[str, int, str]]:
+    """Path, port and scheme of each probe of a container."""
+    ports = {each["name"]: each["containerPort"] for each in one["ports"]}
+    asked = {name: one[name]["httpGet"] for name in PROBES}
+    return {
+        name: (each["path"], ports.get(each["port"], each["port"]), each.get("scheme", "HTTP"))
+        for name, each in asked.items()
+    }
+
+
+def written_to(one: dict[str, Any]) -> set[str]:
+    """The folders of a container that can be written to beside its root."""
+    return {each["mountPath"] for each in one["volumeMounts"] if not each.get("readOnly")}
 
 
 def check_arguments(arguments: list[str]) -> None:
@@ -101,6 +137,139 @@ def test_the_kserve_runtime_is_one() -> None:
     mounts = {each["name"] for each in one["volumeMounts"]}
     assert mounts == {each["name"] for each in runtime["spec"]["volumes"]}
 
+    assert one["securityContext"] == CONFINED | {"runAsNonRoot": True, "runAsUser": 1000}
+    assert written_to(one) == {"/tmp", "/dev/shm", "/cache"}
+    assert one["resources"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": "1"}
+
+
+def test_the_kserve_runtimes_probes_ask_the_front_end() -> None:
+    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+    (one,) = runtime["spec"]["containers"]
+    assert not [word for word in one["args"] if word.startswith(("--port", "--openai-port", "--tls", "--ssl"))]
+    assert probed(one) == {name: (path, 9000, "HTTP") for name, path in PROBES.items()}
+    assert {name: one[name]["timeoutSeconds"] for name in ("readinessProbe", "livenessProbe")} == {
+        "readinessProbe": 5,
+        "livenessProbe": 10,
+    }
+
+
+def test_a_pod_of_kserve_has_more_time_to_end_than_its_requests() -> None:
+    """A runtime says nothing of a pod's grace period: KServe's own resource would."""
+    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+    assert "terminationGracePeriodSeconds" not in runtime["spec"]
+    (argument,) = [word for word in runtime["spec"]["containers"][0]["args"] if word.startswith("--exit-timeout=")]
+    assert int(argument.partition("=")[2]) + GRACE_S == DEFAULT_GRACE_S
+
+
+def test_the_charts_text_gives_a_pod_more_time_than_its_requests() -> None:
+    """What helm would render, for machines without it; so in the next one."""
+    text = template("deployment.yaml")
+    assert re.findall(r"terminationGracePeriodSeconds: (.*)", text) == [f"{{{{ add $v.exitTimeout {GRACE_S} }}}}"]
+    assert re.findall(r"--exit-timeout=(.*)", text) == ["{{ $v.exitTimeout }}"]
+    assert EXIT_MARGIN_S < GRACE_S
+
+
+def test_the_charts_text_has_probes_of_the_front_end_or_without_it_of_triton() -> None:
+    text = template("deployment.yaml")
+    assert dict(re.findall(r"(\w+Probe):\n +httpGet: {{ include \"dflash\.(\w+)\" \. }}", text)) == {
+        "startupProbe": "ready",
+        "readinessProbe": "ready",
+        "livenessProbe": "live",
+    }
+    helpers = template("_helpers.tpl")
+    assert 'define "dflash.scheme" -}}\n{{ if .Values.openai.tlsSecretName }}HTTPS{{ else }}HTTP{{ end }}\n' in helpers
+    branches = {
+        name: helpers.partition(f'define "dflash.{name}" -}}}}\n')[2].splitlines()[:4] for name in ("ready", "live")
+    }
+    assert branches == {
+        name: [
+            "{{- if .Values.openai.enabled -}}",
+            f'{{path: {path}, port: openai, scheme: {{{{ include "dflash.scheme" . }}}}}}',
+            "{{- else -}}",
+            f"{{path: {of_triton}, port: http}}",
+        ]
+        for name, path, of_triton in (("ready", READY, "/v2/models/dflash/ready"), ("live", LIVE, "/v2/health/live"))
+    }
+    assert "{name: openai, containerPort: 9000}" in text
+    assert "{name: http, containerPort: 8000}" in text
+    assert re.findall(r"^( +)readOnlyRootFilesystem: true$", text, re.MULTILINE) == [" " * 12]
+    assert VALUES["resources"]["limits"] == {"memory": "32Gi"}
+    assert VALUES["networkPolicy"]["enabled"] is True
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "scheme"),
+    [("", "HTTP"), ("apiKeys.secretName=keys", "HTTP"), (f"apiKeys.secretName=keys,{HTTPS}", "HTTPS")],
+)
+def test_probes_ask_the_front_end_by_what_it_speaks(values: str, scheme: str) -> None:
+    one = container(render(values))
+    assert probed(one) == {name: (path, 9000, scheme) for name, path in PROBES.items()}
+    tls = [word for word in one["args"] if word.startswith("--tls")]
+    assert tls == (
+        ["--tls-cert=/run/secrets/dflash-tls/tls.crt", "--tls-key=/run/secrets/dflash-tls/tls.key"]
+        if HTTPS in values
+        else []
+    )
+
+
+@needs_helm
+def test_without_a_front_end_probes_ask_triton() -> None:
+    resources = render(NO_FRONT_END)
+    one = container(resources)
+    ready = ("/v2/models/dflash/ready", 8000, "HTTP")
+    assert probed(one) == {
+        "startupProbe": ready,
+        "readinessProbe": ready,
+        "livenessProbe": ("/v2/health/live", 8000, "HTTP"),
+    }
+    assert "--port=0" in one["args"]
+    assert 9000 not in [each["port"] for each in resources["Service"]["spec"]["ports"]]
+
+
+@needs_helm
+@pytest.mark.parametrize("values", ["", EVERYTHING, f"cache.enabled=false,{NO_FRONT_END}", "exitTimeout=300"])
+def test_a_pod_is_confined(values: str) -> None:
+    resources = render(values)
+    one = container(resources)
+    assert one["securityContext"] == CONFINED
+    assert pod(resources)["securityContext"]["runAsNonRoot"] is True
+    secrets = {"/run/secrets/dflash"} if "apiKeys" in values else set()
+    assert written_to(one) == {"/tmp", "/dev/shm", "/cache"}
+    assert {each["mountPath"] for each in one["volumeMounts"] if each.get("readOnly")} == secrets
+    assert one["resources"]["limits"]["memory"] == "32Gi"
+    assert pod(resources)["terminationGracePeriodSeconds"] == (300 if "300" in values else 30) + GRACE_S
+
+
+@needs_helm
+def test_the_network_policy_lets_in_who_the_values_name() -> None:
+    def rules(values: str) -> list[tuple[list[str], Any]]:
+        policy = render(values)["NetworkPolicy"]["spec"]
+        assert policy["policyTypes"] == ["Ingress"]
+        return [([port["port"] for port in rule["ports"]], rule.get("from")) for rule in policy["ingress"]]
+
+    namespace, cluster = [{"podSelector": {}}], [{"namespaceSelector": {}}]
+    metrics = (["metrics"], cluster)
+    assert rules("") == [(["openai", "http", "grpc"], namespace), metrics]
+    assert rules(NO_FRONT_END) == [(["http", "grpc"], namespace), metrics]
+    events = (["kv-events", "kv-replay"], namespace)
+    assert rules("apiKeys.secretName=keys,kvEvents.enabled=true") == [(["openai"], None), metrics, events]
+    named = rules("apiKeys.secretName=keys,networkPolicy.from[0].ipBlock.cidr=10.0.0.0/8")
+    assert named == [(["openai"], [{"ipBlock": {"cidr": "10.0.0.0/8"}}]), metrics]
+    assert "NetworkPolicy" not in render("networkPolicy.enabled=false")
+    resources = render(EVERYTHING)
+    ports = {each["name"] for each in container(resources)["ports"]}
+    assert {port["port"] for rule in resources["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]} <= ports
+    labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+@needs_helm
+def test_with_keys_tritons_ports_stay_inside_the_pod() -> None:
+    arguments = container(render("apiKeys.secretName=keys"))["args"]
+    given = parser().parse_args(arguments)
+    assert (triton_host(given), given.metrics_host) == ("127.0.0.1", "0.0.0.0")
+
 
 @needs_helm
 @pytest.mark.parametrize("values", ["", EVERYTHING, "gpus=0,cache.enabled=false"])
@@ -115,8 +284,6 @@ def test_settings_and_options_of_the_pod_exist(values: str) -> None:
     check_arguments(arguments)
     mounts = {one["name"] for one in container(resources)["volumeMounts"]}
     assert mounts == {one["name"] for one in pod(resources)["volumes"]}
-    timeout = next(int(one.partition("=")[2]) for one in arguments if one.startswith("--exit-timeout"))
-    assert pod(resources)["terminationGracePeriodSeconds"] >= timeout + 15
     labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert resources["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert resources["Service"]["spec"]["selector"].items() <= labels.items()
@@ -124,8 +291,9 @@ def test_settings_and_options_of_the_pod_exist(values: str) -> None:
 
 @needs_helm
 def test_a_pod_gets_the_gpus_that_its_engines_take() -> None:
-    found = [container(render(values))["resources"].get("limits", {}) for values in ("", "gpus=8", "gpus=0")]
-    assert found == [{"nvidia.com/gpu": "1"}, {"nvidia.com/gpu": "8"}, {}]
+    found = [container(render(values))["resources"]["limits"] for values in ("", "gpus=8", "gpus=0")]
+    memory = {"memory": "32Gi"}
+    assert found == [memory | {"nvidia.com/gpu": "1"}, memory | {"nvidia.com/gpu": "8"}, memory]
     assert "DFLASH_DATA_PARALLEL_SIZE" not in variables(render("gpus=4,settings.tensor_parallel_size=4"))
 
 
@@ -140,7 +308,7 @@ def test_with_keys_the_service_has_no_port_that_checks_none() -> None:
 
 @needs_helm
 def test_the_autoscaler_and_the_monitor_are_of_this_deployment() -> None:
-    assert render().keys() == {"Deployment", "Service", "PersistentVolumeClaim"}
+    assert render().keys() == {"Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy"}
     resources = render(EVERYTHING)
     hpa = resources["HorizontalPodAutoscaler"]["spec"]
     assert hpa["scaleTargetRef"]["name"] == resources["Deployment"]["metadata"]["name"]
@@ -158,20 +326,30 @@ def test_the_autoscaler_and_the_monitor_are_of_this_deployment() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ("replicaCount=2", "set cache.accessModes to [ReadWriteMany]"),
+        ("replicaCount=2", r"set cache.accessModes to \[ReadWriteMany\]"),
         ("autoscaling.enabled=true,autoscaling.minReplicas=9,cache.enabled=false", "minReplicas is above"),
-        ("gpus=many", "gpus: Invalid type"),
-        ("gpu=1", "Additional property gpu is not allowed"),
+        ("gpus=many", r"gpus: Invalid type|at '/gpus': got string"),
+        ("gpu=1", "dditional propert(y gpu is|ies 'gpu') not allowed"),
+        ("extraArgs={--port=9001}", "--port is for the chart to say; set openai.enabled"),
+        (
+            "extraArgs={--no-access-log,--ssl-keyfile,k}",
+            "--ssl-keyfile is for the chart to say; set openai.tlsSecretName",
+        ),
+        ("extraArgs={--exit-timeout=60}", "set exitTimeout"),
+        ("extraArgs={--http-port=80}", "--http-port would move what probes and the service look for"),
+        ("extraArgs={--tls-client-ca=ca.pem}", "--tls-client-ca would shut out the probes"),
+        (f"{NO_FRONT_END},apiKeys.secretName=keys", "Triton checks no keys"),
+        (f"{NO_FRONT_END},{HTTPS}", "openai.enabled is false"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_a_sentence(values: str, words: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         render(values)
-    assert words in failed.value.stderr
+    assert re.search(words, failed.value.stderr)
 
 
 @needs_helm
-@pytest.mark.parametrize("values", ["", EVERYTHING])
+@pytest.mark.parametrize("values", ["", EVERYTHING, f"{HTTPS},networkPolicy.from[0].ipBlock.cidr=10.0.0.0/8"])
 def test_resources_are_as_the_schemas_of_kubernetes_have_them(values: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     for kind, resource in render(values).items():

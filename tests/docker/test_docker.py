@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shutil
+import ssl
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
@@ -130,7 +137,9 @@ def test_the_page_says_what_to_do_about_every_alert() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool")
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
-    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+    # The files of secrets are there in the container alone.
+    check, test = ["check", "config", "--syntax-only", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]
+    for command in (check, ["check", "rules", "alerts.yml"], test):
         done = subprocess.run(["promtool", *command], cwd=DOCKER / "prometheus", capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -219,6 +228,29 @@ def test_compose_gives_requests_less_time_than_docker_gives_the_server() -> None
     assert exit_timeout + EXIT_MARGIN_S < int(grace)
 
 
+def test_compose_gives_its_services_no_privilege_and_no_file_to_change() -> None:
+    for name, service in read("compose.yaml")["services"].items():
+        confined = {key: service[key] for key in ("cap_drop", "security_opt", "read_only")}
+        assert confined == {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "read_only": True}, name
+        assert not {"privileged", "cap_add", "pid", "ipc", "network_mode"} & service.keys(), name
+    for name in ("compose.keys.yaml", "compose.admin.yaml"):
+        for service in read(name)["services"].values():
+            assert not {"cap_drop", "security_opt", "read_only", "tmpfs", "volumes"} & service.keys()
+
+
+def test_a_server_in_compose_can_write_where_it_must_and_has_bounded_memory() -> None:
+    services = read("compose.yaml")["services"]
+    for name in ("dflash", "dflash-cpu"):
+        service = services[name]
+        # Triton makes environments in /tmp whose programs it starts; without "exec" Docker lets none run there.
+        assert service["tmpfs"] == ["/tmp:mode=1777,exec"]
+        assert [volume.split(":")[1] for volume in service["volumes"] if not volume.endswith(":ro")] == ["/cache"]
+        assert service["shm_size"] == "1gb"
+        assert service["mem_limit"] == "${MEMORY_LIMIT:-32g}"
+        assert "healthcheck" not in service, "the image has one"
+    assert services["grafana"]["tmpfs"] == ["/tmp:mode=1777", "/var/lib/grafana:mode=1777"]
+
+
 def test_secrets_are_files_and_grafana_has_no_administrator_unless_asked() -> None:
     compose, admin = read("compose.yaml"), read("compose.admin.yaml")
     service, grafana = compose["services"]["dflash"], compose["services"]["grafana"]["environment"]
@@ -245,14 +277,77 @@ def test_api_keys_are_a_secret_file_and_leave_tritons_ports_where_they_are() -> 
     assert ":?" in keys["secrets"]["api_keys"]["file"]
 
 
-@pytest.mark.server
-def test_the_health_check_follows_the_port(tmp_path: Path) -> None:
-    """The image's own command, with the folder of temporary files of this test."""
+def health_check(directory: str | Path, **environ: str) -> int:
+    """The exit status of the image's own command, with this folder of temporary files."""
     check = json.loads(re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", DOCKERFILE)[0])
+    command = [word.replace("/tmp/", f"{directory}/") for word in check]
+    return subprocess.run(command, capture_output=True, env=os.environ | environ).returncode
 
+
+@contextmanager
+def answering(status: int, certificate: trustme.LeafCert | None = None) -> Iterator[str]:
+    """The URL of a server that answers everything with this status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            certificate.configure_cert(context)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}/health/ready"
+        server.shutdown()
+        thread.join()
+
+
+def folder_of(server: str, directory: Path, url: str, age_s: float = 0) -> Path:
+    """What `serve` leaves in the folder of temporary files, made so many seconds ago."""
+    folder = directory / f"dflash-triton-{server}"
+    folder.mkdir(parents=True)
+    (folder / "ready-url").write_text(f"{url}\n")
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
+
+
+@pytest.mark.parametrize(("status", "result"), [(200, 0), (503, 1), (400, 1), (500, 1), (421, 1)])
+def test_the_health_check_is_what_the_server_says(status: int, result: int, tmp_path: Path) -> None:
+    with answering(status) as url:
+        folder = folder_of("7-a", tmp_path, url)
+        # A container is often told of a proxy, which knows nothing of its loopback.
+        assert health_check(tmp_path, http_proxy="http://127.0.0.1:9", ALL_PROXY="http://127.0.0.1:9") == result
+        # A server that was killed leaves its folder, and the container that starts again has both.
+        folder_of("7-b", tmp_path, "http://127.0.0.1:9/health/ready", age_s=60)
+        assert health_check(tmp_path) == result
+        os.utime(folder, (time.time() - 120,) * 2)
+        assert health_check(tmp_path) == 1
+    assert health_check(tmp_path) == 1
+    assert health_check(tmp_path / "empty") == 1
+
+
+def test_the_health_check_does_not_ask_for_whom_the_certificate_is(tmp_path: Path) -> None:
+    with answering(200, trustme.CA().issue_cert("llm.example")) as url:
+        folder_of("7-a", tmp_path, url)
+        assert health_check(tmp_path) == 0
+
+
+def test_a_health_check_that_hangs_fails_before_docker_ends_it(tmp_path: Path) -> None:
+    (timeout,) = re.findall(r"HEALTHCHECK .*--timeout=(\d+)s", DOCKERFILE)
+    (longest,) = re.findall(r"HEALTHCHECK .*\\\n.*--max-time (\d+) ", DOCKERFILE)
+    assert int(longest) < int(timeout)
+
+
+@pytest.mark.server
+def test_the_health_check_follows_the_port() -> None:
     def healthy(directory: str) -> bool:
-        command = [word.replace("/tmp/", f"{directory}/") for word in check]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return health_check(directory) == 0
 
     with tempfile.TemporaryDirectory(prefix="health") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", directory)

@@ -82,7 +82,7 @@ NOT_RUN = {
     },
     "docs/deployment.md": {
         "docker build -f docker/Dockerfile -t dflash-triton .": CONTAINER,
-        "docker run --rm --init --gpus 1 --shm-size 1g --stop-timeout 45 \\": CONTAINER,
+        "docker run --rm --init --gpus 1 --shm-size 1g --stop-timeout 45 --memory 32g \\": CONTAINER,
         "docker run --rm -v /srv/models:/models:ro dflash-triton inspect /models/Qwen3-8B "
         "--draft /models/Qwen3-8B-DFlash-b16": CONTAINER,
         "docker compose -f docker/compose.yaml --profile gpu up --build": CONTAINER,

@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = Lines()
     log = ServeLog(lines, arguments.verbose)
     try:
-        server = _server(arguments, log)
         frontend = _frontend(arguments, lines.say)
+        server = _server(arguments, log, frontend.ready_url if frontend is not None else None)
         for warning in warnings(arguments):
             lines.say(warning)
     except (ConfigError, LauncherError) as error:
@@ -96,8 +96,8 @@ def _start_before(server: TritonServer, frontend: FrontendProcess, hang_timeout_
         frontend.start(server.grpc_url, server.metrics_url, watch.trouble)
 
 
-def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
-    """The server that the options ask for. Raises `ConfigError` or `LauncherError`."""
+def _server(arguments: argparse.Namespace, log: ServeLog, ready_url: str | None) -> TritonServer:
+    """The server that the options ask for; `ready_url` is the front end's. Raises `ConfigError` or `LauncherError`."""
     from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
 
     tls = None
@@ -119,6 +119,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
         extra_options=arguments.tritonserver_options,
         ready_timeout_s=arguments.load_timeout,
         exit_timeout_s=arguments.exit_timeout,
+        ready_url=ready_url,
         environ={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},
         on_progress=log.progress,
         on_log=log,

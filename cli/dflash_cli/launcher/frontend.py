@@ -72,6 +72,11 @@ class FrontendProcess:
         return f"{'http' if self._tls is None else 'https'}://{reachable_host(self._host)}:{self._port}"
 
     @property
+    def ready_url(self) -> str | None:
+        """What says whether requests are taken, to who has no certificate; None where it lets in no one without."""
+        return None if self._tls is not None and self._tls.client_ca is not None else f"{self.url}/health/ready"
+
+    @property
     def pid(self) -> int | None:
         """Its process; None when it does not run."""
         return None if self._process is None else self._process.pid

@@ -67,7 +67,8 @@ class TritonServer:
     gRPC. `extra_options` go to `tritonserver` as they are.
 
     A load that says nothing new for `ready_timeout_s` (0: any time) is given up. Requests in flight have
-    `exit_timeout_s` at a stop. `stopping` says that `stop` is under way. A stopped object can be started again. However
+    `exit_timeout_s` at a stop. `ready_url`, in the file `ready-url` of `folder`, says whether requests are taken, by
+    default Triton's own. `stopping` says that `stop` is under way. A stopped object can be started again. However
     the process that started a server ends, the server ends too, and nothing of it stays. Raises `LauncherError` or
     `ConfigError`, with a sentence for the operator.
     """
@@ -91,6 +92,7 @@ class TritonServer:
         extra_options: Sequence[str] = (),
         ready_timeout_s: float = 1800.0,
         exit_timeout_s: int = 5,
+        ready_url: str | None = None,
         environ: Mapping[str, str] | None = None,
         on_progress: Callable[[str], None] | None = None,
         on_log: Callable[[LogLine], None] | None = None,
@@ -111,6 +113,7 @@ class TritonServer:
         self._model_repository = model_repository
         self._ready_timeout_s = ready_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._ready_url = ready_url
         self._environ = environment_with(os.environ if environ is None else environ, settings or {})
         self._on_progress = on_progress
         self._on_log = on_log
@@ -261,7 +264,8 @@ class TritonServer:
         for name, settings in self._models.items():
             copy_model(source, files.folder / "models" / name)
             adapt(files.folder / "models" / name / "config.pbtxt", settings, self._instances)
-        files.write(self.http_url, self.api_key)
+        of_triton = f"http://{self.http_url}/v2/models/{self.model_name}/ready"
+        files.write(self.http_url, self._ready_url or of_triton, self.api_key)
         command = [str(install.binary), *install.prepare_backends(files.folder / "backends"), *self._options(files)]
         # What the server's processes write lies in the launcher's folder, and goes with it.
         environ = install.environment(self._environ)

@@ -47,9 +47,11 @@ class ServerFiles:
     def _segments(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"{self.segment_prefix}*"))
 
-    def write(self, http_url: str, api_key: str) -> None:
-        """Note address and key, for health checks that do not know how the server was started and for the operator."""
+    def write(self, http_url: str, ready_url: str, api_key: str) -> None:
+        """Note address and key, for the operator, and the URL that says whether requests are taken, for health checks
+        that do not know how the server was started."""
         (self.folder / "http-address").write_text(http_url + "\n", encoding="utf-8")
+        (self.folder / "ready-url").write_text(ready_url + "\n", encoding="utf-8")
         (self.folder / "api-key").write_text(api_key + "\n", encoding="utf-8")
 
     def protect(self) -> None:

@@ -12,3 +12,44 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
+
+{{- define "dflash.scheme" -}}
+{{ if .Values.openai.tlsSecretName }}HTTPS{{ else }}HTTP{{ end }}
+{{- end }}
+
+{{- /* Whether requests are taken: 503, or from Triton 400, while no engine takes any. */}}
+{{- define "dflash.ready" -}}
+{{- if .Values.openai.enabled -}}
+{path: /health/ready, port: openai, scheme: {{ include "dflash.scheme" . }}}
+{{- else -}}
+{path: /v2/models/dflash/ready, port: http}
+{{- end }}
+{{- end }}
+
+{{- define "dflash.live" -}}
+{{- if .Values.openai.enabled -}}
+{path: /health/live, port: openai, scheme: {{ include "dflash.scheme" . }}}
+{{- else -}}
+{path: /v2/health/live, port: http}
+{{- end }}
+{{- end }}
+
+{{- /* Fails for an option that probes, ports or the grace period would not know of. */}}
+{{- define "dflash.checkArguments" -}}
+{{- $instead := dict
+  "--port" "openai.enabled" "--openai-port" "openai.enabled"
+  "--tls-cert" "openai.tlsSecretName" "--tls-key" "openai.tlsSecretName"
+  "--ssl-certfile" "openai.tlsSecretName" "--ssl-keyfile" "openai.tlsSecretName"
+  "--exit-timeout" "exitTimeout" "--api-key-file" "apiKeys.secretName" "--api-key" "apiKeys.secretName" }}
+{{- $fixed := list "--host" "--triton-host" "--metrics-host" "--http-port" "--grpc-port" "--metrics-port" "--model-name" }}
+{{- range $argument := .Values.extraArgs }}
+{{- $option := first (splitList "=" $argument) }}
+{{- if hasKey $instead $option }}
+{{- fail (printf "extraArgs: %s is for the chart to say; set %s" $option (get $instead $option)) }}
+{{- else if has $option $fixed }}
+{{- fail (printf "extraArgs: %s would move what probes and the service look for" $option) }}
+{{- else if has $option (list "--tls-client-ca" "--ssl-ca-certs") }}
+{{- fail (printf "extraArgs: %s would shut out the probes, which have no certificate; let a proxy ask clients for theirs" $option) }}
+{{- end }}
+{{- end }}
+{{- end }}
