@@ -122,13 +122,15 @@ GPU_TESTS := tests/gpu/test_serving_attention.py tests/worker/test_step_ops.py t
   tests/kernels
 GPU_JOBS ?= 8
 
-test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server; GPU_JOBS: processes
+test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server; GPU_JOBS: processes; SANITIZER=1: under compute-sanitizer as well
 	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs \
-	  $(if $(shell $(GPU_RUN) -c "import xdist; print(1)" 2>/dev/null),-n $(GPU_JOBS)) $(GPU_TESTS) $(ARGS)
+	  $(if $(shell $(GPU_RUN) -c "import xdist; print(1)" 2>/dev/null),-n $(GPU_JOBS)) \
+	  $(if $(SANITIZER),,-m "not sanitizer") $(GPU_TESTS) $(ARGS)
 
 gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \
-	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --only-binary=:all: --no-deps msgspec safetensors pyzmq
+	  $(addprefix --platform ,manylinux_2_31_x86_64 manylinux_2_28_x86_64 manylinux2014_x86_64) --only-binary=:all: \
+	  --no-deps msgspec safetensors pyzmq llguidance
 
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)

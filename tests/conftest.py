@@ -54,6 +54,7 @@ SPLIT = (
     "tests/kernels/",
     "tests/core/",
     "tests/attention/",
+    "tests/gpu/test_engine.py",
     "tests/test_lossless.py",
     "tests/load_tests/test_smoke.py",
 )

@@ -67,7 +67,8 @@ def context(
     if pool is not None:
         first = np.cumsum(lens) - lens
         numbers = [
-            torch.tensor(each, dtype=torch.int32) for each in (range(len(lens)), starts, first.tolist(), query_lens)
+            torch.tensor(list(each), dtype=torch.int32, device=device)
+            for each in (range(len(lens)), starts, first.tolist(), query_lens)
         ]
         states = StateRows.of(pool, StateLayout(*numbers, widths=lens, num_tokens=len(positions)))
     return PagedContext.prepare(layout, where, to, backend, patterns, dtype, states=states)

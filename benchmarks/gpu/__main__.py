@@ -6,7 +6,7 @@ import importlib.util
 import sys
 
 # What the engine imports besides torch and numpy.
-ENGINE_PACKAGES = ("msgspec", "safetensors")
+ENGINE_PACKAGES = ("msgspec", "safetensors", "llguidance", "tokenizers")
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from dflash_backend.engine.gpu_peers import (
     ReportUse,
     Variants,
 )
+from dflash_backend.heap import freeze_heap
 from dflash_backend.models.parallel import Follower
 from dflash_backend.models.vocabulary import Sums
 from dflash_backend.worker.graphs import no_collection
@@ -44,6 +45,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        freeze_heap()  # or each capture looks through all of it
 
     @contextmanager
     def __call__(self) -> Iterator[Graph]:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from dflash_backend.core.plan import MIN_SHARING_ROWS
+from dflash_backend.models.peers import ALONE
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LengthBounds, StepInputs
 from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.mixed_steps import mixed_inputs, smallest_mixed
@@ -166,8 +167,12 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return as_integers.view(tensor.dtype)
 
 
+class CaptureError(RuntimeError):
+    """A step cannot be captured in a CUDA graph here, for another reason than memory."""
+
+
 class GraphCapturer:
-    """Captures padded steps, all with their memory in one pool: they run one at a time."""
+    """Captures padded steps, all with their memory in one pool: they run one at a time. Between `no_collection`."""
 
     def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
         self._step = step
@@ -176,16 +181,23 @@ class GraphCapturer:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, inputs: StepInputs) -> CapturedStep | None:
-        """Capture a step; None when memory does not suffice."""
+        """Capture a step; None when memory does not suffice. Raises `CaptureError`."""
         if self._step.target.peers.least_free(torch.cuda.mem_get_info()[0]) < RESERVED_BYTES:
             return None
         self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-        torch.cuda.current_stream().synchronize()
+        current = torch.cuda.current_stream()
+        current.synchronize()
         try:
-            with no_collection():
-                return CapturedStep(self._step, inputs, self._pool, self._stream)
+            return CapturedStep(self._step, inputs, self._pool, self._stream)
         except torch.OutOfMemoryError:
             return None
+        except RuntimeError as error:
+            # With ranks, the others' half of this capture is in an unknown state.
+            if self._step.target.peers is not ALONE:
+                raise
+            raise CaptureError(str(error).partition("\n")[0]) from error
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails as it ends leaves its own
 
 
 def capture_sizes(max_rows: int, tokens_per_row: int = 1) -> list[int]:
@@ -264,6 +276,10 @@ class GraphRunner:
         ]
         return steps[min(fitting)[-1]] if fitting else None
 
+    def clear(self) -> None:
+        """Drop all padded steps."""
+        self._steps, self._mixed = {}, {}
+
     def make(
         self,
         make: MakeStep,
@@ -289,8 +305,7 @@ class GraphRunner:
             for shared in (True, False)
             if (sampled or not kind) and (not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS))
         ]
-        self._steps = {}
-        self._mixed = {}
+        self.clear()
         missing = []
         for number, (size, (num_verified, draft_width), kind, shared) in enumerate(wanted):
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows{' with a shared prefix' if shared else ''}"
@@ -356,7 +371,8 @@ def _say_what_is_missing(missing: Sequence[str], num_wanted: int) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection, which could free memory of the device in the midst of a capture."""
+    """No garbage collection, which could free memory of the device in the midst of a capture. Around all captures, not
+    around each: to look through all objects of an engine takes longer than a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.ended_rows import drafting_rows
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
+    CaptureError,
     ChosenTokens,
     EagerStep,
     GraphCapturer,
@@ -45,6 +46,7 @@ from dflash_backend.worker.graphs import (
     PaddedStep,
     Progress,
     capture_sizes,
+    no_collection,
 )
 from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.logits import LogitsProcessors
@@ -145,14 +147,24 @@ class ModelRunner:
             warm_up(self.step, self.layouts, self._max_tokens, [width for _, width in shapes])
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
-        if use_graphs and self.device.type == "cuda":
+        captures = use_graphs and self.device.type == "cuda"
+        if captures:
             make: MakeStep = GraphCapturer(self.step, self.layouts)
             mixed = self._mixed_shapes() if mixed is None and serves else mixed or ()
         else:
             # Without graphs a step with prompts gains nothing by padding.
             make, progress, mixed = partial(EagerStep, self.step), lambda message, done: None, mixed or ()
-        self.graphs.make(make, sizes, serves, progress, shapes)
-        self.graphs.make_mixed(make, mixed, serves, progress)
+        try:
+            with no_collection() if captures else nullcontext():
+                self.graphs.make(make, sizes, serves, progress, shapes)
+                self.graphs.make_mixed(make, mixed, serves, progress)
+        except CaptureError as error:
+            self.graphs.clear()
+            _log.error(
+                "CUDA graphs cannot be captured here (%s). Steps run operation by operation, which is much slower; "
+                "enable_cuda_graphs=false starts without the attempt",
+                error,
+            )
 
     def _mixed_shapes(self) -> list[tuple[int, int]]:
         """Those of `mixed_steps`; none where a row's bound costs more than empty tiles: recurrent layers, and attention

@@ -30,7 +30,8 @@ def quantise_activations_reference(
     num_tokens, inputs = x.shape
     groups = -(-inputs // columns)
     padded = torch.nn.functional.pad(x.float(), (0, groups * columns - inputs)).view(num_tokens, groups, columns)
-    scales = padded.abs().amax(dim=2) / LARGEST
+    # By a tensor: a GPU divides by a number as it multiplies by its reciprocal, which rounds twice.
+    scales = padded.abs().amax(dim=2) / padded.new_tensor(LARGEST)
     codes = (padded / torch.where(scales > 0, scales, 1.0)[:, :, None]).to(CODE)
     return codes.view(num_tokens, -1)[:, :inputs].contiguous().to(dtype), scales.t().contiguous()
 
@@ -43,9 +44,9 @@ if triton is not None:
     WARP_NUMBERS = 1024
 
     @cached_launches
-    @triton.jit(do_not_specialize=["num_tokens"])
+    @triton.jit(do_not_specialize=["scales_stride"])
     def _quantise_activations_kernel(
-        x_ptr, codes_ptr, scales_ptr, num_tokens, x_stride, inputs, columns, AS_NUMBERS: tl.constexpr,
+        x_ptr, codes_ptr, scales_ptr, scales_stride, x_stride, inputs, columns, AS_NUMBERS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program has one group of a token."""
@@ -58,7 +59,7 @@ if triton is not None:
         scale = tl.div_rn(top, _LARGEST + tl.zeros_like(top))
         # Neither the largest number nor a code of a NaN is one.
         scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 0) > 0, float("nan"), scale)
-        tl.store(scales_ptr + tl.cast(group, tl.int64) * num_tokens + token, scale)
+        tl.store(scales_ptr + tl.cast(group, tl.int64) * scales_stride + token, scale)
         codes = encode_e4m3(tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(numbers)))
         code_ptrs = codes_ptr + token * inputs + column
         if AS_NUMBERS:
@@ -67,18 +68,22 @@ if triton is not None:
             tl.store(code_ptrs, codes, mask=inside)
 
     def quantise_activations(
-        x: torch.Tensor, columns: int, dtype: torch.dtype = CODE
+        x: torch.Tensor, columns: int, dtype: torch.dtype = CODE, multiple: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `quantise_activations_reference`, in one launch; the numbers of a row of x lie side by side."""
+        """As `quantise_activations_reference`, in one launch; the numbers of a row of x lie side by side.
+
+        The results have tokens up to a multiple of `multiple`; codes and scales of those after x's are not written.
+        """
         num_tokens, inputs = x.shape
+        num_rows = triton.cdiv(num_tokens, multiple) * multiple
         groups = triton.cdiv(inputs, columns)
-        scales = torch.empty(groups, num_tokens, device=x.device)
+        scales = torch.empty(groups, num_rows, device=x.device)
         # Bytes are written by integer operations, since not every GPU has the type.
-        codes = torch.empty(num_tokens, inputs, dtype=torch.uint8 if dtype == CODE else dtype, device=x.device)
+        codes = torch.empty(num_rows, inputs, dtype=torch.uint8 if dtype == CODE else dtype, device=x.device)
         if num_tokens:
             block = triton.next_power_of_2(columns)
             _quantise_activations_kernel[(num_tokens, groups)](
-                x, codes, scales, num_tokens, x.stride(0), inputs, columns, AS_NUMBERS=dtype != CODE, BLOCK=block,
+                x, codes, scales, num_rows, x.stride(0), inputs, columns, AS_NUMBERS=dtype != CODE, BLOCK=block,
                 num_warps=max(1, min(16, 4 * block // WARP_NUMBERS)),
             )  # fmt: skip
         return codes.view(CODE) if dtype == CODE else codes, scales

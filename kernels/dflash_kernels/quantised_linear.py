@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -388,6 +389,7 @@ if triton is not None:
         return out.view(*x.shape[:-1], outputs)
 
 
+@cache
 def reading_on(device: torch.device) -> int:
     """How codes of e4m3 are read there."""
     if device.type != "cuda":

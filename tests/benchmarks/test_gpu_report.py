@@ -47,6 +47,12 @@ def test_gap_is_what_no_phase_accounts_for() -> None:
     assert CYCLE.over_floor("inject") == pytest.approx(1.3)
 
 
+def test_a_gpu_of_less_bandwidth_owes_fewer_tokens() -> None:
+    assert report.tokens_bound(replace(results(), ceilings=Ceilings(4.28e12, 8e14))) == 1150
+    assert report.tokens_bound(replace(results(), ceilings=Ceilings(2.996e12, 8e14))) == 805
+    assert report.tokens_bound(replace(results(), ceilings=None)) == 1150
+
+
 def test_promises_are_checked_on_both_sides_and_not_without_a_measurement() -> None:
     verdicts = {target.name: target.verdict for target in report.targets(results(CYCLE))}
     assert verdicts["verify over its floor, batch 1"] == "met"

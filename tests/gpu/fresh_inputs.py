@@ -15,6 +15,8 @@ import torch
 
 VARIABLE = "KERNEL_SEED"
 BASE_SEED = int(os.environ.get(VARIABLE) or time.time_ns() % 1_000_000_007)
+# Workers of pytest-xdist start after this process has loaded the plugin, and take its seed.
+os.environ[VARIABLE] = str(BASE_SEED)
 
 
 class FreshGenerator(torch.Generator):

@@ -40,6 +40,7 @@ def check(binary: str, tool: str, arguments: list[str]) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=420, check=False)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("tool", TESTS)
 def test_kernels_stay_within_their_tensors_and_do_not_race(tool: str) -> None:
     binary = sanitizer()

@@ -30,9 +30,14 @@ def test_the_product_is_that_of_float64(num_rows: int, inner: int, gated: Gate, 
 def test_half_precision_is_rounded_where_the_reference_rounds(dtype: torch.dtype, gated: Gate, reference: Gate) -> None:
     gate_up = (5 * random(3, 2 * 500)).to(dtype)
     actual, expected = gated(gate_up), reference(gate_up)
-    # torch computes a GELU of half precision with another tanh, which is a last bit off now and then.
-    assert (actual == expected).float().mean() > (0.99 if gated is silu_mul else 0.95)
+    # torch computes a GELU of half precision with another tanh, which is a last bit off now and then; on a GPU for more
+    # numbers than on a CPU, and there the error alone decides.
+    if gated is silu_mul or DEVICE == "cpu":
+        assert (actual == expected).float().mean() > (0.99 if gated is silu_mul else 0.95)
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1.6e-2)
+    # The gate is rounded, and its product with the other half: half a last place each.
+    exact, half = reference(gate_up.double()), torch.finfo(dtype).eps / 2
+    assert ((actual.double() - exact).abs() <= (2 * half + half**2 + 1e-5) * exact.abs() + 1e-5).all()
 
 
 @of_every_gate

@@ -181,6 +181,31 @@ def test_each_gpu_has_the_products_that_torch_documents_for_it(
     assert not any(fits_torch(each, torch.float16) for each in (of_rows, in_blocks))
 
 
+@pytest.mark.parametrize("count", [1, 4, MANY, MANY + 2])
+def test_torchs_products_of_blocks_get_a_multiple_of_four_tokens(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper it refuses other numbers. A stand-in multiplies what torch would get, by the scales as they lie."""
+    heights = []
+
+    def scaled_mm(codes: Any, weight: Any, scales: Any, form: Any, weight_scales: Any, *_: Any, **how: Any) -> Any:
+        heights.append(len(codes))
+        assert scales.shape == (len(codes), 3)
+        assert scales.stride() == (1, len(codes))
+        numbers = codes.float() * scales.repeat_interleave(128, dim=1)
+        of_weight = weight.float() * weight_scales[:3].repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :144]
+        return (numbers @ of_weight).to(how["output_dtype"])
+
+    weight = fp8(*SHAPES["blocks"])
+    x = tokens(count, weight.shape[1], torch.bfloat16)
+    expected = ScaledProduct(weight, by_torch=False)(x, weight).float()
+    monkeypatch.setattr(products.F, "scaled_mm", scaled_mm)
+    found = products._multiply_by_torch(x, weight, scales_for_torch(weight), None).float()
+    assert heights == [-(-count // 4) * 4]
+    torch.testing.assert_close(found, expected, atol=1e-2 * float(expected.abs().max()), rtol=0)
+    heights.clear()
+    assert trial(weight, torch.bfloat16) is None
+    assert heights == [4, 80, 128]
+
+
 def test_scales_of_blocks_are_laid_out_as_torch_reads_them() -> None:
     weight = fp8(300, 640, 128, 128)
     scales = scales_for_torch(weight)

@@ -16,7 +16,7 @@ SCALED_PRODUCT_MUTANTS = (
     *mutants_of(
         "kernels/dflash_kernels/fp8_activations.py",
         CODES,
-        ("scales of tokens lie token by token", "tl.cast(group, tl.int64) * num_tokens + token, scale", "token, scale"),
+        ("scales of tokens lie token by token", "tl.cast(group, tl.int64) * scales_stride + token", "token"),
         ("a token is quantised by a negative number's sign", "tl.max(tl.abs(numbers), 0)", "tl.max(numbers, 0)"),
         (
             "a group's largest number is that of the next as well",
@@ -73,13 +73,18 @@ SCALED_PRODUCT_MUTANTS = (
     *mutants_of(
         "kernels/dflash_kernels/scaled_linear.py",
         (f"{KERNELS}::test_a_product_that_torch_has_not_is_ours",),
-        ("a product of torch that is off is used", "None if error <= TOLERANCE", "None if True"),
+        ("a product of torch that is off is used", "if not error <= TOLERANCE", "if False"),
         ("sizes that torch refuses are torch's", "any(size % MULTIPLE", "any(size % 1"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/scaled_linear.py",
         (f"{KERNELS}::test_scales_of_blocks_are_laid_out_as_torch_reads_them",),
         ("scales of blocks are not padded", "-(-beside // 4) * 4", "beside"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/scaled_linear.py",
+        (f"{KERNELS}::test_torchs_products_of_blocks_get_a_multiple_of_four_tokens",),
+        ("torch's products of blocks get any number of tokens", "multiple=multiple", "multiple=1"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/fp8_activations.py",
@@ -91,8 +96,8 @@ SCALED_PRODUCT_MUTANTS = (
         VIEWS,
         (
             "rows of a wider tensor are read as if they lay together",
-            "num_tokens, x.stride(0), inputs",
-            "num_tokens, inputs, inputs",
+            "num_rows, x.stride(0), inputs",
+            "num_rows, inputs, inputs",
         ),
     ),
     *mutants_of(

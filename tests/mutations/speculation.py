@@ -359,6 +359,18 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/worker/graphs.py",
+        ("tests/worker/test_graphs.py::test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt",),
+        ("a failed capture leaves its stream behind", "torch.cuda.set_stream(current)", "pass"),
+        ("with ranks a failed capture is passed over", "peers is not ALONE", "peers is None"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_graphs.py::test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so",),
+        ("some graphs are kept where capturing failed", "            self.graphs.clear()\n", ""),
+        ("the collector runs between captures", "with no_collection() if captures", "with nullcontext() if captures"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py",),
         (
             "rows of more tokens than sizes are apart have no sizes",

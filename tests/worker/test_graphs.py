@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
+from dflash_backend.models.peers import Peers
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
 from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay
@@ -242,6 +245,64 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
     step = runner.graphs.find(rows_like(runner, rows, 3))
     assert step is not None
     assert step.inputs.num_rows == 8
+
+
+def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, rows = decoding(pair)
+    prepare = {"use_graphs": True, "serves": False, "progress": lambda message, fraction: None}
+    collections: list[str] = []
+
+    def refuse(self: graphs.GraphCapturer, inputs: StepInputs) -> None:
+        assert not gc.isenabled()
+        raise graphs.CaptureError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.GraphCapturer, "__init__", lambda *_: None)
+    monkeypatch.setattr(graphs.GraphCapturer, "__call__", refuse)
+    monkeypatch.setattr(gc, "collect", lambda: collections.append("all"))
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    backend = runner.step.backend
+    monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, capturable=True))
+    runner.prepare(**prepare)
+    monkeypatch.undo()
+    assert gc.isenabled()
+    assert collections == ["all"]
+    assert runner.graphs.num_steps == 0
+    assert runner.graphs.find(rows_like(runner, rows, 3)) is None
+    assert "cannot be captured here (operation not permitted when stream is capturing)" in caplog.text
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt(
+    pair: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ranks it ends the start: theirs wait for the rest of the capture."""
+    runner, _ = decoding(pair)
+    errors: list[Exception] = [torch.OutOfMemoryError("full"), RuntimeError("a kernel is missing\nmore")]
+    current: list[object] = []
+
+    def fail(*_: object) -> None:
+        current.append("of the capture")
+        raise errors.pop(0)
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    for name, value in {
+        "graph_pool_handle": lambda: None, "Stream": lambda: None, "mem_get_info": lambda: (1 << 40, 1 << 40),
+        "current_stream": lambda: stream, "set_stream": current.append,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "CapturedStep", fail)
+    if not alone:
+        monkeypatch.setattr(runner.step.target, "peers", Peers())
+    inputs = runner.graphs.steps(sampled=False)[0].inputs
+    capture = graphs.GraphCapturer(runner.step, runner.layouts)
+    assert capture(inputs) is None
+    with pytest.raises(RuntimeError, match="a kernel is missing") as caught:
+        capture(inputs)
+    assert isinstance(caught.value, graphs.CaptureError) == alone
+    assert str(caught.value).endswith("missing") == alone
+    assert current == ["of the capture", stream] * 2
 
 
 def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
