@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Generator, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -60,6 +61,8 @@ SPLIT = (
 )
 # These count what is left over in /dev/shm, or leave something there for a while.
 ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
+NIGHTLY_FOUND = pytest.StashKey[set[str]]()
+"""The lines of tests/nightly.txt that name a test that was collected."""
 # The server tests of `make test-fast`: together, so that it starts one server.
 SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
 
@@ -95,6 +98,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FileTimes(config, config.getoption("--tier")), "file-times")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if (entry := nightly_entry(item.nodeid)) is not None:
+        item.config.stash.setdefault(NIGHTLY_FOUND, set()).add(entry)
+        item.add_marker(pytest.mark.nightly)
+
+
+@cache
+def nightly_entries() -> frozenset[str]:
+    """The lines of tests/nightly.txt."""
+    lines = (ROOT / "tests" / "nightly.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def nightly_entry(node_id: str) -> str | None:
+    """The line of tests/nightly.txt that leaves a test to the night: its id, its function or, with *, a beginning."""
+    for whole in (node_id, node_id.partition("[")[0]):
+        if whole in nightly_entries():
+            return whole
+    return next((line for line in nightly_entries() if line[-1] == "*" and node_id.startswith(line[:-1])), None)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Of the fast tier, its files alone: importing the others takes seconds in each worker."""
     if config.getoption("--tier") == "full" or not collection_path.match("test_*.py"):
@@ -125,6 +149,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.args == config.getini("testpaths") and config.getoption("--tier") == "full" and SCALE == 1:
+        stale = set(nightly_entries()) - config.stash.get(NIGHTLY_FOUND, set())
+        if stale:
+            raise pytest.UsageError(f"tests/nightly.txt names tests that do not exist: {sorted(stale)}")
     fast = config.getoption("--tier") == "fast"
     left_out = {item for item in items if (fast and is_slow(item)) or waits_for_night(item, config.args)}
     config.hook.pytest_deselected(items=list(left_out))

@@ -22,6 +22,8 @@ from tests.conftest import (
     SMOKE,
     SPLIT,
     is_slow,
+    nightly_entries,
+    nightly_entry,
     places_of,
     pytest_ignore_collect,
     refuse_skip,
@@ -79,6 +81,31 @@ def test_a_marked_test_waits_for_the_night_unless_it_is_named(
     monkeypatch.setattr("tests.conftest.SCALE", scale)
     item: Any = SimpleNamespace(nodeid="tests/f.py::test_it[3]", get_closest_marker=lambda name: marked)
     assert waits_for_night(item, arguments) == waits
+
+
+def test_a_line_of_the_list_leaves_a_test_its_parameters_or_all_that_begins_so_to_the_night(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = {"tests/f.py::test_one", "tests/f.py::test_two[a-b]", "tests/f.py::test_six[c*", "tests/g.py*"}
+    monkeypatch.setattr("tests.conftest.nightly_entries", lambda: lines)
+    expected = {
+        "tests/f.py::test_one": "tests/f.py::test_one",
+        "tests/f.py::test_one[x]": "tests/f.py::test_one",
+        "tests/f.py::test_one_more": None,
+        "tests/f.py::test_two[a-b]": "tests/f.py::test_two[a-b]",
+        "tests/f.py::test_two[a]": None,
+        "tests/f.py::test_six[cd-1]": "tests/f.py::test_six[c*",
+        "tests/f.py::test_six[d]": None,
+        "tests/g.py::test_any[y]": "tests/g.py*",
+    }
+    assert {node_id: nightly_entry(node_id) for node_id in expected} == expected
+
+
+def test_the_list_for_the_night_names_files_and_functions_that_exist() -> None:
+    for line in nightly_entries():
+        file, _, name = line.rstrip("*").partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}" in text, line
 
 
 def test_a_file_is_measured_as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
