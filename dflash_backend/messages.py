@@ -14,6 +14,8 @@ import msgspec
 from dflash_backend.spec_stats import SpecDecodingStats
 
 FinishReason = Literal["stop", "length", "abort"]
+# gRPC statuses of requests that the engine does not take, or gives up.
+ErrorStatus = Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"]
 # The priority of a request that names none. Triton's levels begin with 1, the most urgent.
 DEFAULT_PRIORITY = 100
 # All tenants together may have this many times what one tenant may have waiting.
@@ -215,7 +217,7 @@ class RequestRejected(msgspec.Struct, frozen=True):
     """The engine could not take a request, or gave it up as it ran. `status` is a gRPC status name."""
 
     request_id: str
-    status: Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"]
+    status: ErrorStatus
     message: str
 
 

@@ -5,20 +5,18 @@ Every refusal is a sentence with the numbers and what to change: the config is t
 
 from __future__ import annotations
 
-from typing import Literal
-
 from dflash_backend.core.request import Request
 from dflash_backend.core.rows import peak_positions
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.tenants import FairQueue
-from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
+from dflash_backend.messages import TENANTS_IN_QUEUE, ErrorStatus, GenerationRequest
 
 
 class RequestError(Exception):
     """The engine does not take a request, or gave it up. `status` is a gRPC status name; the message is for the
     client."""
 
-    def __init__(self, status: Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"], message: str) -> None:
+    def __init__(self, status: ErrorStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.message = message

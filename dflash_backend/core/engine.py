@@ -40,6 +40,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineStats,
+    ErrorStatus,
     FinishReason,
     GenerationRequest,
     RequestRejected,
@@ -341,11 +342,14 @@ class EngineCore:
         for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
             if not self._is_in_progress(request):
                 continue
-            reason = row_result.error
+            reason, status = row_result.error, row_result.error_status
             if not row_result.fits(row):
-                reason = f"the worker answered {row_result} to {row}; this is a defect of the server"
+                reason, status = (
+                    f"the worker answered {row_result} to {row}; this is a defect of the server",
+                    "INTERNAL",
+                )
             if reason is not None:
-                self._fail(request, reason, outputs)
+                self._fail(request, reason, outputs, status=status)
                 continue
             delta = self._apply_row(request, row, row_result, now)
             if delta is not None:
@@ -380,10 +384,17 @@ class EngineCore:
         stats = None if finish_reason is None and request.yields is None else request.stats(now)
         return TokenDelta(request.request_id, token_ids, finish_reason, stats, logprobs, of_prompt, result.num_verified)
 
-    def _fail(self, request: Request, reason: str, outputs: StepOutputs, queued: bool = True) -> None:
+    def _fail(
+        self,
+        request: Request,
+        reason: str,
+        outputs: StepOutputs,
+        queued: bool = True,
+        status: ErrorStatus = "INTERNAL",
+    ) -> None:
         """End a request with an error. `queued`: whether the scheduler has it."""
         self._remove(request, "error", self._clock(), queued)
-        outputs.rejected.append(RequestRejected(request.request_id, "INTERNAL", reason))
+        outputs.rejected.append(RequestRejected(request.request_id, status, reason))
 
     def _remove(self, request: Request, reason: str, now: float, queued: bool = True) -> None:
         del self._requests[request.request_id]

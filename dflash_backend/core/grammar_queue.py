@@ -26,7 +26,7 @@ class GrammarCompiler(Protocol):
     def compile_seconds(self) -> float: ...
     def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...], tenant: str) -> Future[Any]:
         """Begin to compile at the tenant's turn; the future's error is a `ValueError` whose message completes "the
-        grammar ..."."""
+        grammar ...", or an `OSError` of such a message where the grammar is not to blame."""
         ...
 
 
@@ -57,7 +57,7 @@ class GrammarQueue:
         self.num_requests += 1
         if future.done():
             if (error := future.exception()) is not None:
-                raise RequestError("INVALID_ARGUMENT", _refusal(request, error))
+                raise _refusal(request, error)
             request.grammar = future.result()
             return False
         self.waiting[request.request_id] = request, future, time.monotonic() + TIME_LIMIT_S
@@ -106,7 +106,7 @@ class GrammarQueue:
                 error = future.exception()
                 if error is None:
                     request.grammar = future.result()
-                yield request, None if error is None else RequestError("INVALID_ARGUMENT", _refusal(request, error))
+                yield request, None if error is None else _refusal(request, error)
             elif time.monotonic() > deadline:
                 waited_only = future.cancel()
                 self.remove(request)
@@ -114,18 +114,18 @@ class GrammarQueue:
 
 
 def _late(request: Request, waited_only: bool) -> RequestError:
-    """The error of a grammar that is not compiled in time; `waited_only`: others were, and its turn did not come."""
-    if waited_only:
-        reason = f"has waited for {TIME_LIMIT_S:g} s while others were compiled; try again later"
-        return RequestError("UNAVAILABLE", f"{_named(request)} {reason}")
-    reason = f"took longer than {TIME_LIMIT_S:g} s to compile; make it simpler, or try again later"
-    return RequestError("INVALID_ARGUMENT", f"{_named(request)} {reason}")
+    """The error of a grammar that is not compiled in time, for which it is not to blame: one that takes too much is
+    refused for that. `waited_only`: others were compiled, and its turn did not come."""
+    reason = f"has waited for {TIME_LIMIT_S:g} s while others were compiled" if waited_only else "is not compiled yet"
+    return RequestError("UNAVAILABLE", f"{_named(request)} {reason}; try again later")
 
 
-def _refusal(request: Request, error: BaseException) -> str:
+def _refusal(request: Request, error: BaseException) -> RequestError:
     if isinstance(error, ValueError):
-        return f"{_named(request)} {error}"
-    return f"{_named(request)} could not be compiled ({type(error).__name__}: {error})"
+        return RequestError("INVALID_ARGUMENT", f"{_named(request)} {error}")
+    if isinstance(error, OSError):
+        return RequestError("UNAVAILABLE", f"{_named(request)} {error}")
+    return RequestError("INTERNAL", f"{_named(request)} could not be compiled ({type(error).__name__}: {error})")
 
 
 def _named(request: Request) -> str:

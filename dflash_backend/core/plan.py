@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from dflash_backend.messages import SamplingParams, TokenLogprobs
+from dflash_backend.messages import ErrorStatus, SamplingParams, TokenLogprobs
 
 # Groups of rows in a step that read the beginning of their KV together, at most, and rows of one, at least: with fewer,
 # what is saved is hardly more than what a launch and the merge of two results cost.
@@ -162,7 +162,8 @@ class RequestResult:
     `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None. `prompt_logprobs`
     has an entry for each token of the prompt that a position of this row predicts, when the request asked for them.
     `num_next_draft`: how many drafts the next row verifies, where the worker kept fewer than it proposed. `error`: why
-    this request cannot go on, for its client; the others are not affected.
+    this request cannot go on, for its client; the others are not affected. `error_status`: whose fault that is, a gRPC
+    status name.
     """
 
     request_id: str
@@ -172,6 +173,7 @@ class RequestResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_next_draft: int | None = None
     error: str | None = None
+    error_status: ErrorStatus = "INTERNAL"
     num_verified: int = 0
     confidences: list[float] = field(default_factory=list)
 

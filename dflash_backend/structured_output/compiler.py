@@ -1,7 +1,9 @@
 """Compiles grammars against the target's tokenizer, on threads of its own, so that no step waits for one.
 
-Most take a millisecond. Those that may take much longer are tried in a process of their own first (`trial`), so that
-the time limit holds. Grammars that were compiled lately are kept, and all those of requests in progress.
+Most take a millisecond. Expressions that are too large are refused before llguidance sees them (`bounds`). Grammars
+that may take longer than their size says are tried in a process of their own first (`trial`), so that the limits hold,
+and heavy ones keep no other one waiting. Grammars that were compiled lately are kept, and all those of requests in
+progress.
 """
 
 from __future__ import annotations
@@ -14,34 +16,53 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.bounds import (
+    BoundError,
+    check_bounds,
+    compile_grammar,
+    expression_grammars,
+    is_heavy,
+    needs_trial,
+)
 from dflash_backend.structured_output.fair_thread import FairThread
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
-from dflash_backend.structured_output.trial import GrammarTrial, compile_grammar, needs_trial
+from dflash_backend.structured_output.trial import GrammarTrial, bytes_in_use
+from dflash_backend.structured_output.vocabulary import SpecialTokens, named_tokens, with_ids, without_special_text
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _log = logging.getLogger(__name__)
 
-# Of one compilation, first mask included, in seconds.
-TIME_LIMIT_S = 10.0
-# Grammars that are kept for requests to come, and the characters of their text, by which their memory grows (about 90
-# bytes for each, with a vocabulary of 151,000 tokens).
+# Processor time of one trial, in seconds.
+TIME_LIMIT_S = 3.0
+# Grammars that are kept for requests to come, and the bytes that they keep.
 CACHE_SIZE = 256
-MAX_CACHED_TEXT = 1_000_000
+MAX_CACHED_BYTES = 256 << 20
+# What a grammar is taken to keep at least, and at most where it was compiled without a trial: other threads use memory
+# while it is measured.
+LEAST_BYTES, MOST_UNTRIED_BYTES = 16 << 10, 4 << 20
+# How long a grammar that used its processor time or memory up is refused without another trial, in seconds.
+REFUSED_FOR_S = 300.0
 # Between two of its tokens JSON may have nothing, a space, or a new line with its indentation. Where any white space is
 # allowed, some models never stop writing it.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
 # How llguidance's errors begin where nothing can follow.
 DEAD_END = "NoExtension"
+# How a comment of a grammar begins that says what its next line is about, in an error.
+ABOUT = "# about "
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+_SHOWN_LINE = re.compile(r"\s*\d+ \| |\s+\^\s*$")
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
@@ -52,16 +73,29 @@ class GrammarError(ValueError):
     """A grammar cannot be followed. The message is for the client and completes a sentence."""
 
 
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The target's tokenizer as llguidance reads it, what tries grammars with it by whether they are heavy, and its
+    special tokens."""
+
+    tokenizer: LLTokenizer
+    trials: dict[bool, GrammarTrial]
+    special: SpecialTokens
+
+
 class CompiledGrammar:
     """A grammar and the state in which each answer begins."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], num_bytes: int, heavy: bool) -> None:
+        """num_bytes: what it keeps. heavy: whether a single mask may take long, so that it is filled by itself."""
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self.num_bytes = num_bytes
+        self._heavy = heavy
 
     def matcher(self, rules: MatcherRules) -> GrammarMatcher:
         """A matcher at the beginning of an answer."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)
+        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)
 
 
 class GrammarCompiler:
@@ -75,14 +109,15 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-        self._tokenizers: dict[tuple[int, ...], tuple[LLTokenizer, GrammarTrial]] = {}
+        self._vocabularies: dict[tuple[int, ...], _Vocabulary] = {}
         self._compiled: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._num_cached_chars = 0
-        # Grammars that took too much, and what was said of them.
-        self._refused: OrderedDict[Key, str] = OrderedDict()
-        # By whether the grammars need a trial, for which those that need none do not wait.
-        self._threads = {tried: FairThread("dflash-grammars") for tried in (False, True)}
+        self._num_cached_bytes = 0
+        # Grammars that took too much, what was said of them, and until when.
+        self._refused: OrderedDict[Key, tuple[str, float]] = OrderedDict()
+        # By whether the grammars need a trial, and are heavy: those that are not do not wait for the others.
+        lanes = (False, False), (True, False), (True, True)
+        self._threads = {lane: FairThread("dflash-grammars") for lane in lanes}
         self.num_compiled = 0
         self.compile_seconds = 0.0
 
@@ -99,36 +134,51 @@ class GrammarCompiler:
         if compiled is not None:
             future.set_result(compiled)
             return future
-        thread = self._threads[needs_trial(grammar)]
+        thread = self._threads[needs_trial(grammar), is_heavy(grammar)]
         return thread.submit(tenant, lambda: self.compile(grammar, eos_token_ids))
 
     def compile(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
-        """The compiled grammar, kept or new; waits for it. Raises `GrammarError`."""
+        """The compiled grammar, kept or new; waits for it. Raises `GrammarError`, and `OSError` where it could not be
+        tried, for which it is not to blame."""
         key = grammar.kind, grammar.text, eos_token_ids
         compiled = self._find(key)
         if compiled is not None:
             return compiled
-        tokenizer, trial = self._tokenizer(eos_token_ids)
+        vocabulary = self._vocabulary(eos_token_ids)
         started = time.monotonic()
+        grammar = _checked(grammar, vocabulary.special, eos_token_ids)
         text = llguidance_grammar(grammar)
-        if needs_trial(grammar):
-            self._try(key, text, trial)
-        matcher = _matcher(tokenizer, text)
+        tried, heavy = needs_trial(grammar), is_heavy(grammar)
+        if tried:
+            num_bytes = self._try(key, text, expression_grammars(grammar), vocabulary.trials[heavy])
+        else:
+            num_bytes = -bytes_in_use()
+        matcher = _matcher(vocabulary.tokenizer, text)
+        if not tried:
+            num_bytes = min(MOST_UNTRIED_BYTES, num_bytes + bytes_in_use())
         with self._lock:
             self.num_compiled += 1
             self.compile_seconds += time.monotonic() - started
-            compiled = self._compiled.setdefault(key, CompiledGrammar(matcher, eos_token_ids))
+            new = CompiledGrammar(matcher, eos_token_ids, max(LEAST_BYTES, num_bytes), heavy)
+            compiled = self._compiled.setdefault(key, new)
             self._keep(key, compiled)
         return compiled
 
-    def _try(self, key: Key, text: str, trial: GrammarTrial) -> None:
-        """Raise `GrammarError` for a grammar that takes too much. The same one is not tried again."""
-        reason = self._refused.get(key) or trial.run(text)
-        if reason is not None:
-            self._refused[key] = reason
+    def _try(self, key: Key, text: str, expressions: list[str], trial: GrammarTrial) -> int:
+        """The bytes that a grammar keeps. Raises `GrammarError` for one that takes too much, which for some minutes is
+        not tried again, and `OSError`."""
+        known, until = self._refused.get(key, ("", 0.0))
+        if time.monotonic() < until:
+            raise GrammarError(known)
+        verdict = trial.run(text, expressions)
+        if verdict.reason is None:
+            return verdict.num_bytes
+        with self._lock:
+            self._refused[key] = verdict.reason, time.monotonic() + REFUSED_FOR_S
+            self._refused.move_to_end(key)
             if len(self._refused) > CACHE_SIZE:
                 self._refused.popitem(last=False)
-            raise GrammarError(reason)
+        raise GrammarError(verdict.reason)
 
     def _find(self, key: Key) -> CompiledGrammar | None:
         with self._lock:
@@ -140,25 +190,25 @@ class GrammarCompiler:
     def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
         """Keep a grammar as the latest one, and drop the oldest for it. Under the lock."""
         if key not in self._recent:
-            self._num_cached_chars += len(key[1])
+            self._num_cached_bytes += compiled.num_bytes
         self._recent[key] = compiled
         self._recent.move_to_end(key)
-        while len(self._recent) > CACHE_SIZE or self._num_cached_chars > MAX_CACHED_TEXT:
-            (_, text, _), _ = self._recent.popitem(last=False)
-            self._num_cached_chars -= len(text)
+        while len(self._recent) > CACHE_SIZE or self._num_cached_bytes > MAX_CACHED_BYTES:
+            _, oldest = self._recent.popitem(last=False)
+            self._num_cached_bytes -= oldest.num_bytes
 
-    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, GrammarTrial]:
-        """The target's vocabulary as llguidance reads it, and what tries grammars with it. Raises `GrammarError`."""
+    def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> _Vocabulary:
+        """The target's vocabulary. Raises `GrammarError`."""
         with self._tokenizer_lock:
-            tokenizer = self._tokenizers.get(eos_token_ids)
-            if tokenizer is None:
-                tokenizer = self._tokenizers[eos_token_ids] = self._read_tokenizer(eos_token_ids)
-            return tokenizer
+            vocabulary = self._vocabularies.get(eos_token_ids)
+            if vocabulary is None:
+                vocabulary = self._vocabularies[eos_token_ids] = self._read_tokenizer(eos_token_ids)
+            return vocabulary
 
-    def _read_tokenizer(self, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, GrammarTrial]:
+    def _read_tokenizer(self, eos_token_ids: tuple[int, ...]) -> _Vocabulary:
         started = time.monotonic()
         try:
-            text = self._load_tokenizer()
+            text, special = without_special_text(self._load_tokenizer())
             known = FastTokenizer.from_str(text)
             within = [token_id for token_id in eos_token_ids if known.id_to_token(token_id) is not None]
             if not within:
@@ -173,7 +223,24 @@ class GrammarCompiler:
                 f"cannot be followed with the target's tokenizer, which llguidance cannot read: {first_line(error)}"
             ) from None
         _log.info("read the target's tokenizer for grammars in %.2f s", time.monotonic() - started)
-        return tokenizer, GrammarTrial(text, self._vocab_size, within, TIME_LIMIT_S)
+        trials = {heavy: GrammarTrial(text, self._vocab_size, within, TIME_LIMIT_S) for heavy in (False, True)}
+        return _Vocabulary(tokenizer, trials, special)
+
+
+def _checked(grammar: StructuredOutputs, special: SpecialTokens, eos_token_ids: tuple[int, ...]) -> StructuredOutputs:
+    """A grammar that is within its bounds, and names special tokens by their ids. Raises `GrammarError`."""
+    try:
+        check_bounds(grammar)
+    except BoundError as error:
+        raise GrammarError(str(error)) from None
+    if grammar.kind != "grammar":
+        return grammar
+    if ends := named_tokens(grammar.text, special.ids, eos_token_ids):
+        raise GrammarError(
+            f"names {ends[0]}, a token that ends the answer. Leave it out: the answer may end wherever the grammar is "
+            "complete"
+        )
+    return msgspec.structs.replace(grammar, text=with_ids(grammar.text, special))
 
 
 def llguidance_grammar(grammar: StructuredOutputs) -> str:
@@ -197,7 +264,21 @@ def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher whose first mask allows something. Raises `GrammarError`."""
     matcher = compile_grammar(tokenizer, grammar)
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
-        raise GrammarError(f"is wrong or too large: {' '.join(matcher.get_error().split())[:500]}")
+        raise GrammarError(f"is wrong or too large: {_reason(matcher.get_error(), grammar)}")
     if matcher.is_error():
         raise GrammarError("allows no text at all, or none that the target's vocabulary can spell")
     return matcher
+
+
+def _reason(error: str, grammar: str) -> str:
+    """llguidance's error without the lines of the grammar that it shows, and with what the comment above the line says
+    that it is about."""
+    lines = [line for line in error.splitlines() if not _SHOWN_LINE.match(line)]
+    reason = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())[:500]
+    found = _PLACE.match(reason)
+    if found is None:
+        return reason
+    above = grammar.splitlines()[int(found[1]) - 2 : int(found[1]) - 1]
+    if above and above[0].startswith(ABOUT):
+        return f"{above[0].removeprefix(ABOUT)}: {reason[found.end() :]}"
+    return f"line {found[1]}: {reason[found.end() :]}"

@@ -7,15 +7,28 @@ not (LOSSLESS), and nothing is kept that a preemption would have to restore: the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Literal
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
+from dflash_backend.structured_output.deadline import DeadlineThread
+
 BITS = 32
+# Of the heavy grammars in a step, in seconds: processor time of one answer's masks, and when no other one's begin.
+MASKS_LIMIT_S = 0.25
+STEP_LIMIT_S = 0.5
+# Seconds that an answer's masks may take in all its steps together, beyond these in each.
+USUAL_S, SLOW_LIMIT_S = 0.02, 2.0
+# Tokens after which an answer that needed no masks gets one. llguidance gives an answer new fuel with each mask only.
+TOKENS_WITHOUT_MASK = 256
+
+FailureStatus = Literal["INVALID_ARGUMENT", "UNAVAILABLE"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,18 @@ class _Plan:
 
 
 class GrammarMatcher:
-    """One answer's state. `error` says why it can go on no more."""
+    """One answer's state. `error` says why it can go on no more, and `status` whose fault that is: the client's, whose
+    grammar it is, or with UNAVAILABLE others'. heavy: whether its masks may take long."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], rules: MatcherRules) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], rules: MatcherRules, heavy: bool = False
+    ) -> None:
         """`matcher` is at the beginning and belongs to this answer."""
+        self.heavy = heavy
+        # What its masks took beyond the usual.
+        self._slow_seconds = 0.0
+        self._num_without_mask = 0
+        self.status: FailureStatus = "INVALID_ARGUMENT"
         self._matcher = matcher
         self._eos = frozenset(eos_token_ids)
         self._rules = rules
@@ -94,6 +115,12 @@ class GrammarMatcher:
             self._matcher = ahead[1]
         elif tokens and not self._matcher.consume_tokens(tokens):
             self._fail()
+        self._num_without_mask += len(tokens)
+        if self._num_without_mask >= TOKENS_WITHOUT_MASK and not self._ended:
+            self._num_without_mask = 0
+            self._matcher.compute_bitmask()
+        if self._ended and self.error is None and not self._matcher.is_accepting():
+            self.error = "the grammar of its structured output names a token that ends the answer, where it goes on"
 
     def allows(self, token_ids: Sequence[int]) -> bool:
         """Whether each of these next tokens, up to one that ends the answer, is in the mask of its position. Of an
@@ -194,11 +221,33 @@ class GrammarMatcher:
         reason = " ".join(self._matcher.get_error().split())[:300]
         self.error = f"the grammar of its structured output cannot be followed any further ({reason})"
 
+    def took(self, seconds: float) -> None:
+        """Count what its masks took in a step. Too much in all its steps together is an error."""
+        self._slow_seconds += max(0.0, seconds - USUAL_S)
+        if self._slow_seconds > SLOW_LIMIT_S:
+            self.give_up()
+
+    def give_up(self, status: FailureStatus = "INVALID_ARGUMENT") -> None:
+        """End it with an error: its masks take too long, or with UNAVAILABLE those of others do. Its state is not to be
+        looked at any more: a thread may still be in it."""
+        self.status = status
+        self.error = (
+            "the grammar of its structured output takes too long for one token. Make it simpler"
+            if status == "INVALID_ARGUMENT"
+            else "the grammars of other answers take all the time that a step has for them; try again later"
+        )
+
+    @property
+    def slow_seconds(self) -> float:
+        """What its masks took beyond the usual."""
+        return self._slow_seconds
+
     def _edit(self, masks: np.ndarray, plan: _Plan) -> None:
         """What masks (int32 `[plan.num_rows, words]`) need beside llguidance's bits; notes an error."""
         if plan.drafts is not None and self._matcher.is_error():
             self._fail()
             return
+        self._num_without_mask = 0
         if plan.free:
             masks[: plan.free] = -1
             _hide(masks[: plan.free], self._eos)
@@ -214,13 +263,16 @@ class GrammarMatcher:
 
 
 class BitmaskFiller:
-    """Fills the masks of several answers, side by side on threads of llguidance's own."""
+    """Fills the masks of several answers, side by side on threads of llguidance's own; those of heavy grammars one by
+    one, on a thread whose jobs have a deadline."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self.num_words = -(-vocab_size // BITS)
         self._num_threads = num_threads
         # With more than one thread, these start with the first answer.
         self._executor = LLExecutor(1) if num_threads == 1 else None
+        self._alone = LLExecutor(1)
+        self._deadlines = DeadlineThread("dflash-heavy-masks", MASKS_LIMIT_S, STEP_LIMIT_S)
 
     def fill(self, answers: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
         """The masks of the positions that each answer's drafts reach, and of the one behind them.
@@ -233,25 +285,57 @@ class BitmaskFiller:
         counts = [0 if plan is None else plan.num_rows for plan in plans]
         starts = np.cumsum([0, *counts]).tolist()
         masks = np.empty((starts[-1], self.num_words), dtype=np.int32)
-        if self._executor is None:
-            self._executor = LLExecutor(self._num_threads)
-        plain: list[tuple[LLMatcher, int]] = []
-        walked: list[tuple[LLMatcher, int, list[int]]] = []
+        light: list[tuple[GrammarMatcher, int, list[int]]] = []
+        heavy: list[tuple[GrammarMatcher, int, list[int]]] = []
         for (each, _), plan, start in zip(answers, plans, starts, strict=False):
-            if plan is None or plan.drafts is None:
-                continue
-            if plan.drafts:
-                walked.append((each._matcher, start + plan.free, plan.drafts))
-            else:
-                plain.append((each._matcher, start + plan.free))
-        if plain:
-            fill_next_token_bitmask_par(self._executor, plain, masks)
-        if walked:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, walked, masks)
+            if plan is not None and plan.drafts is not None:
+                (heavy if each.heavy else light).append((each, start + plan.free, plan.drafts))
+        if light:
+            if self._executor is None:
+                self._executor = LLExecutor(self._num_threads)
+            _fill(self._executor, light, masks)
+        if heavy:
+            self._fill_heavy(heavy, masks)
         for (each, _), plan, start in zip(answers, plans, starts, strict=False):
-            if plan is not None:
+            if plan is not None and each.error is None:
                 each._edit(masks[start : start + plan.num_rows], plan)
         return masks, counts
+
+    def _fill_heavy(self, heavy: list[tuple[GrammarMatcher, int, list[int]]], masks: np.ndarray) -> None:
+        """Fill those of heavy grammars, the ones that took little up to now first; notes errors."""
+        heavy.sort(key=lambda entry: entry[0].slow_seconds)
+        # A job that is given up still writes, so each has its own place.
+        own = [np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32) for _, _, drafts in heavy]
+        seconds = [0.0] * len(heavy)
+        calls = [self._call(i, each, drafts, own[i], seconds) for i, (each, _, drafts) in enumerate(heavy)]
+        late, left = self._deadlines.run(calls)
+        for (each, start, drafts), filled, taken in zip(heavy, own, seconds, strict=True):
+            masks[start : start + len(drafts) + 1] = filled
+            each.took(taken)
+        for i in late:
+            heavy[i][0].give_up()
+        for i in left:
+            heavy[i][0].give_up("UNAVAILABLE")
+
+    def _call(
+        self, number: int, each: GrammarMatcher, drafts: list[int], masks: np.ndarray, seconds: list[float]
+    ) -> Callable[[], None]:
+        def call() -> None:
+            began = time.thread_time()
+            _fill(self._alone, [(each, 0, drafts)], masks)
+            seconds[number] = time.thread_time() - began
+
+        return call
+
+
+def _fill(executor: LLExecutor, answers: list[tuple[GrammarMatcher, int, list[int]]], masks: np.ndarray) -> None:
+    """Fill the masks of each answer along its drafts, from its first row of `masks` on."""
+    plain = [(each._matcher, start) for each, start, drafts in answers if not drafts]
+    walked = [(each._matcher, start, drafts) for each, start, drafts in answers if drafts]
+    if plain:
+        fill_next_token_bitmask_par(executor, plain, masks)
+    if walked:
+        fill_next_token_bitmask_par_with_draft_tokens(executor, walked, masks)
 
 
 def _hide(masks: np.ndarray, token_ids: frozenset[int]) -> None:

@@ -1,51 +1,77 @@
-"""Compiles a grammar in a process of its own first, which can be ended when that takes too long.
+"""Tries a grammar in a process of its own first, which ends itself where that takes too much.
 
 Some grammars take llguidance minutes: intersections and complements of regular expressions, for which its limits do not
-count. A thread that compiles one could not be stopped. The process is started with the first grammar that needs a trial
-(`needs_trial`), stays for the next ones, and ends with this one.
+count. A thread that compiles one could not be stopped. The process compiles the grammar, and each of its expressions by
+itself, and follows a few answers in them, since an expression may be harmless until an answer comes to it. It is
+started with the first grammar that needs a trial (`bounds.needs_trial`), stays for the next ones, and ends with this
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
-import re
+import random
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 
-from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.bounds import compile_grammar
 
-# Of JSON schemas that have no regular expressions in them; what llguidance does with them grows with the square.
-MAX_UNTRIED_CHARS = 16_384
-# The address space of the process: more than any tokenizer needs, and no more than a machine can spare.
-MAX_BYTES = 8 << 30
+# What the process may take beyond its tokenizer, and what a compiled grammar may keep, in bytes.
+MAX_BYTES = 512 << 20
+MAX_KEPT_BYTES = 64 << 20
+# The most processor time of a single mask, or of taking a token: an engine's step waits for it.
+MASK_LIMIT_S = 0.2
+# Tokens along which an answer is followed, and how many answers: in the grammar, and in each expression by itself.
+NUM_TOKENS, NUM_ANSWERS = 24, 2
+NUM_TOKENS_OF_EXPRESSION = 8
 # From its start to its reading of the tokenizer.
 START_LIMIT_S = 60.0
-DONE = b"\n"
-_REGEX_IN_SCHEMA = re.compile(r'"(?:pattern|patternProperties|format|allOf|multipleOf)"')
+# A process that uses no processor for this long stands still; one that is not done after that is starved.
+STALLED_S = 5.0
+WALL_LIMIT_S = 60.0
+_POLL_S = 0.5
+# How a process ends that has run out of memory, or of stack.
+_OUT_OF_MEMORY = (-signal.SIGABRT, -signal.SIGSEGV, 3)
 
 
-def needs_trial(grammar: StructuredOutputs) -> bool:
-    """Whether a grammar may take longer than its size says."""
-    if grammar.kind in ("regex", "choice"):
-        return False
-    if grammar.kind == "json":
-        return len(grammar.text) > MAX_UNTRIED_CHARS or _REGEX_IN_SCHEMA.search(grammar.text) is not None
-    return True
+class TrialUnavailable(OSError):
+    """A grammar could not be tried, for which it is not to blame. The message completes a sentence."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """reason: why a grammar takes too much, or None. num_bytes: what it keeps as it is compiled."""
+
+    reason: str | None
+    num_bytes: int = 0
+
+
+class _Ended(Exception):
+    """The process ended before it answered, or stands still (`code` None)."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class GrammarTrial:
     """The process, for one grammar at a time. Any thread may use it."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int], time_limit_s: float) -> None:
-        """time_limit_s: of one grammar."""
+        """time_limit_s: processor time of one grammar and its expressions."""
         self._setup = {
             "tokenizer": tokenizer_json,
             "vocab_size": vocab_size,
@@ -55,24 +81,28 @@ class GrammarTrial:
         self._time_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._read = b""
 
-    def run(self, grammar: str) -> str | None:
-        """Compile a grammar of llguidance's own form. Returns why it takes too much, or None. What else is wrong with
-        it shows when it is compiled for good."""
+    def run(self, grammar: str, expressions: list[str] | None = None) -> Verdict:
+        """Try a grammar of llguidance's own form, and each of its expressions by itself, of the same form. What else is
+        wrong with it shows when it is compiled for good. Raises `TrialUnavailable`."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._process is not None
-            try:
-                self._send({"grammar": grammar})
-                in_time = self._answers_within(self._time_limit_s)
-            except OSError:
-                self.close()
-                return "needs too much memory to compile. Make it simpler"
-            if not in_time:
-                self.close()
-                return f"takes longer than {self._time_limit_s:g} s to compile. Make it simpler"
-            return None
+            code: int | None = None
+            for _ in range(2):
+                try:
+                    return self._run({"grammar": grammar, "expressions": expressions or []})
+                except _Ended as ended:
+                    code = ended.code
+                    self.close()
+                if code == -signal.SIGXCPU:
+                    limit = f"{self._time_limit_s:g} s of processor time"
+                    return Verdict(f"takes longer than {limit} to compile. Make it simpler")
+            if code in _OUT_OF_MEMORY:
+                return Verdict("needs too much memory to compile. Make it simpler")
+            raise TrialUnavailable(
+                "could not be tried, since the process that tries grammars was lost twice; try again later"
+            )
 
     def close(self) -> None:
         """End the process."""
@@ -81,61 +111,190 @@ class GrammarTrial:
             self._process.communicate()
             self._process = None
 
-    def _start(self) -> None:
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_backend.structured_output.trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environ,
-            start_new_session=True,
-        )
-        self._send(self._setup)
-        # Reading the tokenizer is not the grammar's time.
-        if not self._answers_within(START_LIMIT_S):
-            raise OSError("the process that tries grammars does not start")
+    def _run(self, job: dict[str, Any]) -> Verdict:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        self._number += 1
+        answer = self._ask({**job, "number": self._number}, WALL_LIMIT_S)
+        return Verdict(answer["reason"], answer["num_bytes"])
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _start(self) -> None:
+        self.close()
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dflash_backend.structured_output.trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # what Rust says of a grammar that is too large
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TrialUnavailable(
+                f"could not be tried, since the process that tries grammars does not start ({error})"
+            ) from None
+        self._read, self._number = b"", 0
+        # Reading the tokenizer is not the grammar's time.
+        try:
+            self._ask({**self._setup, "number": 0}, START_LIMIT_S)
+        except _Ended:
+            self.close()
+            raise TrialUnavailable(
+                f"could not be tried, since the process that tries grammars does not start within {START_LIMIT_S:g} s"
+            ) from None
+
+    def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a message and wait for the answer of its number. Raises `_Ended`."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def _answers_within(self, timeout_s: float) -> bool:
-        """Whether the process answers in time. Raises `OSError` when it has ended."""
-        assert self._process is not None
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            return False
-        if os.read(self._process.stdout.fileno(), len(DONE)) != DONE:
-            raise OSError("the process that tries grammars has ended")
-        return True
+        began = active = time.monotonic()
+        used = -1.0
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+            while True:
+                line, end, rest = self._read.partition(b"\n")
+                if end:
+                    self._read = rest
+                    answer: dict[str, Any] = json.loads(line)
+                    if answer["number"] == message["number"]:
+                        return answer
+                elif select.select([self._process.stdout], [], [], min(_POLL_S, limit_s))[0]:
+                    data = os.read(self._process.stdout.fileno(), 1 << 16)
+                    if not data:
+                        raise _Ended(self._process.wait())
+                    self._read += data
+                else:
+                    now, seconds = time.monotonic(), processor_seconds(str(self._process.pid))
+                    if seconds > used:
+                        active, used = now, seconds
+                    if now - active > STALLED_S or now - began > limit_s:
+                        raise _Ended(None)
+        except OSError:
+            raise _Ended(self._process.wait()) from None
+
+
+def processor_seconds(name: str) -> float:
+    """What a process or a thread, by its folder in /proc, has used of the processors; 0 where that cannot be told."""
+    try:
+        with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def bytes_in_use() -> int:
+    """What this process has from `malloc` and has not given back; 0 where the C library does not say."""
+    try:
+        call = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    call.restype = _MallInfo
+    info = call()
+    return int(info.uordblks + info.hblkhd)
 
 
 def main() -> None:
     """The process: a tokenizer, then grammars, a line of JSON each; its standard input ends with the engine."""
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     os.nice(5)
     setup = json.loads(sys.stdin.buffer.readline())
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos"])
-    os.write(1, DONE)
+    compile_grammar(tokenizer, str(LLMatcher.grammar_from_regex("a")))
+    _limit_memory()
+    _answer(setup["number"], Verdict(None))
     for line in sys.stdin.buffer:
-        # Should the engine be gone by then, nothing else would end this process.
-        alarm = threading.Timer(setup["time_limit_s"] + 5, os._exit, (1,))
-        alarm.daemon = True
-        alarm.start()
-        compile_grammar(tokenizer, json.loads(line)["grammar"])
-        alarm.cancel()
-        os.write(1, DONE)
+        job = json.loads(line)
+        _limit_processor(setup["time_limit_s"])
+        try:
+            verdict = _try(tokenizer, set(setup["eos"]), job)
+        except MemoryError:
+            os._exit(3)
+        _answer(job["number"], verdict)
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher that has its first mask, or an error."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher
+def _answer(number: int, verdict: Verdict) -> None:
+    text = json.dumps({"number": number, "reason": verdict.reason, "num_bytes": verdict.num_bytes})
+    os.write(1, text.encode() + b"\n")
+
+
+def _limit_memory() -> None:
+    """Bound the address space to `MAX_BYTES` more than it has now."""
+    with contextlib.suppress(ValueError, OSError), open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize() + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _limit_processor(seconds: float) -> None:
+    """Bound the processor time to `seconds` more than was used up to now, rounded up."""
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+
+
+def _try(tokenizer: LLTokenizer, eos_token_ids: set[int], job: dict[str, Any]) -> Verdict:
+    before = bytes_in_use()
+    matcher = compile_grammar(tokenizer, job["grammar"])
+    reason = None if matcher.is_error() else follow(matcher, eos_token_ids, NUM_TOKENS)
+    num_bytes = max(0, bytes_in_use() - before)
+    if reason is None and num_bytes > MAX_KEPT_BYTES:
+        reason = f"takes {num_bytes >> 20} MB; allowed: {MAX_KEPT_BYTES >> 20} MB. Make it simpler"
+    for expression in job["expressions"]:
+        if reason is not None:
+            break
+        reason = follow(compile_grammar(tokenizer, expression), eos_token_ids, NUM_TOKENS_OF_EXPRESSION)
+    return Verdict(reason, num_bytes)
+
+
+def follow(matcher: LLMatcher, eos_token_ids: set[int], num_tokens: int) -> str | None:
+    """Follow a few answers, each along tokens that its masks allow. Returns why they take too much, or None. Of the
+    same grammar the same answers each time. `matcher` stays at its beginning."""
+    slowest = 0.0
+    for seed in range(NUM_ANSWERS):
+        before, rng, answer = bytes_in_use(), random.Random(seed), matcher.deep_copy()
+        for _ in range(num_tokens):
+            began = time.process_time()
+            mask = answer.compute_bitmask()
+            slowest = max(slowest, time.process_time() - began)
+            if answer.is_error() or slowest > MASK_LIMIT_S:
+                break
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+            going_on = [token_id for token_id in allowed if token_id not in eos_token_ids]
+            if not going_on:
+                break
+            began = time.process_time()
+            answer.consume_token(rng.choice(going_on))
+            slowest = max(slowest, time.process_time() - began)
+        kept = bytes_in_use() - before
+        if kept > MAX_KEPT_BYTES:
+            return f"takes {kept >> 20} MB in an answer; allowed: {MAX_KEPT_BYTES >> 20} MB. Make it simpler"
+        if slowest > MASK_LIMIT_S:
+            return f"takes {slowest:.1f} s for one token; allowed: {MASK_LIMIT_S:g} s. Make it simpler"
+        if answer.is_error() and "lexer error" in answer.get_error():
+            return f"takes too much within its answers ({answer.get_error().splitlines()[0]}). Make it simpler"
+    return None
 
 
 if __name__ == "__main__":

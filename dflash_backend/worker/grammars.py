@@ -23,7 +23,7 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.structured_output.compiler import GrammarCompiler, GrammarError
-from dflash_backend.structured_output.matcher import BitmaskFiller, GrammarMatcher, MatcherRules
+from dflash_backend.structured_output.matcher import BitmaskFiller, FailureStatus, GrammarMatcher, MatcherRules
 from dflash_backend.worker.batch import HostBatch, spans
 from dflash_backend.worker.transfers import Uploader, share
 
@@ -58,6 +58,11 @@ class GrammarAnswer:
     def error(self) -> str | None:
         """Why the answer cannot go on, if so."""
         return self.failure if self.matcher is None else self.matcher.error
+
+    @property
+    def error_status(self) -> FailureStatus:
+        """Whose fault the error is."""
+        return "INVALID_ARGUMENT" if self.matcher is None else self.matcher.status
 
     def accept(self, token_ids: list[int], drafts: list[int], has_next: bool) -> list[int]:
         """Take what a row yielded: its accepted tokens, and the drafts that it proposed. Returns the drafts to verify:

@@ -29,7 +29,7 @@ from dflash_backend.core.plan import (
     StepResult,
 )
 from dflash_backend.error_text import first_line
-from dflash_backend.messages import TokenLogprobs
+from dflash_backend.messages import ErrorStatus, TokenLogprobs
 from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch
@@ -209,10 +209,11 @@ class ModelRunner:
                 logprobs, of_prompt = logprobs_of.get(i), part.prompt_logprobs.get(i)
                 of_next = sure[i][: row.num_next_draft] if sure else []
                 num_next, error = None, None
+                status: ErrorStatus = "INTERNAL"
                 if part.grammars is not None and (answer := part.grammars.answers.get(i)) is not None:
                     proposed = numbers.drafts[i, : row.num_next_draft].tolist()
                     num_next, of_next = self._with_grammar(row, new, answer, proposed, of_next)
-                    error = answer.error
+                    error, status = answer.error, answer.error_status
                 results[row.request_id] = RequestResult(
                     row.request_id,
                     new,
@@ -221,6 +222,7 @@ class ModelRunner:
                     of_prompt,
                     num_next,
                     error,
+                    status,
                     num_verified=num_verified[i],
                     confidences=of_next,
                 )

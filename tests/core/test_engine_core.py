@@ -13,7 +13,7 @@ from toy_worker import ToyWorker
 from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import RequestResult, StepResult
 from dflash_backend.core.request import derive_seed
-from dflash_backend.messages import TokenLogprobs
+from dflash_backend.messages import ErrorStatus, RequestRejected, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
 
 
@@ -302,6 +302,15 @@ class _WrongWorker(ToyWorker):
 
     def collect(self) -> StepResult:
         return StepResult(super().collect().step_id, self._rows)
+
+
+@pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"])
+def test_a_row_that_cannot_go_on_ends_with_its_own_status(status: ErrorStatus) -> None:
+    row = RequestResult("a", [1], 0, error="its grammar is wrong", error_status=status)
+    engine = Engine(make_config(), worker=_WrongWorker(row))
+    engine.core.add_request(make_request("a", PROMPT))
+    outputs = engine.core.step()
+    assert outputs.rejected == [RequestRejected("a", status, "its grammar is wrong")]
 
 
 def test_an_answer_without_the_rows_of_the_plan_stops_the_engine() -> None:

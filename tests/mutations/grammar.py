@@ -8,7 +8,7 @@ MATCHER_FILE = "dflash_backend/structured_output/matcher.py"
 COMPILER_FILE = "dflash_backend/structured_output/compiler.py"
 WORKER_FILE = "dflash_backend/worker/grammars.py"
 KERNEL_FILE = "kernels/dflash_kernels/token_bitmask.py"
-MATCHER = ("tests/structured_output/test_matcher.py",)
+MATCHER = ("tests/structured_output/test_matcher.py", "tests/structured_output/test_compiler.py")
 ENGINE = ("tests/test_structured_output.py",)
 
 GRAMMAR_MUTANTS = (
@@ -25,7 +25,7 @@ GRAMMAR_MUTANTS = (
         "dflash_backend/core/grammar_queue.py",
         ("tests/core/test_grammar_queue.py",),
         (
-            "a grammar whose turn did not come is called too slow",
+            "a grammar whose turn did not come is called slow",
             "yield request, _late(request, waited_only)",
             "yield request, _late(request, False)",
         ),
@@ -33,6 +33,11 @@ GRAMMAR_MUTANTS = (
             "the compiler is not told whose grammar it is",
             "request.eos_token_ids, request.sampling.tenant)",
             'request.eos_token_ids, "")',
+        ),
+        (
+            "a client is blamed for a grammar that could not be tried",
+            "    if isinstance(error, OSError):",
+            "    if False:",
         ),
     ),
     *mutants_of(
@@ -44,11 +49,97 @@ GRAMMAR_MUTANTS = (
         COMPILER_FILE,
         ("tests/structured_output/test_compiler.py",),
         (
+            "grammars are kept by their number alone",
+            "or self._num_cached_bytes > MAX_CACHED_BYTES:",
+            "or self._num_cached_bytes < 0:",
+        ),
+        (
+            "an error does not say what it is about",
+            "if above and above[0].startswith(ABOUT):",
+            "if not above:",
+        ),
+        (
+            "a grammar may name a token that ends the answer",
+            "if ends := named_tokens(grammar.text, special.ids, eos_token_ids):",
+            "if ends := named_tokens(grammar.text, special.ids, ()):",
+        ),
+        (
             "Lark that names the sign of EBNF is taken for EBNF",
             '[ \\t]*[\\w-]+[ \\t]*::=", re.MULTILINE',
             '.*::=", re.MULTILINE',
         ),
         ("EBNF behind a comment is not known", '::=", re.MULTILINE', '::="'),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/bounds.py",
+        ("tests/structured_output/test_compiler.py",),
+        ("an expression may have any number of optional parts", "if parts > MAX_EXPRESSION_PARTS:", "if False:"),
+        (
+            "many expressions may have any number of optional parts",
+            "if sum(parts**2 for parts in sizes) > MAX_SQUARED_PARTS:",
+            "if False:",
+        ),
+        (
+            "a terminal has its own parts alone",
+            "own + sum(known.get(other, 0) for other in terminal.names)",
+            "own",
+        ),
+        ("an empty alternative is no optional part", "|(?<=[(|:])(?=[|)])", ""),
+        (
+            "a name in patternProperties is no expression",
+            "            for name in value:\n",
+            "            for name in ():\n",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/vocabulary.py",
+        ("tests/structured_output/test_compiler.py",),
+        (
+            "text that spells a special token is that token",
+            'token["content"] = new_names[token["content"]]',
+            "pass",
+        ),
+        ("a visible mark is spelled letter by letter", "if quoted[1:-1] in special.visible", "if not quoted"),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/trial.py",
+        ("tests/structured_output/test_trial.py",),
+        (
+            "an expression is tried at the beginning of its grammar alone",
+            'for expression in job["expressions"]:',
+            "for expression in ():",
+        ),
+        ("a grammar is blamed for a process that was lost", "if code in _OUT_OF_MEMORY:", "if True:"),
+        ("a process that is lost once is not replaced", "for _ in range(2):", "for _ in range(1):"),
+        (
+            "the answer of another grammar is its verdict",
+            'if answer["number"] == message["number"]:',
+            "if True:",
+        ),
+        (
+            "a process that starts slowly goes on",
+            "        except _Ended:\n            self.close()\n",
+            "        except _Ended:\n            pass\n",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/deadline.py",
+        ("tests/structured_output/test_deadline.py",),
+        (
+            "a job that is late keeps the others waiting",
+            "elif seconds - used > self._limit_s and batch.give_up(num_done):",
+            "elif False:",
+        ),
+        (
+            "a job that waits for the processor is late",
+            'seconds = processor_seconds(f"self/task/{self._thread.native_id}")',
+            "seconds = time.monotonic()",
+        ),
+        (
+            "jobs begin after the time of all",
+            "batch.stopped = batch.stopped or time.monotonic() - began > self._total_limit_s",
+            "pass",
+        ),
     ),
     *mutants_of(
         "dflash_backend/text/structured_outputs.py",
@@ -79,8 +170,10 @@ GRAMMAR_MUTANTS = (
         MATCHER,
         (
             "the masks of a block do not count the drafts before them",
-            "walked.append((each._matcher, start + plan.free, plan.drafts))",
-            "plain.extend((each._matcher, start + plan.free + i) for i in range(len(plan.drafts) + 1))",
+            "walked = [(each._matcher, start, drafts) for each, start, drafts in answers if drafts]",
+            "walked = []\n"
+            "    for each, start, drafts in answers:\n"
+            "        plain.extend((each._matcher, start + i) for i in range(len(drafts) + 1) if drafts)",
         ),
         (
             "a matcher keeps the drafts that it tried",
@@ -123,6 +216,31 @@ GRAMMAR_MUTANTS = (
             "if ahead is not None and ahead[0] == tokens:",
             "if ahead is not None:",
         ),
+        (
+            "an answer that goes on without masks runs out of fuel",
+            "            self._matcher.compute_bitmask()\n",
+            "            pass\n",
+        ),
+        (
+            "an end that the grammar does not accept ends an answer",
+            "if self._ended and self.error is None and not self._matcher.is_accepting():",
+            "if False:",
+        ),
+        (
+            "an answer may take long in every step",
+            "if self._slow_seconds > SLOW_LIMIT_S:",
+            "if False:",
+        ),
+        (
+            "masks of heavy answers lie at others' places",
+            "masks[start : start + len(drafts) + 1] = filled",
+            "masks[: len(drafts) + 1] = filled",
+        ),
+        (
+            "an answer whose turn does not come is blamed",
+            'heavy[i][0].give_up("UNAVAILABLE")',
+            "heavy[i][0].give_up()",
+        ),
         ("the reasoning may end the answer", "            _hide(masks[: plan.free], self._eos)\n", ""),
         (
             "a mask within the block knows nothing of the end of the reasoning",
@@ -145,18 +263,36 @@ GRAMMAR_MUTANTS = (
             "if rules.min_tokens:",
         ),
     ),
+    *mutants_of(
+        "dflash_backend/core/engine.py",
+        ("tests/core/test_engine_core.py",),
+        (
+            "an answer that cannot go on is the server's fault",
+            "self._fail(request, reason, outputs, status=status)",
+            "self._fail(request, reason, outputs)",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_grammars_in_flight.py",),
+        (
+            "a grammar that fails within an answer is the server's fault",
+            "error, status = answer.error, answer.error_status",
+            "error = answer.error",
+        ),
+    ),
     Mutant(
         "an answer may end early",
         COMPILER_FILE,
-        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)",
-        "return GrammarMatcher(self._matcher.deep_copy(), (), rules)",
+        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)",
+        "return GrammarMatcher(self._matcher.deep_copy(), (), rules, self._heavy)",
         MATCHER,
     ),
     Mutant(
         "answers share the state of their grammar",
         COMPILER_FILE,
-        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)",
-        "return GrammarMatcher(self._matcher, self._eos_token_ids, rules)",
+        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)",
+        "return GrammarMatcher(self._matcher, self._eos_token_ids, rules, self._heavy)",
         MATCHER,
     ),
     *mutants_of(

@@ -14,19 +14,19 @@ OVERLAP_MUTANTS = (
         OVERLAP,
         (
             "a result goes to the request that has the id now",
-            "            if not self._is_in_progress(request):\n                continue\n            reason = row_res",
+            "            if not self._is_in_progress(request):\n                continue\n            reason, st",
             "            request = self._requests.get(row.request_id)\n"
             "            if request is None:\n"
             "                continue\n"
-            "            reason = row_res",
+            "            reason, st",
         ),
         (
             "drafts of a dropped result are counted",
-            "            if not self._is_in_progress(request):\n                continue\n            reason = row_res",
+            "            if not self._is_in_progress(request):\n                continue\n            reason, st",
             "            if not self._is_in_progress(request):\n"
             "                self._spec_stats.observe_draft(row.num_draft, row_result.num_accepted + 1)\n"
             "                continue\n"
-            "            reason = row_res",
+            "            reason, st",
         ),
         ("the last step in flight is left there", "self._requests or self._in_flight", "self._requests"),
         (

@@ -6,14 +6,15 @@ import json
 import time
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output import compiler as compiler_module
-from dflash_backend.structured_output.compiler import CACHE_SIZE, GrammarCompiler, GrammarError
-from dflash_backend.structured_output.matcher import MatcherRules
+from dflash_backend.structured_output.compiler import CACHE_SIZE, LEAST_BYTES, GrammarCompiler, GrammarError
+from dflash_backend.structured_output.matcher import BitmaskFiller, MatcherRules
 from dflash_backend.text.tokenizer import Tokenizer, tokenizer_json
-from tests.byte_tokenizer import EOS, write_byte_tokenizer
+from tests.byte_tokenizer import EOS, START, write_byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +133,108 @@ def test_a_grammar_of_a_request_outlives_the_cache(compiler):
     assert compiler.num_compiled == count + 1
 
 
-def test_long_grammars_are_kept_as_far_as_their_text_goes(compiler, monkeypatch):
-    monkeypatch.setattr(compiler_module, "MAX_CACHED_TEXT", 100)
-    for letter in "abcb":
-        compiler.compile(of("regex", 40 * letter), (EOS,))
-    assert compiler.num_compiled == 3
-    assert [text[0] for _, text, _ in compiler._recent] == ["c", "b"]
-    compiler.compile(of("regex", "d"), (EOS,))
-    compiler.compile(of("regex", 59 * "a"), (EOS,))
-    assert [text[0] for _, text, _ in compiler._recent] == ["b", "d", "a"]
+def test_grammars_are_kept_as_far_as_their_memory_goes(compiler, monkeypatch):
+    small = [compiler.compile(of("regex", letter), (EOS,)) for letter in "abc"]
+    assert all(LEAST_BYTES <= each.num_bytes < 200_000 for each in small)
+    large = compiler.compile(of("regex", "(.?[a-z]){60}|" * 9 + "([a-z]?x){60}"), (EOS,))
+    assert large.num_bytes > small[0].num_bytes + 10_000
+    assert compiler._num_cached_bytes == sum(each.num_bytes for each in (*small, large))
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_BYTES", large.num_bytes + small[2].num_bytes + 1)
+    compiler.compile(of("regex", "c"), (EOS,))
+    assert [text[0] for _, text, _ in compiler._recent] == ["(", "c"]
+    assert compiler._num_cached_bytes == large.num_bytes + small[2].num_bytes
+
+
+def test_special_tokens_in_the_text_of_a_grammar_are_text(compiler):
+    """The tokenizer has `</s>`, which ends answers, and `<s>`."""
+    for text in ("x</s>y", "<s>", "</s>"):
+        for grammar in (
+            of("choice", [text]),
+            of("regex", text.replace("/", "\\/")),
+            of("grammar", f"start: {json.dumps(text)}"),
+        ):
+            matcher = compiler.compile(grammar, (EOS,)).matcher(MatcherRules())
+            assert forced(matcher) == [*text.encode(), EOS]
+    schema = {"type": "object", "properties": {"</s>": {"const": "<s>"}}, "required": ["</s>"]}
+    matcher = compiler.compile(of("json", {**schema, "additionalProperties": False}), (EOS,)).matcher(MatcherRules())
+    assert bytes(forced(matcher)[:-1]).decode() == '{"</s>":"<s>"}'
+
+
+def forced(matcher) -> list[int]:
+    """The tokens of an answer that takes the least of those that are allowed."""
+    filler, tokens = BitmaskFiller(300, 1), []
+    while EOS not in tokens:
+        masks, _ = filler.fill([(matcher, [])])
+        assert matcher.error is None
+        bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
+        # White space between tokens of JSON.
+        tokens.append(next(int(i) for i in np.flatnonzero(bits) if i not in (10, 13, 32)))
+        matcher.advance(tokens[-1:])
+    return tokens
+
+
+def test_lark_means_a_special_token_by_its_name_or_id(compiler):
+    for mark in ("<s>", f"<[{START}]>"):
+        matcher = compiler.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,)).matcher(MatcherRules())
+        assert forced(matcher) == [97, START, 98, EOS]
+
+
+@pytest.mark.parametrize("mark", ["</s>", f"<[{EOS}]>", f"<[3,{EOS - 2}-{EOS}]>"])
+def test_lark_that_names_the_end_is_refused(compiler, mark):
+    with pytest.raises(GrammarError, match="a token that ends the answer. Leave it out"):
+        compiler.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,))
+
+
+def test_an_end_that_the_grammar_does_not_accept_ends_no_answer(compiler):
+    matcher = compiler.compile(of("grammar", 'start: "a" <[*]> "b"'), (EOS,)).matcher(MatcherRules())
+    matcher.advance([97, EOS])
+    assert matcher.error is not None
+    assert "names a token that ends the answer, where it goes on" in matcher.error
+    assert matcher.status == "INVALID_ARGUMENT"
+
+
+def test_a_visible_mark_of_a_rule_is_its_token(tmp_path):
+    """As Qwen3's `<tool_call>`, which is part of an answer's text."""
+    write_byte_tokenizer(tmp_path)
+    whole = json.loads(tokenizer_json(tmp_path))
+    mark = {**whole["added_tokens"][0], "id": 258, "content": "<tool_call>", "special": False}
+    whole["added_tokens"].append(mark)
+    compiler = GrammarCompiler(lambda: json.dumps(whole), 300)
+    matcher = compiler.compile(of("grammar", 'start: "<tool_call>" "x" T\nT: "<s>"'), (EOS,)).matcher(MatcherRules())
+    assert forced(matcher) == [258, *b"x<s>", EOS]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (of("regex", "a?" * 501), "501 optional or repeated parts in 'regex'; allowed: 500"),
+        (of("regex", "a" * 4097), "of 4097 characters in 'regex'; allowed: 4096"),
+        (of("json", {"items": {"pattern": "a?" * 501}}), "501 optional or repeated parts in a 'pattern'; allowed: 500"),
+        (of("json", {"patternProperties": {"a{0,1}" * 501: {}}}), "501 .* in a name of 'patternProperties'"),
+        (of("grammar", "start: T\nT: /" + "(a|)" * 501 + "/"), "501 .* in an expression between slashes"),
+        (of("grammar", "start: T\nT: " + '"a"? ' * 501), "501 .* in the terminal T; allowed: 500"),
+        (of("grammar", 'start: T9\nT0: "a"?\n' + "".join(f"T{i}: T{i - 1} T{i - 1}\n" for i in range(1, 10))), "512 "),
+        (of("grammar", 'start: %json {"pattern": "' + "a*" * 501 + '"}'), "501 .* in a 'pattern'"),
+        (
+            of("json", {"anyOf": [{"pattern": f"{i}" + "b?" * 400} for i in range(10)]}),
+            "4000 optional or repeated parts in its 10 regular expressions; allowed: 1000000 as the sum",
+        ),
+    ],
+)
+def test_an_expression_that_is_too_large_is_refused_before_it_is_compiled(compiler, grammar, words):
+    started = time.process_time()
+    with pytest.raises(GrammarError, match=words):
+        compiler.compile(grammar, (EOS,))
+    assert time.process_time() - started < 0.5
+
+
+def test_an_error_tells_what_the_line_above_says_that_it_is_about(compiler):
+    lark = 'start: "x" a\n# about the parameters of f\na: %json {"uniqueItems": true}\n'
+    with pytest.raises(GrammarError) as raised:
+        compiler.compile(of("grammar", lark), (EOS,))
+    assert str(raised.value) == (
+        'is wrong or too large: the parameters of f: failed to compile JSON schema: Unimplemented keys: ["uniqueItems"]'
+    )
 
 
 def test_the_error_of_a_grammar_is_that_of_its_future(compiler):
@@ -154,13 +248,16 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_not_tried_again(tokenizer
     endless = of("grammar", "start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(200)))
     slow = compiler.submit(endless, (EOS,))
     assert compiler.submit(of("regex", "not behind it"), (EOS,)).result(20) is not None
-    for future in (slow, compiler.submit(endless, (EOS,))):
-        with pytest.raises(GrammarError, match="takes longer than 1 s to compile"):
-            future.result(60)
+    with pytest.raises(GrammarError, match="takes longer than 1 s of processor time to compile"):
+        slow.result(60)
+    started = time.process_time()
+    with pytest.raises(GrammarError, match="takes longer than 1 s of processor time to compile"):
+        compiler.submit(endless, (EOS,)).result(1)
+    assert time.process_time() - started < 0.5
     # The next one is tried by a process of its own.
     assert compiler.compile(of("grammar", 'start: "a"'), (EOS,)) is not None
-    (_, trial) = compiler._tokenizers[(EOS,)]
-    trial.close()
+    for trial in compiler._vocabularies[(EOS,)].trials.values():
+        trial.close()
 
 
 def test_a_target_without_an_end_of_sequence_token_can_follow_no_grammar(compiler):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output import matcher as matcher_module
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.structured_output.matcher import BitmaskFiller, GrammarMatcher, MatcherRules
+from dflash_backend.structured_output.matcher import SLOW_LIMIT_S, USUAL_S, BitmaskFiller, GrammarMatcher, MatcherRules
 from dflash_backend.text.tokenizer import tokenizer_json
 from tests.byte_tokenizer import EOS, write_byte_tokenizer
 
@@ -228,3 +231,81 @@ def test_tokens_are_looked_at_behind_drafts_that_were_legal_and_only_where_these
     matcher.advance(list(b"abc"))
     assert not matcher.allows(list(b"abc"))
     assert matcher.allows(list(b"bar"))
+
+
+def test_heavy_answers_have_the_masks_of_others(compiler, filler):
+    """Filled one by one, each into its own place, whatever their order by time."""
+    answers = [matcher_of(compiler, grammar) for grammar in GRAMMARS]
+    drafts = [[*b'{"'], [], [*b"x"], [*b"ac"]]
+    expected, counts = filler.fill(list(zip(answers, drafts, strict=True)))
+    for answer, seconds in zip(answers, (0.5, 0.1, 0.9, 0.3), strict=True):
+        answer.heavy = True
+        answer.took(seconds)
+    masks, heavy_counts = filler.fill(list(zip(answers, drafts, strict=True)))
+    assert heavy_counts == counts
+    assert (masks == expected).all()
+
+
+def test_an_answer_whose_masks_take_too_long_fails_alone(compiler, filler, monkeypatch):
+    answers = [matcher_of(compiler, grammar) for grammar in GRAMMARS]
+    for answer in answers[1:]:
+        answer.heavy = True
+    endless, end, fill = answers[1], threading.Event(), matcher_module._fill
+
+    def slow(executor, entries, masks):
+        if entries[0][0] is endless:
+            while not end.is_set():
+                pass
+        fill(executor, entries, masks)
+
+    monkeypatch.setattr(matcher_module, "_fill", slow)
+    filler = BitmaskFiller(VOCAB, 2)
+    filler._deadlines._limit_s, filler._deadlines._total_limit_s = 0.05, 30.0
+    masks, counts = filler.fill([(answer, []) for answer in answers])
+    end.set()
+    assert endless.error == "the grammar of its structured output takes too long for one token. Make it simpler"
+    assert endless.status == "INVALID_ARGUMENT"
+    assert [answer.error for answer in answers if answer is not endless] == [None] * 3
+    assert (allowed(masks[2]), allowed(masks[3])) == ({*b"yn"}, {*b"ac"})
+    # It takes no further part.
+    endless.advance([1])
+    assert endless.legal_drafts([1]) == (0, [])
+    assert filler.fill([(endless, [])])[1] == [0]
+    assert counts == [1] * 4
+
+
+def test_an_answer_whose_turn_does_not_come_is_not_at_fault(compiler, monkeypatch):
+    first, second = matcher_of(compiler, GRAMMARS[1]), matcher_of(compiler, GRAMMARS[1])
+    first.heavy = second.heavy = True
+    second.took(0.1)  # so it comes after the other
+    fill = matcher_module._fill
+    monkeypatch.setattr(matcher_module, "_fill", lambda *args: (time.sleep(0.1), fill(*args)))
+    filler = BitmaskFiller(VOCAB, 1)
+    filler._deadlines._total_limit_s = 0.05
+    filler.fill([(second, []), (first, [])])
+    assert first.error is None
+    assert second.status == "UNAVAILABLE"
+    assert "try again later" in (second.error or "")
+
+
+def test_an_answer_that_takes_much_in_each_step_fails_in_the_end(compiler):
+    matcher = matcher_of(compiler, GRAMMARS[1])
+    for _ in range(1000):
+        matcher.took(USUAL_S)
+    for _ in range(10):
+        assert matcher.error is None
+        matcher.took(USUAL_S + SLOW_LIMIT_S / 9.5)
+    assert matcher.error is not None
+    assert matcher.status == "INVALID_ARGUMENT"
+
+
+def test_an_answer_that_needs_no_masks_gets_fuel_all_the_same(compiler):
+    """llguidance gives an answer new fuel with each mask: without one it would fail after some 3500 tokens here."""
+    schema = StructuredOutputs("json", '{"type":"string","maxLength":100000}')
+    matcher = matcher_of(compiler, schema, b'"')
+    block = [*b"abcdefghijklmnopqrstuvwxyz"]
+    for _ in range(200):
+        assert matcher.allows(block)
+        matcher.advance(block)
+        assert matcher.legal_drafts(block)[0] == len(block)
+    assert matcher.error is None

@@ -8,6 +8,7 @@ import pytest
 from dflash_backend.core.plan import NewRequest
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams, StructuredOutputs
+from dflash_backend.structured_output import bounds
 from dflash_backend.worker.grammars import GrammarAnswer
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -103,3 +104,19 @@ def test_a_request_that_is_resumed_goes_on_in_its_grammar() -> None:
     first = mask(begun)
     begun.accept([first[0]], [], False)
     assert mask(answer(first[0])) == mask(begun) != first
+
+
+def test_a_grammar_that_fails_within_an_answer_is_its_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mask is a letter's; the next one takes more fuel than there is."""
+    monkeypatch.setattr(bounds, "MASK_FUEL", 1000)
+    outputs = Outputs(engine(**SIZES, max_num_seqs=4))
+    grammar = StructuredOutputs("regex", "x" + "[ab]?" * 90)
+    outputs.add(
+        "late", list(range(20, 60)), eos_token_ids=(2,), max_tokens=16, temperature=0.0, structured_outputs=grammar
+    )
+    outputs.add("plain", list(range(20, 60)), eos_token_ids=(2,), max_tokens=16, temperature=0.0)
+    outputs.finish()
+    (failed,) = outputs.failed
+    assert (failed.request_id, failed.status) == ("late", "INVALID_ARGUMENT")
+    assert "the grammar of its structured output cannot be followed any further" in failed.message
+    assert len(outputs.tokens["plain"]) > 0
