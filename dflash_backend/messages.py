@@ -341,7 +341,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine takes requests. What the stub must know to validate them and to find their blocks.
 
     hashes_cover_next_token: as `covers_next_token` of `core/prefix_cache.py:BlockHashes`. finds_blocks: whether prompts
-    begin with cached blocks at all.
+    begin with cached blocks at all. has_drafter: whether drafts come from a drafter's checkpoint.
     """
 
     max_model_len: int
@@ -352,6 +352,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     description: str
     hashes_cover_next_token: bool = False
     finds_blocks: bool = True
+    has_drafter: bool = False
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

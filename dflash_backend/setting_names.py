@@ -26,7 +26,7 @@ _OTHER_NAMES = {
 # Settings of other servers that nothing here stands for, and why.
 _NOT_HERE = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "there are no adapters"),
-    "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
+    "pipeline_parallel_size": "layers are not spread over GPUs; tensor_parallel_size shares each of them",
     "trust_remote_code": "no code of a checkpoint is ever run",
 }
 

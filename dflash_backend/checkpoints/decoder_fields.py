@@ -13,11 +13,21 @@ from dflash_backend.checkpoints.families import SLIDING, Family
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization.stored import PARTS
 from dflash_backend.checkpoints.rope import addressable_positions, read_layer_rope, read_rope
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
+from dflash_backend.checkpoints.tensor_names import OUTER, WRAPPERS, bare_name, beginnings
 
 DTYPES = ("float32", "bfloat16", "float16")
-FLOAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by what safetensors calls them
+FLOAT_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # by what safetensors calls them
+# What configs call them, behind `torch.` or not.
+DTYPE_NAMES = {
+    **{name: name for name in DTYPES},
+    "bf16": "bfloat16",
+    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
+    **dict.fromkeys(("float", "fp32", "f32"), "float32"),
+}
+AUTO = "auto"
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
 
@@ -105,17 +115,53 @@ def _read_heads(config: JsonReader, family: Family, hidden_size: int) -> tuple[i
     return num_heads, num_kv_heads, head_dim
 
 
-def read_dtype(*configs: JsonReader, embedding: TensorHeader | None = None) -> str:
-    """The checkpoint's own dtype, from `dtype` or the older `torch_dtype` of the first of `configs` that has one, else
-    that of its embedding (gpt-oss), else `float32`."""
-    for config in configs:
+def read_dtype(tensors: Mapping[str, TensorHeader], *configs: JsonReader) -> tuple[str, tuple[str, ...]]:
+    """The checkpoint's own dtype, and notes for the log.
+
+    It is what the first of `configs` with a `dtype` or the older `torch_dtype` says, `dtype` before the other. Where
+    that is "auto", or none says anything, it is the dtype that most bytes of the weights `tensors` have. Raises
+    `CheckpointError`.
+    """
+    given: list[tuple[str, str]] = []
+    for config in dict.fromkeys(configs):
+        nested = config.where.split(": ")[1:]
         for field in ("dtype", "torch_dtype"):
             if config.given(field):
-                name = config.string(field).removeprefix("torch.")
-                if name not in DTYPES:
-                    raise config.fail(field, "one of " + ", ".join(DTYPES))
-                return name
-    return FLOAT_NAMES.get(embedding.dtype, "float32") if embedding is not None else "float32"
+                given.append((".".join([*nested, field]), _read_dtype_name(config, field)))
+    if given and given[0][1] != AUTO:
+        field, chosen = given[0]
+        others = [f"{other} is {name}" for other, name in given[1:] if name not in (chosen, AUTO)]
+        return chosen, (f"{field} is {chosen} and is used; {', '.join(others)}",) if others else ()
+    chosen, notes = _dtype_of(tensors)
+    others = [f"{other} is {name}" for other, name in given[1:] if name not in (chosen, AUTO)]
+    if others:
+        notes += (f"{given[0][0]} is {AUTO}: {chosen}, that of the weights, is used; {', '.join(others)}",)
+    return chosen, notes
+
+
+def _read_dtype_name(config: JsonReader, field: str) -> str:
+    """The dtype that a field names, or `AUTO`."""
+    name = config.string(field).lower().removeprefix("torch.")
+    if name != AUTO and name not in DTYPE_NAMES:
+        others = ", ".join(name for name in DTYPE_NAMES if name not in DTYPES)
+        raise config.fail(field, f"one of {', '.join(DTYPES)} (or {others}), or {AUTO}")
+    return DTYPE_NAMES.get(name, AUTO)
+
+
+def _dtype_of(tensors: Mapping[str, TensorHeader]) -> tuple[str, tuple[str, ...]]:
+    """The dtype of the weights, and notes. Scales of quantised weights do not count."""
+    sizes = dict.fromkeys(FLOAT_NAMES, 0)
+    for name, header in tensors.items():
+        if header.dtype in sizes and name.rpartition(".")[2] not in PARTS:
+            sizes[header.dtype] += header.num_bytes
+    found = sorted((kind for kind, size in sizes.items() if size), key=lambda kind: -sizes[kind])
+    if not found:
+        return "float32", ("no field says dtype and no weights are there to tell: float32 is taken",)
+    chosen = FLOAT_NAMES[found[0]]
+    if len(found) == 1:
+        return chosen, ()
+    parts = ", ".join(f"{sizes[kind] / 1024**2:.2f} MiB of {FLOAT_NAMES[kind]}" for kind in found)
+    return chosen, (f"no field says dtype, and the weights are {parts}: {chosen}, that of the most bytes, is used",)
 
 
 def read_eos(directory: Path) -> tuple[int, ...]:
@@ -140,6 +186,12 @@ def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: 
     """Check that the weights hold as many layers, and KV of the size, that the config says, before anything is sized
     by it. `prefix` begins the layers' names, up to the number. Raises `CheckpointError`."""
     found = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
+    if not found:
+        raise CheckpointError(
+            f"{next(iter(tensors.values())).file.parent}: no tensor named {bare_name(prefix)}0... in its "
+            f"safetensors files; the names begin with {beginnings(tensor.name for tensor in tensors.values())}. "
+            f"Before {bare_name(prefix)} may come any of {', '.join(f'{word}.' for word in (*OUTER, *WRAPPERS))}"
+        )
     if len(found) < decoder.num_layers:
         raise CheckpointError(
             f"{config.where}: field 'num_hidden_layers' is {decoder.num_layers}; the weights beside it hold "
@@ -155,6 +207,6 @@ def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: 
             tensor = tensors.get(name)
             if tensor is not None and tensor.shape[axis : axis + 1] != (rows,):
                 raise CheckpointError(
-                    f"{tensor.file}: tensor '{name}' has shape {list(tensor.shape)}; the heads in {config.where} ask "
-                    f"for {rows} {('rows', 'columns')[axis]}"
+                    f"{tensor.file}: tensor '{tensor.name}' has shape {list(tensor.shape)}; the heads in "
+                    f"{config.where} ask for {rows} {('rows', 'columns')[axis]}"
                 )

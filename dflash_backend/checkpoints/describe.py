@@ -6,6 +6,7 @@ A misread checkpoint only shows as lower acceptance, so everything that could be
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -37,7 +38,13 @@ def target_facts(spec: TargetSpec, dtype: str = "") -> Facts:
         ("end of sequence", ends),
         *file_facts(spec.path, spec.dtype, dtype),
         *_mxfp4_facts(spec, dtype or spec.dtype),
+        *warnings(spec.notes),
     ]
+
+
+def warnings(notes: Sequence[str]) -> Facts:
+    """What was read in one of several ways. Each has a label of its own, as facts become an object in JSON."""
+    return [(f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(notes, 1)]
 
 
 def _mxfp4_facts(spec: TargetSpec, dtype: str) -> Facts:

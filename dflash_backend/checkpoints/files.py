@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.checkpoints.tensor_names import name_layout, named
 from dflash_backend.error_text import MAX_REASON_CHARS, shown
 
 # What we and the tokenizer read, as patterns of a hub download.
@@ -30,15 +31,18 @@ SINGLE = "model.safetensors"
 
 # Bytes of an element of the types that are loaded, by their names in safetensors.
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
+FLOATS = {"F32", "BF16", "F16"}
+COMPARED_NUMBERS = 1 << 22  # at once
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor: the file that it lies in, its dtype as safetensors names it, its shape."""
+    """One tensor: the file that it lies in, its dtype as safetensors names it, its shape, its name in the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    name: str
 
     @property
     def num_bytes(self) -> int:
@@ -135,15 +139,17 @@ def _indexed_files(directory: Path, index: JsonReader) -> list[Path]:
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint, name -> header. Raises `CheckpointError` where a file is broken or a name occurs
-    twice."""
+    """The tensors of a checkpoint, name -> header, by the names of `tensor_names`, whatever prefix the files have.
+    Raises `CheckpointError` where a file is broken or a name occurs twice."""
     tensors: dict[str, TensorHeader] = {}
     for file in weight_files(directory):
         for name, tensor in read_header(file).items():
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor '{name}' is in {tensors[name].file.name} as well")
             tensors[name] = tensor
-    return tensors
+    config = directory / "config.json"
+    layout = name_layout(JsonReader.load(config)) if config.is_file() else None
+    return tensors if layout is None else named(tensors, layout)
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
@@ -151,9 +157,28 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         with safe_open(file, framework="np") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  it is no mapping
-            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape()), name) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
         raise broken_file(file, error) from None
+
+
+def have_equal_numbers(one: TensorHeader, other: TensorHeader) -> bool:
+    """Whether two tensors have the same shape and numbers, whatever float type each has. Raises `CheckpointError` where
+    a file is broken."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= FLOATS:
+        return False
+    import torch  # what else is read of files costs no torch
+
+    rows = max(1, COMPARED_NUMBERS // max(1, math.prod(one.shape[1:])))
+    try:
+        with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+            of_one, of_other = first.get_slice(one.name), second.get_slice(other.name)
+            return all(
+                torch.equal(of_one[at : at + rows].float(), of_other[at : at + rows].float())
+                for at in range(0, one.shape[0], rows)
+            )
+    except (SafetensorError, OSError) as error:
+        raise broken_file(one.file, error) from None
 
 
 def broken_file(file: Path, error: Exception) -> CheckpointError:

@@ -117,7 +117,7 @@ class ReadAhead:
             if file not in self._files:
                 self._files[file] = os.open(file, os.O_RDONLY)
                 self._offsets[file] = data_offsets(self._files[file])
-            start = self._offsets[file][name]
+            start = self._offsets[file][self._headers[name].name]
         except (OSError, KeyError, ValueError, struct.error) as error:
             raise broken_file(file, error) from None
         memory = self._memory(size)

@@ -247,7 +247,8 @@ class DecoderSpec:
 @dataclass(frozen=True)
 class TargetSpec:
     """A target model. `dtype` is the name of the checkpoint's own dtype (`bfloat16`, ...). prefix: how the names of the
-    decoder's tensors begin. left_out: how those of parts begin that are not served."""
+    decoder's tensors begin. left_out: how those of parts begin that are not served. notes: sentences on what the
+    checkpoint leaves open or says twice, and how it was read; for the log."""
 
     path: Path
     architecture: str
@@ -258,3 +259,4 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...]
     prefix: str = "model."
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
-from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS
-from dflash_backend.checkpoints.files import check_files, read_headers
+from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS, Family
+from dflash_backend.checkpoints.files import TensorHeader, check_files, have_equal_numbers, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
+from dflash_backend.checkpoints.quantization.stored import holds_weight
 from dflash_backend.checkpoints.spec import CheckpointError, MoeSpec, TargetSpec
+from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, is_tied, target_prefix
 from dflash_backend.error_text import shown
 
 # How the tensors of images and sound begin in multimodal checkpoints.
@@ -33,22 +35,43 @@ def read_target(directory: Path) -> TargetSpec:
     # A multimodal model has the text part's fields and tensors one level down.
     nested = config.given("text_config")
     text = config.object("text_config") if nested else config
-    prefix = "model.language_model." if nested else "model."
+    prefix = target_prefix(config)
     decoder = read_decoder(text, FAMILIES[architecture])
     headers = read_headers(directory)
     check_stack(text, decoder, f"{prefix}layers.", headers)
     if decoder.moe is not None:
         decoder = replace(decoder, moe=replace(decoder.moe, stacked=_has_stacked_experts(decoder.moe, headers)))
+    dtype, dtype_notes = read_dtype(headers, text, config)
+    tied, head_notes = _is_tied(config, FAMILIES[architecture], prefix, headers)
     return TargetSpec(
         path=directory,
         architecture=architecture,
         decoder=decoder,
         vocab_size=text.integer("vocab_size", low=2),
-        tie_word_embeddings=_is_tied(config, text, FAMILIES[architecture].tied),
-        dtype=read_dtype(text, config, embedding=headers.get(f"{prefix}embed_tokens.weight")),
+        tie_word_embeddings=tied,
+        dtype=dtype,
         eos_token_ids=read_eos(directory),
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
+        notes=head_notes + dtype_notes,
+    )
+
+
+def _is_tied(
+    config: JsonReader, family: Family, prefix: str, headers: Mapping[str, TensorHeader]
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether the head is the embedding, and notes for the log. As in `transformers` 5, a head that lies beside the
+    embedding and has other numbers counts, whatever the config says."""
+    if not is_tied(config, family.tied):
+        return False, ()
+    if not holds_weight(headers, HEAD.removesuffix(".weight")):
+        return True, ()
+    head, embedding = headers.get(HEAD), headers.get(prefix + EMBEDDING)
+    if head is not None and embedding is not None and have_equal_numbers(head, embedding):
+        return True, ()
+    return False, (
+        f"tie_word_embeddings is true, and {'a quantised head' if head is None else HEAD} lies in the files whose "
+        "numbers are not the embedding's: that head is used, as in transformers; tie_word_embeddings should be false",
     )
 
 
@@ -58,11 +81,6 @@ def _has_stacked_experts(moe: MoeSpec, headers: Collection[str]) -> bool:
     if moe.gelu:
         return not any(".experts.0.gate_proj." in name for name in headers)
     return moe.stacked or any(name.endswith(".mlp.experts.gate_up_proj") for name in headers)
-
-
-def _is_tied(config: JsonReader, text: JsonReader, missing: bool) -> bool:
-    """Whether the head is the embedding: as the file says, else as its text part does."""
-    return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=missing))
 
 
 def _architecture(config: JsonReader) -> str:

@@ -36,6 +36,7 @@ from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, Slice, 
 from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, check_tensor, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.checkpoints.tensor_names import stored_name
 
 Progress = Callable[[str, float], None]
 Slices = Mapping[str, Slice]
@@ -260,7 +261,7 @@ class _CheckpointFiles(WeightSource):
         try:
             if header.file != self._file:
                 self._file, self._reader = header.file, safe_open(header.file, framework="pt", device="cpu")
-            tensor: torch.Tensor = self._reader.get_slice(name)[index]
+            tensor: torch.Tensor = self._reader.get_slice(header.name)[index]
         except (SafetensorError, OSError) as error:
             raise broken_file(header.file, error) from None
         return tensor
@@ -343,11 +344,12 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
     for name, header in headers.items():
         if name not in expected:
             raise CheckpointError(f"{header.file}: {surplus(name, header, weights, quantization)}")
-        check_tensor(name, header, expected[name])
+        check_tensor(header, expected[name])
     missing = sorted(set(expected) - set(headers))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{directory}: tensor '{missing[0]}'{more} is missing from its safetensors files")
+        name = stored_name(headers, missing[0])
+        raise CheckpointError(f"{directory}: tensor '{name}'{more} is missing from its safetensors files")
     if quantization is not None and not weights:
         raise CheckpointError(
             f"{quantization.where} says that weights are quantised ({quantization.method}), but none of them is: take "

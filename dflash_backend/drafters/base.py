@@ -194,6 +194,10 @@ class LoadOptions:
 class SampleOps(Protocol):
     """How tokens are chosen. `worker.step_ops` has these operations."""
 
+    on_host: bool
+    """Whether steps run on a CPU. Only there may a token be chosen before all logits are in one process
+    (`PendingLogits`): a GPU's steps gather them."""
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]`: int64 `[n]`."""
         ...

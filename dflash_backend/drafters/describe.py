@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_backend.checkpoints.describe import Facts, decoder_facts, file_facts, runs
+from dflash_backend.checkpoints.describe import Facts, decoder_facts, file_facts, runs, warnings
 from dflash_backend.drafters.layer_ids import to_boundary_ids
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 
@@ -30,8 +30,7 @@ def _model_facts(spec: DraftModelSpec, dtype: str) -> Facts:
         ("LM head", _lm_head(spec)),
         *spec.facts(),
         *([("weights", f"{spec.dtype}; not read")] if spec.config_alone else file_facts(spec.path, spec.dtype, dtype)),
-        # Each with a label of its own, as facts become an object in JSON.
-        *((f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(spec.notes, 1)),
+        *warnings(spec.notes),
     ]
 
 
@@ -52,7 +51,10 @@ def _features(spec: DraftModelSpec) -> str:
 def _embedding(spec: DraftModelSpec) -> str:
     if spec.config_alone:
         return UNKNOWN
-    return "its own" if spec.has_embedding else "the target's"
+    if spec.has_embedding:
+        return "its own"
+    scaled = "scaled where the target's first layer scales it"
+    return f"the target's, {scaled if spec.scales_embedding else 'its rows as they are stored'}"
 
 
 def _lm_head(spec: DraftModelSpec) -> str:

@@ -3,6 +3,7 @@ every method knows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -37,6 +38,7 @@ sep_token_id cls_token_id decoder_start_token_id initializer_range use_cache att
 output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder is_decoder id2label
 label2id problem_type torchscript tokenizer_class tie_word_embeddings _attn_implementation attn_implementation
 """
+CHOOSE = "if next to nothing is accepted, the drafter was trained otherwise: write the other value into config.json"
 KNOWN = frozenset([*DECODER.split(), *DRAFTER.split(), *HARMLESS.split(), *UNSUPPORTED])
 
 
@@ -80,6 +82,22 @@ def read_scale(field: str, *configs: JsonReader) -> float:
     """A factor above 0, from the first of `configs` that has it, else 1. Raises `CheckpointError`."""
     reader = next((config for config in configs if config.given(field)), None)
     return 1.0 if reader is None else reader.number(field)
+
+
+def missing_fields(reads: Mapping[str, object], *configs: JsonReader, why: str = "") -> tuple[str, ...]:
+    """A sentence for the log that names the fields which none of `configs` has and how each is read; none where all
+    are there.
+
+    Only for fields that neither a tensor's shape nor another field decides: a drafter that was trained otherwise runs,
+    and next to nothing that it drafts is accepted. reads: how each field is read where it is missing. why: what else
+    there is to know, in a sentence's end.
+    """
+    found = [name for name in reads if not any(config.given(name) for config in configs)]
+    if not found:
+        return ()
+    values = ", ".join(f"{name} = {json.dumps(reads[name])}" for name in found)
+    more = f" ({why})" if why else ""
+    return (f"missing in config.json and read as {values}{more}; {CHOOSE}",)
 
 
 def unknown_fields(known: Iterable[str], *configs: tuple[str, JsonReader]) -> tuple[str, ...]:

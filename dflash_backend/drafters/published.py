@@ -123,7 +123,7 @@ DRAFTERS: tuple[PublishedDrafter, ...] = (
         for name in ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.6-27B")
     ),
     _zlab(QWEN36_35B, "Qwen3.6-35B-A3B-DFlash"),
-    _zlab(Target("Qwen/Qwen3.8-27B", "Qwen3.8"), "Qwen3.8-27B-DFlash2", "dflash2"),
+    _zlab(Target("Qwen/Qwen3.8-27B", "Qwen3.5"), "Qwen3.8-27B-DFlash2", "dflash2"),
     _zlab(Target("meta-models/Muse-Glimmer-30B", "Muse"), "Muse-Glimmer-30B-DFlash2", "dflash2"),
     _zlab(GEMMA_26B, "gemma-4-26B-A4B-it-DFlash"),
     _zlab(GEMMA_31B, "gemma-4-31B-it-DFlash"),

@@ -45,6 +45,8 @@ class DraftModelSpec(DraftSpec):
     target_hidden_size: width of one feature. num_target_layers, target_name: of the target that it was made for; None
     where the checkpoint does not say.
     has_embedding, has_lm_head: the checkpoint ships its own; else the target's serve.
+    scales_embedding: the target's embedding, where it serves, is as the target's first layer reads it (of Gemma 4 times
+    the root of the hidden size), else as it is stored.
     normed_last_layer: the feature of the target's last layer is taken after the final norm, else before it.
     notes: sentences on what the checkpoint leaves open or says twice, and how it was read; for the log.
     """
@@ -62,6 +64,7 @@ class DraftModelSpec(DraftSpec):
     has_embedding: bool
     has_lm_head: bool
     dtype: str
+    scales_embedding: bool = False
     normed_last_layer: bool = False
     notes: tuple[str, ...] = ()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import refuse_nested
+from dflash_backend.checkpoints.tensor_names import SPECULATORS
 
-MODEL_TYPE = "speculators_model_type"
+MODEL_TYPE = SPECULATORS
 # The library nests these in `transformer_layer_config`; where they stand at the top level, vLLM lets those win.
 TOP_LEVEL_WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 

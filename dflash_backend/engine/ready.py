@@ -52,6 +52,7 @@ def engine_ready(
         description=_describe(pair, sizes, kv, device, dtype, attention),
         hashes_cover_next_token=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
+        has_drafter=pair.draft_model is not None,
     )
 
 

@@ -76,7 +76,7 @@ class DecoderTarget(TargetModel):
         self.patterns = target_patterns(spec)
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         return embedded(token_ids, self.embedding, self._first_id)
 
     def forward(

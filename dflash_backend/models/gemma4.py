@@ -239,8 +239,9 @@ class Gemma4Target(TargetModel):
             for own, layer, pattern in zip(heads, weights.layers, self.patterns, strict=True)
         ]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return embedded(token_ids, self.embedding, self._first_id) * self.embedding_scale
+    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
+        rows = embedded(token_ids, self.embedding, self._first_id)
+        return rows * self.embedding_scale if scaled else rows
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

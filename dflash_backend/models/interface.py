@@ -132,8 +132,9 @@ class TargetModel(Protocol):
     peers: Peers = ALONE
     """What a step asks of the other processes that share this target."""
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings: int64 `[n]` -> `[n, hidden_size]`."""
+    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
+        """Token embeddings: int64 `[n]` -> `[n, hidden_size]`. scaled: as the first layer reads them, which for Gemma 4
+        is times the root of the hidden size; else the rows as they are stored."""
         ...
 
     def forward(

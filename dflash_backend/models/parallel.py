@@ -304,10 +304,10 @@ class SharedTarget(TargetModel):
         self._vocabulary = None if vocabulary is None else SharedVocabulary(vocabulary, ranks)
         self.lm_head = local.lm_head if self._vocabulary is None else SlicedHead(local.lm_head, self._vocabulary)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         if self._vocabulary is None:
-            return self.local.embed(token_ids)
-        return self._vocabulary.look_up(Lookup(token_ids))
+            return self.local.embed(token_ids, scaled)
+        return self._vocabulary.look_up(Lookup(token_ids, scaled=scaled))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:

@@ -41,10 +41,12 @@ class Sums(Protocol):
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows of the embedding, or of the head's weight: of the tokens `token_ids`, int64 `[n]`."""
+    """Rows of the embedding, or of the head's weight: of the tokens `token_ids`, int64 `[n]`. scaled: as of
+    `TargetModel.embed`."""
 
     token_ids: torch.Tensor
     of_head: bool = False
+    scaled: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class VocabularyPart:
         """The rows, the same on each rank: `[n, hidden]`. Each token's come from one rank, so a sum is exact."""
         if task.of_head:
             return self._sums(embedded(task.token_ids, self._target.lm_head.weight, self._slice.start))
-        return self._sums(self._target.embed(task.token_ids))
+        return self._sums(self._target.embed(task.token_ids, task.scaled))
 
     def run(self, task: HeadPass, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:
         """On rank 0 what each rank found, `[n, width of the largest slice]`, or `[n, columns]` of `_candidates`.

@@ -6,6 +6,8 @@ from dflash_backend.messages import EngineStats
 from dflash_backend.spec_stats import acceptance_length
 
 INTERVAL_S = 10.0
+# Where next to nothing was accepted of as many requests and steps, a drafter is misread or of another pair.
+MANY_REQUESTS, MANY_DRAFTS, NEXT_TO_NOTHING = 20, 500, 1.05
 _NOTHING = EngineStats()
 
 
@@ -17,10 +19,34 @@ class ActivityLog:
         self._latest: dict[int, EngineStats] = {}
         self._said: dict[int, EngineStats] = {}
         self._said_at: float | None = None
+        self._num_finished = 0
+        self._has_warned = False
 
     def follow(self, stats: EngineStats, index: int = 0) -> None:
         """Take an engine's newest counters."""
         self._latest[index] = stats
+
+    def note_finished(self) -> None:
+        """A request has ended."""
+        self._num_finished += 1
+
+    def warning(self) -> str | None:
+        """What to check where next to no draft was accepted since the engines started, of many requests; once, else
+        None."""
+        if self._has_warned or self._num_finished < MANY_REQUESTS:
+            return None
+        drafts = sum(stats.spec_decoding.num_drafts for stats in self._latest.values())
+        accepted = sum(stats.spec_decoding.num_accepted_tokens for stats in self._latest.values())
+        length = acceptance_length(drafts, accepted)
+        if drafts < MANY_DRAFTS or length is None or length > NEXT_TO_NOTHING:
+            return None
+        self._has_warned = True
+        return (
+            f"next to no draft is accepted: acceptance length {length:.2f} over {drafts} steps with drafts, of "
+            f"{self._num_finished} requests. The text is right, but slower than without a drafter. Check that it was "
+            "made for this target, and what `dflash-triton inspect TARGET --draft DRAFTER` warns of: a field that its "
+            "config.json lacks may be read otherwise than it was trained; `dflash-triton eval` measures acceptance"
+        )
 
     def restart(self, index: int = 0) -> None:
         """The engine has died: the counters of the next one start at zero."""

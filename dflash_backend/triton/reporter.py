@@ -25,12 +25,21 @@ FINISHED_S = 0.05
 class Reporter:
     """Owned by the output thread; any thread may call `note_change`."""
 
-    def __init__(self, metrics: Metrics, log: Log, engines: Engines, takes_requests: Callable[[], bool]) -> None:
-        """takes_requests: whether the service does, whatever its engines do."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        log: Log,
+        engines: Engines,
+        takes_requests: Callable[[], bool],
+        has_drafter: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """takes_requests: whether the service does, whatever its engines do. has_drafter: whether a drafter's
+        checkpoint is served."""
         self._metrics = metrics
         self._log = log
         self._engines = engines
         self._takes_requests = takes_requests
+        self._has_drafter = has_drafter
         self._activity = ActivityLog()
         self._reported_at = self._requests_reported_at = self._next_finished_report_at = 0.0
         self._has_changed = False
@@ -50,6 +59,7 @@ class Reporter:
     def note_finished(self) -> None:
         """A request has ended: the page is due at once, or nearly so."""
         self.has_finished = True
+        self._activity.note_finished()
 
     def follow(self, index: int, outputs: StepOutputs) -> None:
         """Take the counters and times of the engine with this number."""
@@ -98,6 +108,8 @@ class Reporter:
         self._has_changed = self.has_finished = False
         if (line := self._activity.line(now)) is not None:
             self._log.info(line)
+        if (warning := self._activity.warning()) is not None and self._has_drafter():
+            self._log.warning(warning)
 
     def _report_requests(self, now: float, num_requests: int) -> None:
         """Bring the page up to date but for the metrics of steps."""

@@ -91,7 +91,13 @@ class TritonService:
         self._load(command, server_pid)
         # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.
         self._metrics = self._make_metrics(pb_utils, model_name, instance or f"{model_name}_0_0", version)
-        self._reporter = Reporter(self._metrics, self._log, self._engines, lambda: self._stopped() is None)
+        self._reporter = Reporter(
+            self._metrics,
+            self._log,
+            self._engines,
+            lambda: self._stopped() is None,
+            lambda: self._engines.ready.has_drafter,
+        )
         max_bytes = int(config.max_server_memory_gb * 1e9) if server_pid else 0
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._publishers = make_publishers(config, self._log.warning)

@@ -25,7 +25,8 @@ def test_a_zlab_drafter_in_words(tmp_path: Path) -> None:
     assert facts["features"] == "layer ids [1, 3] of the target, which are boundary ids [2, 4]"
     assert facts["block"] == "8 places: the anchor and up to 7 drafts"
     assert facts["vocabulary"] == "all 97 tokens"
-    assert facts["embedding"] == facts["LM head"] == "the target's"
+    assert facts["embedding"] == "the target's, scaled where the target's first layer scales it"
+    assert facts["LM head"] == "the target's"
     assert facts["rotary embedding"] == "theta 10000"
     assert "code" not in facts
     assert "logits" not in facts

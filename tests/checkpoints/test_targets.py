@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
+from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.describe import target_facts
 from tests.tiny_models import FAMILIES
 
@@ -236,19 +237,67 @@ def test_gemma_4_is_read_as_google_publishes_it(tmp_path: Path) -> None:
     assert described["logits"] == "soft-capped at 30"
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.int32, "float32")])
-def test_a_dtype_that_no_field_says_is_that_of_the_embedding(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+def with_weights(directory: Path, fields: dict[str, Any], *parts: tuple[torch.dtype, int]) -> TargetSpec:
+    """The config of `read` beside weights of these dtypes and numbers of elements, and a large tensor of integers."""
+    read(directory, **fields)
+    tensors = {f"model.layers.{i}.x": torch.zeros(1000, dtype=torch.int32) for i in range(4)}
+    parts = tuple((dtype, size) for dtype, size in parts if size)
+    tensors |= {f"model.part{i}.weight": torch.zeros(size, dtype=dtype) for i, (dtype, size) in enumerate(parts)}
+    # Scales of quantised weights say nothing of what the model was saved in.
+    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.zeros(500)
+    save_file(tensors, directory / "model.safetensors")
+    return read_target(directory)
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"dtype": "torch.auto"}])
+@pytest.mark.parametrize(("dtype", "name"), [(getattr(torch, name), name) for name in DTYPES])
+def test_a_dtype_that_no_field_says_is_that_of_the_weights(
+    tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype, name: str
+) -> None:
     """openai/gpt-oss-20b says none."""
-    assert read(tmp_path).dtype == "float32"
-    tensors = {f"model.layers.{i}.x": torch.zeros(1) for i in range(4)}
-    save_file(tensors | {"model.embed_tokens.weight": torch.zeros(1, dtype=dtype)}, tmp_path / "model.safetensors")
-    assert read_target(tmp_path).dtype == name
+    spec = with_weights(tmp_path, fields, (dtype, 10))
+    assert (spec.dtype, spec.notes) == (name, ())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_dtype_is_read_under_both_names(tmp_path: Path, dtype: str) -> None:
-    assert read(tmp_path, dtype=dtype).dtype == dtype
-    assert read(tmp_path, torch_dtype=dtype).dtype == dtype
+def test_of_weights_of_several_dtypes_that_with_the_most_bytes_counts_and_is_said(tmp_path: Path) -> None:
+    most = with_weights(tmp_path, {}, (torch.float32, 40), (torch.bfloat16, 100))
+    assert most.dtype == "bfloat16"
+    assert ["0.00 MiB of bfloat16, 0.00 MiB of float32: bfloat16, that of the most bytes" in x for x in most.notes] == [
+        True
+    ]
+    # 60 numbers of 4 bytes are more than 100 of 2.
+    assert with_weights(tmp_path, {}, (torch.float32, 60), (torch.bfloat16, 100)).dtype == "float32"
+    said = with_weights(tmp_path, {"dtype": "float16"}, (torch.float32, 60), (torch.bfloat16, 100))
+    assert (said.dtype, said.notes) == ("float16", ())
+
+
+SPELLINGS = {
+    "float32": ("float32", "torch.float32", "float", "torch.float", "fp32", "F32", "FLOAT32"),
+    "bfloat16": ("bfloat16", "torch.bfloat16", "bf16", "BF16"),
+    "float16": ("float16", "torch.float16", "half", "torch.half", "fp16", "FP16", "f16"),
+}
+
+
+@pytest.mark.parametrize(("name", "spelling"), [(name, each) for name, all_of in SPELLINGS.items() for each in all_of])
+def test_the_dtype_is_read_under_both_names_and_in_every_spelling(tmp_path: Path, name: str, spelling: str) -> None:
+    for field in ("dtype", "torch_dtype"):
+        assert read(tmp_path, **{field: spelling}).dtype == name
+
+
+@pytest.mark.parametrize("value", ["float64", "int8", "float8_e4m3fn", "", 16, ["bfloat16"]])
+def test_other_dtypes_are_refused_with_those_that_there_are(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="'dtype' is .*; expected (one of float32, bfloat16, float16|a string)"):
+        read(tmp_path, dtype=value)
+
+
+def test_fields_that_contradict_each_other_are_said(tmp_path: Path) -> None:
+    spec = read(tmp_path, dtype="float16", torch_dtype="bf16")
+    assert (spec.dtype, spec.notes) == ("float16", ("dtype is float16 and is used; torch_dtype is bfloat16",))
+    assert read(tmp_path, dtype="float16", torch_dtype="half").notes == ()
+    spec = with_weights(tmp_path, {"dtype": "auto", "torch_dtype": "bfloat16"}, (torch.float16, 10))
+    note = "dtype is auto: float16, that of the weights, is used; torch_dtype is bfloat16"
+    assert (spec.dtype, spec.notes) == ("float16", (note,))
+    assert with_weights(tmp_path, {"dtype": "auto", "torch_dtype": "half"}, (torch.float16, 10)).notes == ()
 
 
 def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ SHAPES = {
     "Qwen/Qwen3.5-122B-A10B": (3072, 48, 248320),
     "Qwen/Qwen3.6-27B": (5120, 64, 248320),
     "Qwen/Qwen3.6-35B-A3B": (2048, 40, 248320),
+    "Qwen/Qwen3.8-27B": (5120, 64, 248320),  # as Qwen3.6-27B: its own config was not seen here
     "meta-llama/Llama-3.1-8B-Instruct": (4096, 32, 128256),
     "meta-llama/Llama-3.3-70B-Instruct": (8192, 80, 128256),
     "openai/gpt-oss-20b": (2880, 24, 201088),
@@ -81,6 +82,13 @@ def config_of(each: PublishedDrafter) -> dict[str, Any]:
     if each.format == "speculators":
         return _speculators(each)
     own = {"architectures": [each.architecture], "torch_dtype": "bfloat16"}
+    if each.method == "eagle3" and each.format == "DeepSpec":
+        own |= {
+            "num_target_layers": SHAPES.get(each.target.name, STAND_IN)[1],
+            "target_layer_ids": layer_ids(each),
+            "ttt_length": 7,
+        }
+        return decoder(each, 1, "qwen3") | own
     if each.method == "eagle3":
         return decoder(each, 1, "llama") | own | {"draft_vocab_size": EAGLE_VOCAB}
     own |= {"num_target_layers": SHAPES.get(each.target.name, STAND_IN)[1]}
@@ -121,7 +129,7 @@ def report_of(each: PublishedDrafter, directory: Path) -> CheckpointReport:
 
 def is_refused(each: PublishedDrafter) -> bool:
     """Whether what is not supported is the drafter itself."""
-    return each.method == "peagle" or each.architecture in ("Qwen3Eagle3Model",) or each.architecture[:6] == "Gemma4"
+    return each.method == "peagle" or each.architecture[:6] == "Gemma4"
 
 
 @pytest.mark.parametrize("name", [each.name for each in DRAFTERS if not is_refused(each)])

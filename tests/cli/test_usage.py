@@ -45,7 +45,7 @@ from tests.servers import PORT_OPTIONS
         (["openai", "--triton", "http://localhost:8000"], "is not a gRPC address"),
         (["openai", "--url", "localhost"], "the servers are given with --triton"),
         (["serve", "--http-port", "70000"], "'70000' is not a port"),
-        (["serve", "--tensor-parallel-size", "2"], "a model runs on one GPU"),
+        (["serve", "--tensor-parallel-size", "2"], "a setting is given with --set tensor_parallel_size=2"),
         (["serve", "--set", "=3"], "'=3' is not NAME=VALUE"),
         (["serve", "--set", "model=x"], "here that is 'target_model'"),
         (["serve", "--set", "enable_lora=true"], "there are no adapters"),

@@ -112,6 +112,7 @@ def make_dspark(
     config |= config.pop("dflash_config") | {
         "architectures": ["Qwen3DSparkModel"],
         "num_anchors": 512,
+        "sample_from_anchor": True,
         "draft_vocab_size": draft_vocab_size,
         **dspark_fields(kind, rank, confidence, reads_markov and rank > 0),
     }
@@ -216,6 +217,8 @@ def make_eagle3(
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target_hidden,
         "eagle_aux_hidden_state_layer_ids": [1, 3, 4][:num_features],
+        "norm_before_residual": False,
+        "norm_output": False,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }

@@ -59,6 +59,16 @@ USED_WINDOW = (
     "layer_types has 'sliding_attention' and use_sliding_window is missing: the sliding_window of 8 is used, which "
     "Qwen3's config class in transformers would drop",
 )
+CAUSAL = "The sliding layers are causal, as in training; "
+ELSE = ": if next to nothing is accepted, set causal=false, or the field"
+CAUSAL_IN_ZLAB = (
+    f"missing in config.json: is_causal. {CAUSAL}the authors' code up to April 2026 did not make them so{ELSE}",
+)
+CAUSAL_IN_SPECULATORS = (f"missing in config.json: sliding_window_non_causal. {CAUSAL}vLLM makes no layer so{ELSE}",)
+NO_ANCHOR = (
+    "missing in config.json and read as sample_from_anchor = false; if next to nothing is accepted, the drafter was "
+    "trained otherwise: write the other value into config.json",
+)
 
 
 def block_k(asked: int) -> Fields:
@@ -166,8 +176,24 @@ READINGS: list[tuple[tuple[str, ...], Fields, Fields]] = [
     ),
     (SPECULATORS, ALIKE | {"sliding_window_non_causal": True}, slides((8, None), (False, False))),
     # A window that the config class would drop is used, and said.
-    (BOTH, ALIKE, {"decoder.sliding_windows": (8, None), "notes": USED_WINDOW}),
-    (BOTH, ALIKE | {"layer.use_sliding_window": True}, {"notes": ()}),
+    (ZLAB, ALIKE, {"decoder.sliding_windows": (8, None), "notes": USED_WINDOW + CAUSAL_IN_ZLAB}),
+    (SPECULATORS, ALIKE, {"decoder.sliding_windows": (8, None), "notes": USED_WINDOW}),
+    # And so is whether sliding layers are causal, where no field says it.
+    (ZLAB, ALIKE | {"layer.use_sliding_window": True}, {"notes": CAUSAL_IN_ZLAB}),
+    (ZLAB, ALIKE | {"layer.use_sliding_window": True, "is_causal": False}, {"notes": ()}),
+    (SPECULATORS, ALIKE | {"layer.use_sliding_window": True}, {"notes": ()}),
+    (
+        SPECULATORS,
+        ALIKE | {"layer.use_sliding_window": True, "sliding_window_non_causal": ...},
+        slides((8, None), (True, False)) | {"notes": CAUSAL_IN_SPECULATORS},
+    ),
+    (
+        SPECULATORS,
+        ALIKE | {"layer.use_sliding_window": True, "sliding_window_non_causal": None, "dflash.causal": False},
+        slides((8, None), (False, False)) | {"notes": ()},
+    ),
+    (SPECULATORS, {"sliding_window_non_causal": ...}, {"notes": ()}),
+    (SPECULATORS, {"sample_from_anchor": ...}, {"notes": NO_ANCHOR}),
     # The library wrote the block size as k until April 2026, the published Qwen3-8B checkpoint among them.
     (SPECULATORS, block_k(7), {"num_speculative_tokens": 7, "notes": ()}),
     *(

@@ -16,6 +16,9 @@ from tests.drafters.drafts import dspark_fields, edit, make_dspark, put
 from tests.speculators_checkpoint import speculators_config
 from tests.tiny_models import DRAFT_INTERMEDIATE, TARGET_LAYER_IDS, decoder_config, make_draft, save_checkpoint
 
+NO_ANCHOR = "missing in config.json and read as sample_from_anchor = {}"
+HEADS = dspark_fields("vanilla", 256)
+
 
 def read(directory: Path) -> DSparkSpec:
     spec = read_draft(directory)
@@ -65,7 +68,7 @@ def test_a_published_config_is_read_by_its_facts(tmp_path: Path) -> None:
     make_draft(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(decoder_config(2, DRAFT_INTERMEDIATE, 151936) | own))
     spec = read(tmp_path)
-    assert spec.notes == ()
+    assert [NO_ANCHOR.format("true (as DeepSpec's own code drafts)") in note for note in spec.notes] == [True]
     assert (spec.num_speculative_tokens, spec.target_layer_ids) == (7, (1, 9, 17, 25, 33))
     assert (spec.markov, spec.draft_vocab_size, spec.normed_last_layer) == (MarkovSpec("vanilla", 256), 151936, False)
 
@@ -90,19 +93,53 @@ def test_masks_alone_give_one_draft_less(tmp_path: Path) -> None:
     assert "the anchor takes one place" in spec.limit_in_words
 
 
-def test_a_speculators_config_has_the_librarys_defaults(tmp_path: Path) -> None:
-    make_speculators(tmp_path)
+def test_a_speculators_config_has_the_librarys_defaults_and_says_so(tmp_path: Path) -> None:
+    make_speculators(tmp_path, sample_from_anchor=True)
     spec = read(tmp_path)
-    assert (spec.format, spec.notes, spec.from_anchor) == ("speculators", (), True)
+    assert (spec.format, spec.from_anchor) == ("speculators", True)
+    assert [note.partition(";")[0] for note in spec.notes] == [
+        'missing in config.json and read as markov_rank = 256, markov_head_type = "vanilla", '
+        "enable_confidence_head = true, confidence_head_with_markov = true"
+    ]
     assert (spec.markov, spec.has_confidence_head, spec.confidence_reads_markov) == (
         MarkovSpec("vanilla", 256), True, True,
     )  # fmt: skip
     assert spec.num_speculative_tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("proposed", "from_anchor", "k", "why"),
+    [
+        (8, True, 8, "slots 0 to 7; speculative_tokens is 8, and the block has 8 places"),
+        (7, False, 7, "slots 1 to 7; speculative_tokens is 7, and the block has 8 places"),
+        (5, False, 5, "slots 1 to 7; nothing tells, and vLLM reads it so; the library's class has true"),
+        (None, False, 7, "slots 1 to 7; nothing tells, and vLLM reads it so; the library's class has true"),
+    ],
+)
+def test_who_drafts_first_is_told_by_the_proposal_where_no_field_says_it(
+    proposed: int | None, from_anchor: bool, k: int, why: str, tmp_path: Path
+) -> None:
+    make_speculators(tmp_path, proposed or 8, **HEADS)
+    if proposed is None:
+        edit(tmp_path / "config.json", lambda data: data["speculators_config"].pop("proposal_methods"))
+    spec = read(tmp_path)
+    assert (spec.from_anchor, spec.num_speculative_tokens, spec.max_speculative_tokens) == (
+        from_anchor,
+        k,
+        8 if from_anchor else 7,
+    )
+    says = NO_ANCHOR.format(f"{str(from_anchor).lower()} (drafts come from {why})")
+    assert [says in note for note in spec.notes] == [True]
+    # What the operator writes wins, and nothing is said.
+    for value in (False, True):
+        put(tmp_path / "config.json", sample_from_anchor=value)
+        assert read(tmp_path).from_anchor is value
+        assert not any("sample_from_anchor" in note for note in read(tmp_path).notes)
+
+
 @pytest.mark.parametrize(("from_anchor", "k", "expected"), [(True, 8, 8), (True, 5, 5), (False, 7, 7)])
 def test_k_is_the_proposals(from_anchor: bool, k: int, expected: int, tmp_path: Path) -> None:
-    make_speculators(tmp_path, k, sample_from_anchor=from_anchor)
+    make_speculators(tmp_path, k, sample_from_anchor=from_anchor, **HEADS)
     spec = read(tmp_path)
     assert (spec.num_speculative_tokens, spec.notes) == (expected, ())
 
@@ -112,7 +149,7 @@ def test_k_is_the_proposals(from_anchor: bool, k: int, expected: int, tmp_path: 
     [(True, 9, "k is 8, as a block of 8 has no more places"), (False, 8, "k is 7, as the anchor takes one place")],
 )
 def test_a_k_that_no_block_has_is_cut_and_said(from_anchor: bool, k: int, note: str, tmp_path: Path) -> None:
-    make_speculators(tmp_path, k, sample_from_anchor=from_anchor)
+    make_speculators(tmp_path, k, sample_from_anchor=from_anchor, **HEADS)
     spec = read(tmp_path)
     assert spec.num_speculative_tokens == spec.max_speculative_tokens
     assert [note in each for each in spec.notes] == [True]

@@ -51,6 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": WINDOW,
     "llama3 rope": {"rope_scaling": LLAMA3},
     "logit scale": {"logit_scale": 0.5},
+    "deepspec": {
+        "qwen3": True, "layer": "layers.0.", "embedding": True, "draft_vocab_size": VOCAB_SIZE,
+        "architectures": ["Qwen3Eagle3Model"], "num_target_layers": 5, "target_layer_ids": [0, 2, 3],
+    },
     "two features": {"num_features": 2},
     "all at once": {
         "qwen3": True, "norm_before_residual": True, "fc_norm": True, "norm_output": True, "target_hidden": 24,

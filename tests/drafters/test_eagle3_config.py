@@ -13,7 +13,7 @@ import torch
 from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.describe import draft_facts
-from dflash_backend.drafters.eagle3.config import ARCHITECTURES, DEFAULT_DRAFTS, MAX_DRAFTS, Eagle3Spec
+from dflash_backend.drafters.eagle3.config import ARCHITECTURES, DEEPSPEC, DEFAULT_DRAFTS, MAX_DRAFTS, NORMS, Eagle3Spec
 from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import is_drafter, read_draft
@@ -78,7 +78,71 @@ def test_a_config_is_read(name: str, tmp_path: Path) -> None:
     Eagle3Drafter.check_weights(spec)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_norms_that_no_tensor_tells_are_said_where_no_field_names_them(name: str, tmp_path: Path) -> None:
+    FORMATS[name](tmp_path, norm_before_residual=None, norm_output=None)
+    spec = read(tmp_path)
+    assert (spec.norm_before_residual, spec.norm_output) == (False, False)
+    vllm = {"authors": "", "speculators": " (vLLM reads a missing norm_before_residual as true)"}[name]
+    assert [note.partition(";")[0] for note in spec.notes] == [
+        f"missing in config.json and read as norm_before_residual = false, norm_output = false{vllm}"
+    ]
+    put(tmp_path / "config.json", norm_before_residual=True)
+    spec = read(tmp_path)
+    assert spec.norm_before_residual
+    assert ["read as norm_output = false" in note for note in spec.notes] == [True]
+
+
+def make_deepspec(directory: Path, **changes: Any) -> None:
+    """As DeepSpec's `build_draft_config` makes a config of the target's, and its class the tensors."""
+    own = {
+        "architectures": [DEEPSPEC],
+        IDS: None,
+        "target_layer_ids": [0, 1, 3],
+        "num_target_layers": 5,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+        "draft_num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "target_model_name_or_path": "org/target",
+    }
+    sizes = {"layer": "layers.0.", "qwen3": True, "embedding": True, "draft_vocab_size": VOCAB_SIZE}
+    make_eagle3(directory, **sizes, **(own | changes))
+
+
+def test_a_drafter_of_deepspec_is_read(tmp_path: Path) -> None:
+    make_deepspec(tmp_path)
+    assert is_drafter(tmp_path)
+    spec = read(tmp_path)
+    assert (spec.format, spec.method, spec.notes) == ("deepspec", "eagle3", ())
+    assert (spec.target_layer_ids, spec.num_target_layers, spec.target_name) == ((0, 1, 3), 5, "org/target")
+    assert (spec.num_speculative_tokens, spec.draft_vocab_size) == (7, VOCAB_SIZE)
+    assert not any(getattr(spec, name) for name in NORMS)
+    assert (spec.decoder.qk_norm, spec.layer_prefix, spec.normed_last_layer) == (True, "layers.0.", False)
+    Eagle3Drafter.check_weights(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_layer_ids": None}, "'target_layer_ids' is missing; expected the layer ids of the target's layers"),
+        ({"target_layer_ids": [0, 1, 5]}, r"'target_layer_ids' is \[0, 1, 5\]; expected layer ids below .* \(5\)"),
+        ({"target_layer_ids": [3, 1, 0]}, r"'target_layer_ids' is \[3, 1, 0\]; expected ascending ids"),
+        ({"num_target_layers": None}, "'num_target_layers' is missing"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "'num_hidden_layers' is 2; expected 1"),
+        ({"norm_before_residual": True}, "'norm_before_residual' is True; expected no such field: .* Qwen3Eagle3Model"),
+        ({"fc_norm": True}, "'fc_norm' is True; expected no such field"),
+        ({"ttt_length": 0}, "'ttt_length' is 0"),
+    ],
+)
+def test_what_deepspec_does_not_write_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_deepspec(tmp_path)
+    put(tmp_path / "config.json", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != DEEPSPEC])
 def test_every_name_of_the_model_is_known(architecture: str, tmp_path: Path) -> None:
     make_eagle3(tmp_path, architectures=[architecture])
     assert is_drafter(tmp_path)
@@ -114,6 +178,7 @@ def test_layers_that_are_not_named_are_those_of_the_target_that_others_take(tmp_
     assert draft is not None
     assert draft.target_layer_ids == (1, 3, 5), "boundary ids 2, 9 / 2 and 9 - 3"
     assert "by default" in dict(draft_facts(read(tmp_path / "d")))["features"]
+    assert ["so the layer ids [1, 3, 5] are the method's default" in note for note in draft.notes] == [True]
 
 
 def test_a_target_too_small_for_a_default_needs_its_layers_named(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def test_each_entry_has_a_name_of_its_own_and_a_source() -> None:
 def test_what_is_supported_follows_from_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named("z-lab/Qwen3-8B-DFlash-b16", "RedHatAI/Qwen3-8B-speculator.eagle3") == [None, None]
     assert named("RedHatAI/Qwen3-8B-speculator.peagle") == ["P-EAGLE drafters are not supported"]
-    assert named("deepseek-ai/eagle3_qwen3_4b_ttt7") == ["its format (Qwen3Eagle3Model) is not supported"]
+    assert named("deepseek-ai/eagle3_qwen3_4b_ttt7", "z-lab/Qwen3.8-27B-DFlash2") == [None, None]
+    assert named("deepseek-ai/eagle3_gemma4_12b_ttt7") == ["its format (Gemma4Eagle3Model) is not supported"]
     assert named("z-lab/Qwen3.5-4B-DFlash", "z-lab/Qwen3-Coder-Next-DFlash") == [None, None]
     assert named("z-lab/gemma-4-26B-A4B-it-DFlash", "RedHatAI/gemma-4-31B-it-speculator.eagle3") == [None, None]
     assert named("deepseek-ai/dspark_gemma4_12b_block7") == ["its format (Gemma4DSparkModel) is not supported"]
@@ -80,5 +81,5 @@ def test_a_server_without_a_drafter_names_those_of_its_target(tmp_path: Path) ->
     told = resolve_dirs(EngineConfig(target_model=str(tmp_path))).warning
     assert told is not None
     assert "published for it: z-lab/Qwen3-4B-DFlash-b16, deepseek-ai/dflash_qwen3_4b_block7" in told
-    assert "eagle3_qwen3_4b" not in told
+    assert "deepseek-ai/eagle3_qwen3_4b_ttt7" in told
     assert resolve_dirs(EngineConfig(target_model=str(tmp_path), draft_model="ngram")).warning is None

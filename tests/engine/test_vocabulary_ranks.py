@@ -184,10 +184,20 @@ def test_drafts_are_those_that_one_process_proposes(tmp_path: Path, name: str) -
     end(shared)
 
 
-def test_the_steps_of_a_gpu_gather_the_logits(pair: dict[str, str]) -> None:
-    alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, tensor_parallel_size=2)
+@pytest.mark.parametrize("name", ["dflash", *map(by_night, ("dspark without heads", "eagle3"))])
+def test_the_steps_of_a_gpu_gather_the_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's too: what is chosen from a slice of the vocabulary is chosen by the operations of a CPU."""
+    models = make_pair(tmp_path, {"tie_word_embeddings": False})
+    if name == "eagle3":
+        make_eagle3(tmp_path / "d", head=False)
+    elif name != "dflash":
+        make_dspark(tmp_path / "d", rank=0, confidence=False)
+    alone, shared = engine(**models, **SETTINGS), engine(**models, **SETTINGS, tensor_parallel_size=2)
     steps = on_device_runner(shared)
+    passes = head_passes(shared, monkeypatch)
     assert_same_texts(steps, alone, (GREEDY, SAMPLED))
+    assert {each.of_target for each in passes} == ({False, True} if name != "eagle3" else {True})
+    assert all(each.choice is None for each in passes)
     end(shared)
 
 

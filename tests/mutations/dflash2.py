@@ -130,8 +130,8 @@ DFLASH2_MUTANTS = (
     Mutant(
         "sliding layers of the speculators library are causal where nothing is said",
         f"{DFLASH2}/config.py",
-        '"sliding_window_non_causal": True',
-        '"sliding_window_non_causal": False',
+        '{**base.data, "sliding_window_non_causal": True}',
+        '{**base.data, "sliding_window_non_causal": False}',
         (DENSE + "test_a_speculators_config_has_the_librarys_defaults",),
     ),
 )

@@ -15,6 +15,9 @@ LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
 INSPECT = "tests/cli/test_inspect.py::"
 CONFIG_ALONE = ("tests/cli/test_inspect_config.py",)
 SEAM = "tests/drafters/test_seam.py::"
+EMBEDDED = ("tests/drafters/test_target_embedding.py",)
+NAMED = ("tests/checkpoints/test_tensor_names.py",)
+TIED = ("tests/checkpoints/test_tied_heads.py",)
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
 LOOKUP = "kernels/dflash_kernels/prompt_lookup.py"
 LOOKED_UP = ("tests/kernels/test_prompt_lookup.py",)
@@ -130,11 +133,93 @@ DRAFTERS_MUTANTS = (
         "return ids, ()",
         DESCRIBED,
     ),
+    *mutants_of(
+        DRAFTER,
+        EMBEDDED,
+        (
+            "a drafter's embedding is scaled as the target's whatever its format",
+            "self.target.embed(token_ids, self.model.spec.scales_embedding)",
+            "self.target.embed(token_ids)",
+        ),
+    ),
+    Mutant(
+        "a drafter of z-lab reads the stored rows of Gemma 4",
+        f"{DFLASH}/zlab.py",
+        "scales_embedding=True",
+        "scales_embedding=False",
+        EMBEDDED,
+    ),
+    Mutant(
+        "a GPU's drafts are chosen slice by slice",
+        DRAFTER,
+        "isinstance(head, SlicedHead) and sampler.ops.on_host",
+        "isinstance(head, SlicedHead)",
+        ("tests/engine/test_vocabulary_ranks.py::test_the_steps_of_a_gpu_gather_the_logits",),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/tensor_names.py",
+        NAMED,
+        (
+            "one prefix is taken away",
+            "while len(words) > 1 and words[0] in OUTER:",
+            "if len(words) > 1 and words[0] in OUTER:",
+        ),
+        ("wrappers within a name stay", "if word not in WRAPPERS]", "if word not in WRAPPERS[:1]]"),
+    ),
+    Mutant(
+        "a tensor is looked for by the name that it has here",
+        "dflash_backend/checkpoints/weights.py",
+        "get_slice(header.name)",
+        "get_slice(name)",
+        NAMED,
+    ),
+    Mutant(
+        "a tensor that is read ahead is looked for by the name that it has here",
+        "dflash_backend/checkpoints/read_ahead.py",
+        "[self._headers[name].name]",
+        "[name]",
+        (f"{NAMED[0]}::test_so_are_shards_with_an_index_and_tensors_that_are_read_ahead",),
+    ),
+    Mutant(
+        "lists of a quantisation do not mean the names in the files",
+        "dflash_backend/checkpoints/quantization/scheme.py",
+        "names = {projection, _stored_projection(projection, headers)}",
+        "names = {projection}",
+        NAMED,
+    ),
+    Mutant(
+        "a head of other numbers is dropped where the config says tied",
+        "dflash_backend/checkpoints/targets.py",
+        "have_equal_numbers(head, embedding)",
+        "True",
+        TIED,
+    ),
+    Mutant(
+        "an equal head is kept apart",
+        "dflash_backend/checkpoints/targets.py",
+        "have_equal_numbers(head, embedding)",
+        "False",
+        TIED,
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/decoder_fields.py",
+        ("tests/checkpoints/test_targets.py",),
+        ("a dtype of auto is a dtype", "if given and given[0][1] != AUTO:", "if given:"),
+        ("of several dtypes that with the fewest bytes counts", "-sizes[kind]", "sizes[kind]"),
+        ("scales of quantised weights count as weights", "not in PARTS:", "not in ():"),
+    ),
+    Mutant(
+        "DeepSpec's EAGLE-3 names boundary ids",
+        f"{DRAFTERS_PACKAGE}/eagle3/config.py",
+        'DEEPSPEC_FIELDS = (("", "target_layer_ids", LAYER),)',
+        'DEEPSPEC_FIELDS = (("", "target_layer_ids", BOUNDARY),)',
+        ("tests/drafters/test_eagle3_config.py::test_a_drafter_of_deepspec_is_read",),
+    ),
     Mutant(
         "unknown fields are passed over without a word",
         f"{DRAFTERS_PACKAGE}/fields.py",
-        "    if not found:\n",
-        "    if True:\n",
+        "value is not None and value is not False",
+        "value is not None and False",
         DESCRIBED,
     ),
     Mutant(

@@ -169,17 +169,26 @@ DSPARK_MUTANTS = (
     ),
     *mutants_of(
         f"{DSPARK}/config.py",
-        (READ + "test_a_config_of_deepspec_is_read", READ + "test_a_speculators_config_has_the_librarys_defaults"),
+        (
+            READ + "test_a_config_of_deepspec_is_read",
+            READ + "test_a_speculators_config_has_the_librarys_defaults_and_says_so",
+        ),
         (
             "a block that drafts from the anchor has a draft less",
             "return block_size if from_anchor else block_size - 1",
             "return block_size - 1",
         ),
     ),
+    *mutants_of(
+        f"{DSPARK}/config.py",
+        (READ + "test_who_drafts_first_is_told_by_the_proposal_where_no_field_says_it",),
+        ("the anchor drafts where no field says it", "from_anchor = proposed == block_size", "from_anchor = True"),
+        ("no anchor drafts where no field says it", "from_anchor = proposed == block_size", "from_anchor = False"),
+    ),
     Mutant(
         "DeepSpec's feature of the last layer is taken after the norm",
         f"{DSPARK}/config.py",
-        '"normed_last_layer": False, ',
+        '        "normed_last_layer": False,\n',
         "",
         (READ + "test_the_last_layers_feature_is_taken_before_the_norm",),
     ),

@@ -29,8 +29,8 @@ GEMMA4_MUTANTS = (
         ),
         (
             "embeddings are as they are stored",
-            "embedded(token_ids, self.embedding, self._first_id) * self.embedding_scale",
-            "embedded(token_ids, self.embedding, self._first_id)",
+            "return rows * self.embedding_scale if scaled else rows",
+            "return rows",
         ),
         (
             "logits are not capped",

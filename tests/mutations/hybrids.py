@@ -221,7 +221,7 @@ HYBRID_MUTANTS = (
     ),
     Mutant(
         "a head of a text part is tied as its text part alone says",
-        "dflash_backend/checkpoints/targets.py",
+        "dflash_backend/checkpoints/tensor_names.py",
         'return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=missing))',
         'return text.boolean("tie_word_embeddings", default=False)',
         ("tests/models/test_text_parts.py",),

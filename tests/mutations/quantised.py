@@ -85,7 +85,7 @@ QUANTISED_MUTANTS = (
     *mutants_of(
         f"{FOLDER}/scheme.py",
         MIXED,
-        ("an ignored projection is dequantised", "if projection in self.ignored:", "if False:"),
+        ("an ignored projection is dequantised", "if any(name in self.ignored for name in names):", "if False:"),
     ),
     *mutants_of(
         f"{FOLDER}/compressed_tensors.py",

@@ -75,3 +75,31 @@ def test_a_line_is_about_all_engines_also_when_one_begins_anew():
     activity.restart(1)
     activity.follow(EngineStats(num_generation_tokens=50), 1)
     assert "generated 5.0 tokens/s" in activity.line(2 * INTERVAL_S)
+
+
+def spoken(num_finished: int, *drafts: SpecDecodingStats) -> ActivityLog:
+    """A log after so many requests, with an engine for each of `drafts`."""
+    activity = ActivityLog()
+    for _ in range(num_finished):
+        activity.note_finished()
+    for index, counts in enumerate(drafts):
+        activity.follow(EngineStats(spec_decoding=counts), index)
+    return activity
+
+
+def test_a_drafter_of_which_next_to_nothing_is_accepted_is_said_once():
+    activity = spoken(20, SpecDecodingStats(300, 1200, 10), SpecDecodingStats(200, 800, 15))
+    said = activity.warning()
+    assert said is not None
+    assert said.startswith("next to no draft is accepted: acceptance length 1.05 over 500 steps with drafts, of 20 req")
+    assert "inspect TARGET --draft DRAFTER" in said
+    assert activity.warning() is None
+
+
+def test_few_requests_few_steps_and_drafts_that_are_accepted_are_no_reason_to_warn():
+    bad = SpecDecodingStats(500, 2000, 0)
+    assert spoken(19, bad).warning() is None
+    assert spoken(20, SpecDecodingStats(499, 2000, 0)).warning() is None
+    assert spoken(20, SpecDecodingStats(500, 2000, 26)).warning() is None
+    assert spoken(20).warning() is None
+    assert spoken(20, bad).warning() is not None

@@ -7,6 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from dflash_backend.messages import EngineStats, StepOutputs
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton import reporter
 from dflash_backend.triton.reporter import Reporter
 
@@ -88,3 +90,23 @@ def test_a_request_that_did_not_reach_the_page_at_once_does_so_soon(page, report
     page.now += reporter.FINISHED_S
     reports.report_if_due(page.now, 0)
     assert not reports.has_finished
+
+
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log(page: Page, has_drafter: bool) -> None:
+    """Prompt lookup is no drafter: where texts do not repeat it finds nothing."""
+    log = MagicMock()
+    page.follow = lambda stats, index: None
+    page.observe_step = lambda seconds: None
+    engines = SimpleNamespace(num_restarts=0, supervisors=[])
+    reports = Reporter(page, log, engines, lambda: True, lambda: has_drafter)
+    for _ in range(20):
+        reports.note_finished()
+    reports.follow(0, StepOutputs(stats=EngineStats(spec_decoding=SpecDecodingStats(500, 7500, 3))))
+    for _ in range(3):
+        page.now += 1.0
+        reports.report(page.now, 0)
+    said = [call.args[0] for call in log.warning.call_args_list]
+    assert [text.startswith("next to no draft is accepted: acceptance length 1.01 over 500") for text in said] == [
+        True
+    ] * has_drafter

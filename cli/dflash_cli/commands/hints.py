@@ -22,7 +22,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "--tokenizer": "the tokenizer is that of the target",
         "--speculative-model": "the drafter is given with --draft",
         "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
-        "--tensor-parallel-size": "a model runs on one GPU; start a server for each",
     },
     "openai": {
         "": "the servers are given with --triton grpc://HOST:PORT",

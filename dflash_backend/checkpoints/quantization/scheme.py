@@ -98,15 +98,23 @@ class Quantization:
     lists_all: bool
 
     def scheme_of(self, projection: str, headers: Mapping[str, TensorHeader]) -> Scheme | None:
-        """The scheme of a projection, by its name without `.weight`; None where it is not quantised."""
-        if projection in self.ignored:
+        """The scheme of a projection, by its name without `.weight`; None where it is not quantised. The config may
+        mean it by that name or by the one that the files have for it."""
+        names = {projection, _stored_projection(projection, headers)}
+        if any(name in self.ignored for name in names):
             return None
-        rule = next((rule for rule in self.rules if projection in rule.targets), None)
+        rule = next((rule for rule in self.rules if any(name in rule.targets for name in names)), None)
         scheme = None if rule is None else rule.scheme
         if scheme is None or self.lists_all:
             return scheme
         plain = headers.get(f"{projection}.weight")
         return None if plain is not None and plain.dtype in PLAIN_DTYPES else scheme
+
+
+def _stored_projection(projection: str, headers: Mapping[str, TensorHeader]) -> str:
+    """What the files call a projection."""
+    tensors = (headers.get(f"{projection}.{codes}") for codes in CODES.values())
+    return next((tensor.name.rpartition(".")[0] for tensor in tensors if tensor is not None), projection)
 
 
 def damaged(projection: str, what: str) -> CheckpointError:

@@ -126,16 +126,16 @@ def _parts(projection: str, shape: tuple[int, int], scheme: Scheme) -> Iterator[
         yield Part(Role.UNREAD, (name,), ((), (1,), (1, 1)), (*PLAIN_DTYPES, "I8", "F8_E4M3"), required=False)
 
 
-def check_tensor(name: str, header: TensorHeader, expected: Expected) -> None:
+def check_tensor(header: TensorHeader, expected: Expected) -> None:
     """Raises `CheckpointError` where a tensor is not what it must be."""
     if header.shape not in expected.shapes:
         raise CheckpointError(
-            f"{header.file}: tensor '{name}' has shape {list(header.shape)}; config.json asks for "
+            f"{header.file}: tensor '{header.name}' has shape {list(header.shape)}; config.json asks for "
             + " or ".join(str(list(shape)) for shape in expected.shapes)
         )
     if header.dtype not in expected.dtypes:
         raise CheckpointError(
-            f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(expected.dtypes)}"
+            f"{header.file}: tensor '{header.name}' is {header.dtype}; expected one of {', '.join(expected.dtypes)}"
         )
 
 
@@ -143,7 +143,7 @@ def surplus(
     name: str, header: TensorHeader, weights: Mapping[str, StoredWeight], quantization: Quantization | None
 ) -> str:
     """What is wrong with a tensor that no part of the model is read from."""
-    text = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
+    text = f"tensor '{header.name}' of shape {list(header.shape)} is not part of this model"
     projection, _, part = name.rpartition(".")
     if part in PARTS and quantization is None:
         return (

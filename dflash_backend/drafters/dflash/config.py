@@ -258,3 +258,18 @@ def layer_causality(
     if dflash.given("causal"):
         return (dflash.boolean("causal", default=False),) * len(sliding)
     return tuple(is_sliding and sliding_causal for is_sliding in sliding)
+
+
+def causality_notes(
+    setting: bool | None, configs: Sequence[JsonReader], dflash: JsonReader, sliding: Sequence[bool], field: str = ""
+) -> tuple[str, ...]:
+    """A sentence for the log where nothing but rule 4 of `layer_causality` makes sliding layers causal. field: the one
+    of the format that would say otherwise."""
+    said = setting is not None or any(config.given("is_causal") for config in configs) or dflash.given("causal")
+    if said or not any(sliding) or (field and configs[0].given(field)):
+        return ()
+    others = "vLLM makes no layer so" if field else "the authors' code up to April 2026 did not make them so"
+    return (
+        f"missing in config.json: {field or 'is_causal'}. The sliding layers are causal, as in training; {others}: if "
+        "next to nothing is accepted, set causal=false, or the field",
+    )

@@ -90,7 +90,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
         hidden, head = queries.of_drafts(outputs), self.lm_head
-        if isinstance(head, SlicedHead):
+        if isinstance(head, SlicedHead) and sampler.ops.on_host:
             logits = head.logits(hidden, partial(formed, self.model.spec.logits))
             return sampler.choose_pending(logits, queries.draft_positions())
         return sampler.choose(self._head(hidden), queries.draft_positions(), self.model.id_map)
@@ -99,7 +99,10 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
         which is no other token's; the checkpoint's `input_embedding_scale` multiplies both."""
         own = self.model.embedding
-        embeddings = self.target.embed(token_ids) if own is None else F.embedding(token_ids, own)
+        if own is None:
+            embeddings = self.target.embed(token_ids, self.model.spec.scales_embedding)
+        else:
+            embeddings = F.embedding(token_ids, own)
         vector = self.model.mask_embedding
         if vector is not None:
             embeddings = torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import read_dtype, refuse_unsupported
@@ -11,6 +12,7 @@ from dflash_backend.drafters.dflash.config import (
     LAYERS,
     MAX_BLOCK_SIZE,
     DFlashSpec,
+    causality_notes,
     has_mask_embedding,
     layer_causality,
     read_drafter_decoder,
@@ -20,13 +22,29 @@ from dflash_backend.drafters.dflash.config import (
     sliding_layers,
     window_notes,
 )
-from dflash_backend.drafters.fields import EMBEDDING, LM_HEAD, check_own_head, read_scale, read_tensors, unknown_fields
+from dflash_backend.drafters.fields import (
+    EMBEDDING,
+    LM_HEAD,
+    check_own_head,
+    missing_fields,
+    read_scale,
+    read_tensors,
+    unknown_fields,
+)
 from dflash_backend.drafters.layer_ids import SPECULATORS_FIELDS, NamedLayers, named_layers
 from dflash_backend.drafters.speculators import layer_config, verifier_name
 
+NON_CAUSAL = "sliding_window_non_causal"
+
 
 def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
-    """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
+    """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`."""
+    spec = read_shared(directory, config, causal)
+    return dataclasses.replace(spec, notes=spec.notes + missing_fields({"sample_from_anchor": False}, config))
+
+
+def read_shared(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
+    """As `read_speculators`, without a word on who drafts from the anchor, which other methods read by themselves.
 
     The feature of the target's last layer is taken before the final norm: the library trains on what vLLM captures.
     """
@@ -44,6 +62,8 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     tensors = read_tensors(directory, layer, decoder)
     check_own_head(config, tensors)
     k, k_notes = speculative_tokens(config, block_size, block_size - 1)
+    sliding = sliding_layers(layer, decoder.num_layers)
+    dtype, dtype_notes = read_dtype(tensors, config, layer)
     configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DFlashSpec(
         path=directory,
@@ -57,8 +77,8 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
             causal,
             [config, layer],
             dflash,
-            sliding_layers(layer, decoder.num_layers),
-            sliding_causal=not config.boolean("sliding_window_non_causal", default=False),
+            sliding,
+            sliding_causal=not config.boolean(NON_CAUSAL, default=False),
         ),
         vocab_size=vocab_size,
         draft_vocab_size=config.integer("draft_vocab_size", default=vocab_size, low=2),
@@ -68,10 +88,15 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
         has_embedding=EMBEDDING in tensors,
         has_lm_head=LM_HEAD in tensors,
         has_mask_embedding=has_mask_embedding(directory),
-        dtype=read_dtype(config, layer),
+        dtype=dtype,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
         logits=read_logits(dflash, config, layer),
-        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(KNOWN, *configs),
+        notes=layers.notes
+        + k_notes
+        + dtype_notes
+        + window_notes(layer)
+        + causality_notes(causal, [config, layer], dflash, sliding, NON_CAUSAL)
+        + unknown_fields(KNOWN, *configs),
     )
 
 

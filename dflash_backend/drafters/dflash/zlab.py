@@ -14,6 +14,7 @@ from dflash_backend.drafters.dflash.config import (
     MAX_BLOCK_SIZE,
     ZLAB_FIELDS,
     DFlashSpec,
+    causality_notes,
     has_mask_embedding,
     layer_causality,
     read_drafter_decoder,
@@ -34,7 +35,8 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
 
     A field that may lie in `dflash_config` or at the top level is taken from `dflash_config` first, as by the authors'
     code. The feature of the target's last layer is taken after the final norm, since their code reads
-    `hidden_states[id + 1]` of `transformers`, the last of which has been through it.
+    `hidden_states[id + 1]` of `transformers`, the last of which has been through it. It calls the target's embedding,
+    which for Gemma 4 scales its rows.
     """
     dflash, eagle = config.object("dflash_config"), config.object("eagle_config")
     decoder = read_drafter_decoder(config, dflash, QWEN3)
@@ -45,6 +47,8 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     tensors = read_tensors(directory, config, decoder)
     for reader in (config, dflash):
         check_own_head(reader, tensors)
+    sliding = sliding_layers(config, decoder.num_layers)
+    dtype, dtype_notes = read_dtype(tensors, config)
     configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
     return DFlashSpec(
         path=directory,
@@ -54,7 +58,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         num_speculative_tokens=block_size - 1,
         target_layer_ids=layer_ids,
         mask_token_id=read_mask_token(dflash, config),
-        causal=layer_causality(causal, [config], dflash, sliding_layers(config, decoder.num_layers), True),
+        causal=layer_causality(causal, [config], dflash, sliding, True),
         vocab_size=vocab_size,
         draft_vocab_size=config.integer("draft_vocab_size", default=vocab_size, low=2),
         target_hidden_size=config.integer("target_hidden_size", default=decoder.hidden_size),
@@ -63,11 +67,17 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         has_embedding=EMBEDDING in tensors,
         has_lm_head=LM_HEAD in tensors,
         has_mask_embedding=has_mask_embedding(directory),
-        dtype=read_dtype(config),
+        dtype=dtype,
+        scales_embedding=True,
         normed_last_layer=num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
         logits=read_logits(dflash, config),
-        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(KNOWN, *configs),
+        notes=layer_notes
+        + block_notes
+        + dtype_notes
+        + window_notes(config)
+        + causality_notes(causal, [config], dflash, sliding)
+        + unknown_fields(KNOWN, *configs),
     )
 
 

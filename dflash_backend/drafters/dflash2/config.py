@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.speculators import read_speculators as read_dflash_speculators
 from dflash_backend.drafters.dflash.zlab import read_zlab as read_dflash_zlab
-from dflash_backend.drafters.fields import tensor_headers
+from dflash_backend.drafters.fields import missing_fields, tensor_headers
 
 DFLASH2 = "dflash2"
 ARCHITECTURE = "DFlash2DraftModel"
@@ -82,7 +83,9 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     if not config.given("sliding_window_non_causal"):
         base = JsonReader({**base.data, "sliding_window_non_causal": True}, config.where)
     spec = read_dflash_speculators(directory, base, causal)
-    return _with_own_fields(spec, (dflash, config), DEFAULTS)
+    notes = missing_fields({"sliding_window_non_causal": True} if any(spec.decoder.sliding_windows) else {}, config)
+    notes += missing_fields(DEFAULTS, dflash, config)
+    return _with_own_fields(dataclasses.replace(spec, notes=spec.notes + notes), (dflash, config), DEFAULTS)
 
 
 def _without_own_fields(config: JsonReader) -> JsonReader:

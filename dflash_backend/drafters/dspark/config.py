@@ -10,9 +10,9 @@ from typing import Any
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
-from dflash_backend.drafters.dflash.speculators import read_speculators as read_dflash_speculators
-from dflash_backend.drafters.dflash.speculators import speculative_tokens
+from dflash_backend.drafters.dflash.speculators import read_shared, speculative_tokens
 from dflash_backend.drafters.dflash.zlab import read_zlab as read_dflash_zlab
+from dflash_backend.drafters.fields import missing_fields
 
 DSPARK = "dspark"
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -24,14 +24,13 @@ MAX_RANK = 4096
 # What the fields are where a speculators checkpoint does not have them: the library's own defaults. Those of a
 # checkpoint of DeepSpec, whose code requires them, have none.
 DEFAULTS: Mapping[str, Any] = {
-    "sample_from_anchor": True,
     "markov_rank": 256,
     "markov_head_type": VANILLA,
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
 # Read here, or of training alone.
-OWN_FIELDS = (*DEFAULTS, "num_anchors")
+OWN_FIELDS = (*DEFAULTS, "sample_from_anchor", "num_anchors")
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,52 @@ def read_deepspec(directory: Path, config: JsonReader, causal: bool | None = Non
     """
     spec = read_dflash_zlab(directory, _without_own_fields(config), causal)
     k = max_drafts(spec.block_size, config.boolean("sample_from_anchor", default=True))
-    own = {"format": "deepspec", "normed_last_layer": False, "num_speculative_tokens": k}
+    notes = missing_fields({"sample_from_anchor": True}, config, why="as DeepSpec's own code drafts")
+    own = {
+        "format": "deepspec",
+        "scales_embedding": False,
+        "normed_last_layer": False,
+        "num_speculative_tokens": k,
+        "notes": spec.notes + notes,
+    }
     return _with_own_fields(spec, config, {"sample_from_anchor": True}, own)
 
 
 def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DSparkSpec:
-    """Read a speculators drafter, as `dflash.speculators.read_speculators`. Raises `CheckpointError`."""
+    """Read a speculators drafter, as `dflash.speculators.read_speculators`. Raises `CheckpointError`.
+
+    Where `sample_from_anchor` is missing, the number of drafts that the checkpoint proposes tells: as many as the block
+    has places if the anchor drafts. Else it does not: so vLLM and llama.cpp read it, and so were those trained that are
+    older than the field, though the library's class has true.
+    """
     library = config.object("speculators_config").data
     base = _without_own_fields(config).data
     base = {**base, "speculators_config": {**library, "proposal_methods": None}}
-    spec = read_dflash_speculators(directory, JsonReader(base, config.where), causal)
-    most = max_drafts(spec.block_size, config.boolean("sample_from_anchor", default=True))
-    k, notes = speculative_tokens(config, spec.block_size, most)
-    return _with_own_fields(spec, config, DEFAULTS, {"num_speculative_tokens": k, "notes": spec.notes + notes})
+    spec = read_shared(directory, JsonReader(base, config.where), causal)
+    from_anchor, anchor_notes = _read_anchor(config, spec.block_size)
+    most = max_drafts(spec.block_size, from_anchor)
+    k, k_notes = speculative_tokens(config, spec.block_size, most)
+    defaults = {name: value for name, value in DEFAULTS.items() if name != "confidence_head_with_markov"}
+    if config.boolean("enable_confidence_head", default=True):
+        defaults = dict(DEFAULTS)
+    notes = spec.notes + anchor_notes + k_notes + missing_fields(defaults, config)
+    changes = {"num_speculative_tokens": k, "notes": notes}
+    return _with_own_fields(spec, config, {**DEFAULTS, "sample_from_anchor": from_anchor}, changes)
+
+
+def _read_anchor(config: JsonReader, block_size: int) -> tuple[bool, tuple[str, ...]]:
+    """Whether the anchor drafts, and notes for the log."""
+    if config.given("sample_from_anchor"):
+        return config.boolean("sample_from_anchor", default=False), ()
+    methods = config.object("speculators_config").objects("proposal_methods")
+    proposed = methods[0].integer("speculative_tokens", default=0, low=0) if methods else 0
+    by_number = proposed in (block_size, block_size - 1)
+    why = "nothing tells, and vLLM reads it so; the library's class has true"
+    if by_number:
+        why = f"speculative_tokens is {proposed}, and the block has {block_size} places"
+    from_anchor = proposed == block_size
+    slots = f"drafts come from slots {0 if from_anchor else 1} to {block_size - 1}; {why}"
+    return from_anchor, missing_fields({"sample_from_anchor": from_anchor}, config, why=slots)
 
 
 def max_drafts(block_size: int, from_anchor: bool) -> int:

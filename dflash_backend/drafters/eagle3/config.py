@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, refuse_unsupported
+from dflash_backend.checkpoints.decoder_fields import (
+    MAX_LAYERS,
+    check_stack,
+    read_decoder,
+    read_dtype,
+    refuse_unsupported,
+)
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.families import LLAMA, QWEN3
 from dflash_backend.checkpoints.files import TensorHeader
@@ -20,6 +26,7 @@ from dflash_backend.drafters.fields import (
     EMBEDDING,
     LM_HEAD,
     check_own_head,
+    missing_fields,
     read_scale,
     tensor_headers,
     unknown_fields,
@@ -29,6 +36,9 @@ from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.drafters.speculators import layer_config, verifier_name
 
 EAGLE3 = "eagle3"
+# DeepSpec's: a layer of Qwen3, none of the norms that others have, and the target's layers by layer ids.
+DEEPSPEC = "Qwen3Eagle3Model"
+DEEPSPEC_FIELDS = (("", "target_layer_ids", LAYER),)
 # By which checkpoints in the authors' format are known: their own, and names that vLLM gives to the same model.
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -36,6 +46,7 @@ ARCHITECTURES = (
     "Eagle3LlamaModel",
     "Eagle3Qwen2_5vlForCausalLM",
     "Eagle3Qwen3vlForCausalLM",
+    DEEPSPEC,
 )
 # k where neither the checkpoint nor a setting says it, as the speculators library's converter writes it; and the most,
 # each of which takes a pass.
@@ -53,6 +64,8 @@ EAGLE_FIELDS = (
     ("eagle_config", "layer_ids", BOUNDARY),
     ("", "aux_hidden_state_layer_ids", BOUNDARY),
 )
+# Fields that no tensor tells, and how they are read where they are missing.
+UNTOLD: Mapping[str, bool] = {"norm_before_residual": False, "norm_output": False}
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 # Fields of other arithmetic: what they must be where they are given, and why.
@@ -72,6 +85,9 @@ FIXED: Mapping[str, tuple[object, str]] = {
 # Read here, or of training alone.
 READ = """
 eagle_config logit_scale has_lm_head embed_requires_grad has_no_defaults_at_init target_model_type
+"""
+READ_OF_DEEPSPEC = """
+target_layer_ids num_target_layers ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path
 """
 KNOWN = frozenset([*READ.split(), *FIXED, *NORMS, *(field for _, field, _ in EAGLE_FIELDS)])
 
@@ -128,7 +144,13 @@ class Eagle3Spec(DraftModelSpec):
             return self
         num_layers = target.decoder.num_layers
         ids = (1, num_layers // 2 - 1, num_layers - 4)
-        return dataclasses.replace(self, target_layer_ids=ids if list(ids) == sorted(set(ids)) else ())
+        if list(ids) != sorted(set(ids)):
+            return self
+        note = (
+            f"no field names the target's layers, so the layer ids {list(ids)} are the method's default for a target "
+            f"of {num_layers} layers; acceptance is low if the drafter was trained on others"
+        )
+        return dataclasses.replace(self, target_layer_ids=ids, notes=(*self.notes, note))
 
     def mismatch(self, target: TargetSpec) -> str | None:
         if self.target_layer_ids:
@@ -145,6 +167,8 @@ def read_eagle3(directory: Path, config: JsonReader, causal: bool | None = None)
 
     The features are outputs of the layers themselves, that of the last layer too.
     """
+    if DEEPSPEC in config.strings("architectures"):
+        return _read_deepspec(directory, config, causal)
     eagle = config.object("eagle_config")
     refuse_nested(eagle)
     for reader in (config, eagle):
@@ -152,9 +176,35 @@ def read_eagle3(directory: Path, config: JsonReader, causal: bool | None = None)
         _check_fixed(reader)
     notes = unknown_fields(KNOWN, ("", config), ("eagle_config.", eagle))
     own = {name: config.boolean(name, default=eagle.boolean(name, default=False)) for name in NORMS}
+    notes += missing_fields(UNTOLD, config, eagle)
     spec = _read(directory, config, config, causal, _layers(config, EAGLE_FIELDS), own)
     return dataclasses.replace(
         spec, format="eagle3", logit_scale=read_scale("logit_scale", config), notes=spec.notes + notes
+    )
+
+
+def _read_deepspec(directory: Path, config: JsonReader, causal: bool | None) -> Eagle3Spec:
+    """A drafter as DeepSpec saves it: a Qwen3 config with the fields of its training. It was trained on outputs of the
+    layers themselves."""
+    refuse_unsupported(config)
+    _check_fixed(config)
+    for name in (*NORMS, "logit_scale"):
+        if config.data.get(name):
+            raise config.fail(name, f"no such field: it is not part of {DEEPSPEC}")
+    named = _layers(config, DEEPSPEC_FIELDS)
+    if named is None:
+        raise config.fail("target_layer_ids", "the layer ids of the target's layers that the drafter reads")
+    num_target_layers = config.integer("num_target_layers", high=MAX_LAYERS)
+    if max(named.ids) >= num_target_layers:
+        raise named.fail(f"{named.convention} below num_target_layers ({num_target_layers})")
+    spec = _read(directory, config, config, causal, named, dict.fromkeys(NORMS, False))
+    return dataclasses.replace(
+        spec,
+        format="deepspec",
+        num_speculative_tokens=config.integer("ttt_length", default=DEFAULT_DRAFTS, high=MAX_DRAFTS),
+        num_target_layers=num_target_layers,
+        target_name=config.string("target_model_name_or_path", default="") or None,
+        notes=spec.notes + unknown_fields(KNOWN.union(READ_OF_DEEPSPEC.split()), ("", config)),
     )
 
 
@@ -167,6 +217,7 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
         if reader.given("logit_scale"):
             raise reader.fail("logit_scale", "no such field: it is not part of the library's EAGLE-3")
     notes = unknown_fields(KNOWN, ("", config), ("transformer_layer_config.", layer))
+    notes += missing_fields(UNTOLD, config, why="vLLM reads a missing norm_before_residual as true")
     own = {name: config.boolean(name, default=False) for name in NORMS}
     spec = _read(directory, config, layer, causal, _layers(config, SPECULATORS_FIELDS), own)
     methods = config.object("speculators_config").objects("proposal_methods")
@@ -198,6 +249,7 @@ def _read(
     check_own_head(config, tensors)
     if config.boolean("has_lm_head", default=LM_HEAD in tensors) != (LM_HEAD in tensors) and tensors:
         raise config.fail("has_lm_head", "what the weights beside it have")
+    dtype, dtype_notes = read_dtype(tensors, config, layer)
     return Eagle3Spec(
         path=directory,
         format="speculators",
@@ -212,8 +264,8 @@ def _read(
         target_name=None,
         has_embedding=EMBEDDING in tensors,
         has_lm_head=LM_HEAD in tensors,
-        dtype=read_dtype(config, layer),
-        notes=() if named is None else named.notes,
+        dtype=dtype,
+        notes=dtype_notes if named is None else named.notes + dtype_notes,
         layer_prefix=prefix,
         **norms,
     )
@@ -240,11 +292,11 @@ def _layer_prefix(layer: JsonReader, decoder: DecoderSpec, tensors: Mapping[str,
             check_stack(layer, decoder, "layers.", tensors)
         return "layers.0."
     for part, rows in (("q_proj", decoder.query_size), ("k_proj", decoder.kv_size)):
-        tensor = tensors.get(name := f"{MIDLAYER}self_attn.{part}.weight")
+        tensor = tensors.get(f"{MIDLAYER}self_attn.{part}.weight")
         if tensor is not None and tensor.shape[:1] != (rows,):
             raise CheckpointError(
-                f"{tensor.file}: tensor '{name}' has shape {list(tensor.shape)}; the heads in {layer.where} ask for "
-                f"{rows} rows"
+                f"{tensor.file}: tensor '{tensor.name}' has shape {list(tensor.shape)}; the heads in {layer.where} ask "
+                f"for {rows} rows"
             )
     return MIDLAYER
 

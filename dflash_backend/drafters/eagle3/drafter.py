@@ -100,7 +100,9 @@ class Eagle3Drafter(Drafter[Eagle3Spec]):
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`."""
         own = self.model.embedding
-        return self.target.embed(token_ids) if own is None else F.embedding(token_ids, own)
+        if own is None:
+            return self.target.embed(token_ids, self.model.spec.scales_embedding)
+        return F.embedding(token_ids, own)
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
