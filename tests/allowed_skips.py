@@ -45,6 +45,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "needs Chromium",
         "a browser that no Python package brings; `.ci/run` installs Debian's where it may",
     ),
+    (
+        "tests/docker/test_container.py::",
+        "may not make namespaces",
+        "takes root, and mounts, which a container may lack",
+    ),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 

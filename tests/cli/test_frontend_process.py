@@ -168,17 +168,20 @@ def test_the_process_has_no_torch(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.server
-def test_serve_answers_openais_api_and_ends_with_it() -> None:
-    port = free_port()
+def test_serve_answers_openais_api_and_ends_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    port, directory = free_port(), tmp_path_factory.mktemp("t")
     command = [sys.executable, "-m", "dflash_cli.main", "serve", *PORT_OPTIONS[2:], "--port", str(port)]
     command += ["--served-model-name", "demo", "--max-num-seqs", "4", "--max-model-len", "512"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, **streams, text=True, env=clean_environ(), start_new_session=True)
+    environ = clean_environ(TMPDIR=str(directory))
+    process = subprocess.Popen(command, **streams, text=True, env=environ, start_new_session=True)
     try:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "Ctrl-C stops the server.\n")
         assert f"  OpenAI   http://{HOST}:{port}/v1\n" in list(lines)
         with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, verify=False, timeout=60) as http:
+            (ready_url,) = [path.read_text() for path in directory.glob("dflash-triton-*/ready-url")]
+            assert ready_url == f"http://{HOST}:{port}/health/ready\n"
             (model,) = http.get("/v1/models").json()["data"]
             assert (model["id"], model["max_model_len"]) == ("demo", 512)
             body = {"model": "demo", "prompt": "Sam fills 4 bags", "max_tokens": 8}

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import trustme
 import yaml
+from hatchling.builders.wheel import WheelBuilder
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
 from dflash_backend.triton.metric_specs import METRICS
@@ -30,10 +32,24 @@ from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
 from dflash_openai.metrics import FrontendMetrics, merged
 from tests.client.conftest import toy_server
+from tests.docker.dockerfile import read_dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+STAGES = read_dockerfile(DOCKER / "Dockerfile")
+# What the wheel has of the checkout, and where.
+PACKED = {
+    "dflash_backend": "dflash_backend",
+    "kernels/dflash_kernels": "dflash_kernels",
+    "client/dflash_client": "dflash_client",
+    "cli/dflash_cli": "dflash_cli",
+    "frontend/dflash_openai": "dflash_openai",
+    "model_repository": "dflash_backend/_assets/model_repository",
+    "backends": "dflash_backend/_assets/backends",
+    "demo/pair": "dflash_backend/_assets/demo/pair",
+    "demo/held_out": "dflash_backend/_assets/demo/held_out",
+}
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
 
@@ -279,7 +295,7 @@ def test_api_keys_are_a_secret_file_and_leave_tritons_ports_where_they_are() -> 
 
 def health_check(directory: str | Path, **environ: str) -> int:
     """The exit status of the image's own command, with this folder of temporary files."""
-    check = json.loads(re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", DOCKERFILE)[0])
+    check = STAGES[-1].last("HEALTHCHECK").words
     command = [word.replace("/tmp/", f"{directory}/") for word in check]
     return subprocess.run(command, capture_output=True, env=os.environ | environ).returncode
 
@@ -338,10 +354,10 @@ def test_the_health_check_does_not_ask_for_whom_the_certificate_is(tmp_path: Pat
         assert health_check(tmp_path) == 0
 
 
-def test_a_health_check_that_hangs_fails_before_docker_ends_it(tmp_path: Path) -> None:
-    (timeout,) = re.findall(r"HEALTHCHECK .*--timeout=(\d+)s", DOCKERFILE)
-    (longest,) = re.findall(r"HEALTHCHECK .*\\\n.*--max-time (\d+) ", DOCKERFILE)
-    assert int(longest) < int(timeout)
+def test_a_health_check_that_hangs_fails_before_docker_ends_it() -> None:
+    check = STAGES[-1].last("HEALTHCHECK")
+    (longest,) = re.findall(r" --max-time (\d+) ", check.text)
+    assert int(longest) < int(check.flags["timeout"].removesuffix("s"))
 
 
 @pytest.mark.server
@@ -351,9 +367,49 @@ def test_the_health_check_follows_the_port() -> None:
 
     with tempfile.TemporaryDirectory(prefix="health") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", directory)
-        with toy_server():
+        with toy_server() as server:
+            of_triton = f"http://{server.http_url}/v2/models/{server.model_name}/ready\n"
+            assert (server.folder / "ready-url").read_text() == of_triton
             assert healthy(directory)
         assert not healthy(directory)
+
+
+def test_the_wheel_of_what_the_image_copies_has_all_files_and_the_command(tmp_path: Path) -> None:
+    build, image = STAGES
+    (tmp_path / "context").mkdir()
+    for one in build.instructions:
+        for source in one.words[:-1] if one.name == "COPY" else ():
+            (tmp_path / "context" / source).symlink_to(ROOT / source)
+    (wheel,) = WheelBuilder(str(tmp_path / "context")).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        (entry_points,) = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
+        commands = re.findall(r"^([\w-]+) = (.*)$", packed.read(entry_points).decode(), re.MULTILINE)
+    expected = {
+        f"{target}/{path.relative_to(ROOT / source)}"
+        for source, target in PACKED.items()
+        for path in (ROOT / source).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert len(expected) > 300
+    assert expected - names == set()
+    assert commands == [("dflash-triton", "dflash_cli.main:entry")]
+    assert image.last("ENTRYPOINT").words[-1] == "dflash-triton"
+
+
+def test_the_images_command_is_one_and_its_user_can_write_to_the_volume() -> None:
+    _, image = STAGES
+    assert parser().parse_args(image.last("CMD").words).command == "serve"
+    assert image.last("USER").text == "1000:1000"
+    volume = image.last("VOLUME").text
+    (made,) = [one.text for one in image.instructions if one.text.startswith("install --directory ")]
+    assert made == f"install --directory --owner=1000 --group=1000 {volume}"
+    environ = {
+        name: value for one in image.instructions if one.name == "ENV" for name, value in one.assignments.items()
+    }
+    for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+        assert Path(environ[name]).is_relative_to(volume)
+    assert image.last("WORKDIR").text == volume
 
 
 def test_the_image_copies_what_exists_and_all_that_a_wheel_is_made_of() -> None:

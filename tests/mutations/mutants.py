@@ -6,6 +6,7 @@ from tests.mutations.budget_cost import BUDGET_COST_MUTANTS
 from tests.mutations.continued import CONTINUED_MUTANTS
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.dependent_launch import DEPENDENT_LAUNCH_MUTANTS
+from tests.mutations.deployment import DEPLOYMENT_MUTANTS
 from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.dspark import DSPARK_MUTANTS
@@ -67,6 +68,7 @@ MUTANTS += (
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS + GPU_RANK_MUTANTS
 MUTANTS += FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
+MUTANTS += DEPLOYMENT_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -34,9 +34,15 @@ COPIED = (
     "benchmarks",
     "checks",
     "tools",
+    "docker",
+    "deploy",
     "pyproject.toml",
+    ".dockerignore",
+    "README.md",
+    "LICENSE",
+    "constraints-cpu.txt",
 )
-LINKED = ("demo", "model_repository")  # large, and no mutant touches them
+LINKED = ("demo", "model_repository", "backends", "docs")  # large, and no mutant touches them
 TIMEOUT_S = 240
 PYTEST_FAILED = 1  # pytest's exit status when tests ran and some failed; below 0 when a signal ended it
 
