@@ -182,10 +182,13 @@ class _CheckpointFiles(WeightSource):
         self._began = self._reported = time.monotonic()
         self._file: Path | None = None
         self._reader: Any = None
+        # Of each tensor that was read into numbers, its largest; NaN where one of its numbers is.
+        self._largest: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, out: torch.Tensor) -> None:
         # From pinned memory a GPU copies by itself; torch keeps that memory until it has.
         out.copy_(self._stored(name), non_blocking=True)
+        self._look_at(name, out)
         self._count(name)
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
@@ -194,6 +197,7 @@ class _CheckpointFiles(WeightSource):
             stored = self._stored(name, (slice(None),) * dim + (slice(part * size, (part + count) * size),))
             out.narrow(dim, done * size, count * size).copy_(stored)
             done += count
+        self._look_at(name, out)
         self._count(name)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
@@ -202,6 +206,7 @@ class _CheckpointFiles(WeightSource):
             self.read(name, out)
             return
         dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
+        self._look_at(name, out)
         for part in stored.tensors.values():
             self._count(part)
 
@@ -253,6 +258,26 @@ class _CheckpointFiles(WeightSource):
             self._progress(f"{name}: {SPLIT_WITHIN}", self._read / self._total)
             self._split_reported = True
 
+    def _look_at(self, name: str, out: torch.Tensor) -> None:
+        """Note whether a tensor has NaN, at the cost of reading it once; a GPU is not waited for."""
+        if out.is_floating_point() and out.element_size() > 1 and out.numel():
+            self._largest[name] = out.amax()
+
+    def check_numbers(self) -> None:
+        """Raises `CheckpointError` where a tensor that was read has NaN: every answer would be empty, or noise."""
+        names = list(self._largest)
+        if not names:
+            return
+        largest = torch.stack([self._largest[name].to(torch.float32) for name in names])
+        bad = [name for name, is_nan in zip(names, largest.isnan().tolist(), strict=True) if is_nan]
+        if bad:
+            header = self._headers.get(bad[0])
+            more = f", as have {len(bad) - 1} others" if len(bad) > 1 else ""
+            where = "" if header is None else f"{header.file}: "
+            raise CheckpointError(
+                f"{where}the tensor {bad[0]} has values that are no numbers (NaN){more}; the checkpoint is damaged"
+            )
+
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
         """A tensor as its file has it, or what `index` takes of it."""
         if index is ... and (whole := self._ahead.take(name)) is not None:
@@ -299,12 +324,16 @@ def load_weights(
     file's name once it has been read, the bytes so far and their rate, and with the share of all bytes so far; in a
     large file also every few seconds. keep_quantised: as of a `WeightSource`.
 
-    Raises `CheckpointError` on a file that cannot be read, and as `check_weights` does.
+    Raises `CheckpointError` on a file that cannot be read, for weights that are no numbers, and as `check_weights`
+    does.
     """
     contents = _check(directory, read, ignored)
     names = contents.order if reads_ahead(device) else []
     with ReadAhead(contents.headers, names, pinned=device.type == "cuda") as ahead:
-        return read(_CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised))
+        files = _CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised)
+        model = read(files)
+        files.check_numbers()
+        return model
 
 
 def check_weights(

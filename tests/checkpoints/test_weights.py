@@ -150,3 +150,22 @@ def test_the_largest_of_several_files_without_an_index_is_not_guessed(tmp_path: 
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     save_file({"layers.0.w": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
     assert set(load(tmp_path, "w")) == {"w"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_refused_by_their_tensors_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    bad = torch.tensor([1.0, float("nan")], dtype=dtype)
+    save_file({"a": torch.ones(2), "b": bad, "c": bad.clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: the tensor b has values .*\(NaN\), as have 1 others"
+    ):
+        load(tmp_path, *"abc")
+    assert load(tmp_path, "a", ignored=lambda name: True)["a"].tolist() == [1.0, 1.0]
+
+    def read_part(source: WeightSource) -> torch.Tensor:
+        out = source.empty(1)
+        source.read_slice("b", out, 0, (1,), 2)
+        return out
+
+    with pytest.raises(CheckpointError, match="the tensor b has values"):
+        load_weights(tmp_path, read_part, torch.float32, CPU, ignored=lambda name: True)
