@@ -107,6 +107,9 @@ class EngineCore:
         self._spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
         # As `stats` last reported them: an abort takes counts back, and a counter must not fall.
         self._reported_spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
+        self._reported_drafts_per_pos = [0] * config.num_speculative_tokens
+        # Verified drafts by position, of blocks past a stop string.
+        self._removed_drafts_per_pos = [0] * config.num_speculative_tokens
         self._late_stops = LateStops()
         self._num_generation_tokens = 0
         self._num_steps = 0
@@ -147,7 +150,9 @@ class EngineCore:
             if num_kept is not None:
                 yields = self._late_stops.take(request_id) if request is None else request.yields
                 if yields is not None:
-                    yields.take_back(num_kept, self._spec_stats)
+                    for num_draft in yields.take_back(num_kept, self._spec_stats):
+                        for position in range(num_draft):
+                            self._removed_drafts_per_pos[position] += 1
             if request is not None:
                 self._remove(request, "abort" if num_kept is None else "stop", now)
 
@@ -195,12 +200,17 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges as they are now, and counters since the start."""
-        scheduler, speculation = self.scheduler, self.scheduler.history.speculation
-        self._reported_spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
+        scheduler, speculation = self.scheduler, self._speculation_stats()
+        # A count that was taken back waits until others have come at its position; that is in the sums as well.
+        spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
+        spec_stats.num_accepted_tokens = sum(spec_stats.num_accepted_tokens_per_pos)
+        if speculation.num_draft_tokens_per_pos:
+            spec_stats.num_draft_tokens = sum(speculation.num_draft_tokens_per_pos)
+        self._reported_spec_stats = spec_stats
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=self.num_waiting,
-            speculation=SpeculationStats() if speculation is None else speculation.stats.copy(),
+            speculation=speculation,
             kv_cache_usage=scheduler.kv.usage,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
@@ -212,6 +222,21 @@ class EngineCore:
             step_seconds=self._step_seconds,
             grammars=self._grammars.stats(),
         )
+
+    def _speculation_stats(self) -> SpeculationStats:
+        """Those of `adaptive_speculation`, without the drafts past stop strings as far as counters must not fall."""
+        speculation = self.scheduler.history.speculation
+        if speculation is None:
+            return SpeculationStats()
+        stats = speculation.stats.copy()
+        counts = zip(
+            stats.num_draft_tokens_per_pos,
+            self._removed_drafts_per_pos,
+            self._reported_drafts_per_pos,
+            strict=True,
+        )
+        self._reported_drafts_per_pos = [max(now - removed, before) for now, removed, before in counts]
+        return msgspec.structs.replace(stats, num_draft_tokens_per_pos=list(self._reported_drafts_per_pos))
 
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""

@@ -27,13 +27,19 @@ class StepYields:
         self.steps.append((num_draft, num_tokens))
         self.num_tokens += num_tokens
 
-    def take_back(self, num_kept: int, counts: SpecDecodingStats) -> None:
-        """Correct `counts`, which have all steps, for an answer of the first `num_kept` tokens."""
+    def take_back(self, num_kept: int, counts: SpecDecodingStats) -> list[int]:
+        """Correct `counts`, which have all steps, for an answer of the first `num_kept` tokens. Returns the drafts of
+        each block that no longer counts at all."""
+        removed: list[int] = []
         while self.num_tokens > num_kept and self.steps:
             num_draft, num_tokens = self.steps.pop()
             self.num_tokens -= num_tokens
             if num_draft:
-                counts.take_back(num_draft, num_tokens, max(0, num_kept - self.num_tokens))
+                kept = max(0, num_kept - self.num_tokens)
+                counts.take_back(num_draft, num_tokens, kept)
+                if not kept:
+                    removed.append(num_draft)
+        return removed
 
 
 class LateStops:

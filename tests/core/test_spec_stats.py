@@ -103,6 +103,31 @@ def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> No
     assert (total.num_drafts, total.num_accepted_tokens) == (1 + b.num_drafts, b.num_accepted_tokens)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_sums_are_those_by_position_also_where_a_correction_waits(adaptive: bool) -> None:
+    """It waits for others at its position, which do not come once the engine is idle."""
+    engine = Engine(make_config(adaptive_speculation=adaptive))
+    engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
+    while len(engine.outputs["a"].token_ids) < 9:
+        engine.step()
+    before = engine.core.stats()
+    engine.core.abort(["a"], {"a": 3})
+    # Two blocks of one draft each: others came at the first position only.
+    engine.run(make_request("b", PROMPT, seed=ALL_ACCEPTED, max_tokens=5, num_speculative_tokens=1))
+    stats = engine.core.stats()
+    b, spec = engine.outputs["b"].stats.spec_decoding, stats.spec_decoding
+    assert b.num_accepted_tokens > 0
+    assert spec.num_accepted_tokens == sum(spec.num_accepted_tokens_per_pos)
+    assert spec.num_accepted_tokens_per_pos[1:] == before.spec_decoding.num_accepted_tokens_per_pos[1:]
+    if adaptive:
+        assert spec.num_draft_tokens == sum(stats.speculation.num_draft_tokens_per_pos)
+        # One of its two blocks is no part of the answer.
+        drafts_of_a = before.speculation.num_draft_tokens_per_pos
+        assert stats.speculation.num_draft_tokens_per_pos[0] == max(
+            drafts_of_a[0] - 1 + b.num_draft_tokens, drafts_of_a[0]
+        )
+
+
 def test_a_last_step_is_trimmed_where_its_text_ended() -> None:
     stats = RequestStats(9, 9, 0, SpecDecodingStats(2, 6, 6, [2, 2, 2]), 0, 0.0)
     trimmed = stats.with_last_step_trimmed(4, 2)
