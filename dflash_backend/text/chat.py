@@ -19,6 +19,8 @@ from dflash_backend.text.tools import ToolError, read_tools
 # Unicode reserves these characters for use inside programs; they have no meaning in a text.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 OPTION_NAMES = ("chat_template_kwargs", "continue_final_message", "enable_thinking", "tools")
+# What clients and chat templates call what the model has thought, the most usual first.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 MAX_TOOLS_CHARS = 65_536
 MAX_TOOLS_BRACKETS = 5000
 MAX_OPTIONS = 16
@@ -203,6 +205,15 @@ def check_continued(messages: Sequence[Mapping[str, Any]]) -> None:
             "'continue_final_message' continues the last message, which must be of the role assistant, with the "
             "beginning of the answer as its content and without tool calls"
         )
+
+
+def with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning has each of the names that chat templates read: a client sends one of them."""
+    found = next((text for name in REASONING_NAMES if isinstance(text := message.get(name), str)), None)
+    if found is None:
+        return dict(message)
+    given = {name: value for name, value in message.items() if name not in REASONING_NAMES or value is not None}
+    return {**dict.fromkeys(REASONING_NAMES, found), **given}
 
 
 def join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

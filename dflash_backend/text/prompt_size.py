@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dflash_backend.text.tokenizer import Tokenizer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_backend.text.tokenizer import Tokenizer
 
 # Of messages, with what the chat template gets beside them. JSON may write one character as six, and each message also
 # has a role and field names.
 MAX_MESSAGES_CHARS = 65_536
 MESSAGES_CHARS_PER_TOKEN = 64
+# Of a prompt's text, where its tokens may be longer than that: only runs of white space have as many for each token,
+# and the regular expressions of tokenizers take seconds for millions of spaces, or fail.
+FREE_CHARS = 65_536
+CHARS_PER_TOKEN = 16
 
 
 class InputError(ValueError):
@@ -39,13 +46,13 @@ def check_fits(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
 
 
 def most_chars(tokenizer: Tokenizer, max_model_len: int) -> int:
-    """The most characters that `max_model_len` tokens can stand for."""
-    return max_model_len * tokenizer.max_token_chars
+    """The most characters that a prompt may have: no more than `max_model_len` tokens can stand for."""
+    return min(max_model_len * tokenizer.max_token_chars, FREE_CHARS + max_model_len * CHARS_PER_TOKEN)
 
 
 def too_long(size: str, tokenizer: Tokenizer, max_model_len: int) -> PromptTooLong:
     """The error of a prompt whose `size`, in words, cannot fit."""
     return PromptTooLong(
-        f"the prompt has {size}, but max_model_len is {max_model_len} tokens, which are at most "
-        f"{most_chars(tokenizer, max_model_len)} characters; shorten the prompt"
+        f"the prompt has {size}, but max_model_len is {max_model_len} tokens, for which at most "
+        f"{most_chars(tokenizer, max_model_len)} characters are allowed; shorten the prompt"
     )

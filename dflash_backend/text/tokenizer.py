@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,17 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.error_text import first_line
-from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_continued, check_roles, join_parts
+from dflash_backend.text.chat import (
+    ChatText,
+    PromptError,
+    SpecialTokens,
+    check_continued,
+    check_roles,
+    join_parts,
+    with_reasoning_names,
+)
+from dflash_backend.text.prompt_size import InputError
+from dflash_backend.text.time_limit import OutOfTime, time_limit
 from dflash_backend.text.tools import ToolError, with_parsed_arguments
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -28,10 +40,18 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
+    OutOfTime,
     RecursionError,
     TypeError,
     ValueError,
 )
+# Of the processor, for one rendering of the chat template. The longest conversations take a tenth of a second.
+TEMPLATE_LIMIT_S = 10.0
+# Ends the program, and is no failure of a tokenizer.
+_ENDINGS = (KeyboardInterrupt, SystemExit)
+# A token that is a single byte, as SentencePiece writes it.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # A text may have this many tokens fewer than its pieces, tokenised by themselves, for each border between them.
 TOKENS_LOST_AT_A_BORDER = 256
 # A text that no template contains.
@@ -69,8 +89,11 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         # The most characters that one token stands for.
         self.max_token_chars = max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
-        added = self._fast.get_added_tokens_decoder().values()
-        self._special = SpecialTokens(token.content for token in added if token.special and not trust_messages)
+        added = self._fast.get_added_tokens_decoder()
+        special = [token.content for token in added.values() if token.special and not trust_messages]
+        self._special = SpecialTokens(special)
+        self._added_token_ids = frozenset(added)
+        self._token_bytes: dict[int, bytes | None] = {}
 
     @classmethod
     def load(cls, directory: Path, trust_messages: bool = False) -> Tokenizer:
@@ -84,7 +107,9 @@ class Tokenizer:
             raise CheckpointError(f"{directory}: there is no tokenizer in it; it needs {NEEDED}")
         try:
             template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # what the Rust tokenizers raise is a plain Exception
+        except _ENDINGS:
+            raise
+        except BaseException as error:
             raise CheckpointError(
                 f"{directory}: no tokenizer can be read from it ({first_line(error)}); it needs {NEEDED}"
             ) from error
@@ -119,8 +144,14 @@ class Tokenizer:
         return False
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """Token ids of several texts, concatenated. Only the batch method lets other threads run meanwhile."""
-        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        """Token ids of several texts, concatenated. Only the batch method lets other threads run meanwhile. Raises
+        `InputError` where the tokenizer fails: what a panic of Rust raises is no `Exception`."""
+        try:
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except _ENDINGS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - PanicException
+            raise _failed("turn this text into tokens", error) from None
         return [token_id for encoding in encodings for token_id in encoding.ids]
 
     @property
@@ -164,11 +195,15 @@ class Tokenizer:
             messages = with_parsed_arguments(messages)
         except ToolError as error:
             raise PromptError(str(error)) from None
-        given = ([dict(message) for message in messages], {**options, "tools": list(tools) if tools else None})
+        given = (
+            [with_reasoning_names(message) for message in messages],
+            {**options, "tools": list(tools) if tools else None},
+        )
         (marked, variables), mark = self._special.marked(given)
         end = {"continue_final_message": True} if continue_final_message else {"add_generation_prompt": True}
         try:
-            text = str(self._template.apply_chat_template(marked, tokenize=False, **end, **variables))
+            with time_limit(TEMPLATE_LIMIT_S):
+                text = str(self._template.apply_chat_template(marked, tokenize=False, **end, **variables))
         except _TEMPLATE_ERRORS as error:
             raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
         return ChatText((text,) if mark is None else tuple(text.split(mark)))
@@ -179,7 +214,8 @@ class Tokenizer:
         fail."""
         parts = [{"type": "text", "text": PROBE}]
         try:
-            text = self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+            with time_limit(TEMPLATE_LIMIT_S):
+                text = self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
         except _TEMPLATE_ERRORS:
             return False
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
@@ -201,6 +237,53 @@ class Tokenizer:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing.
 
         White space is kept as it is: the clean-up that some old tokenizers ask for would make the text of a part
-        depend on what follows it, and could not be streamed.
+        depend on what follows it, and could not be streamed. Raises `InputError` where the tokenizer fails.
         """
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        try:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        except _ENDINGS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - PanicException, as of `_encode`
+            raise _failed("turn these tokens into text", error) from None
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token stands for within a text, which need not be whole characters; None for special and
+        other added tokens, and for an id without a token."""
+        if token_id not in self._token_bytes:
+            self._token_bytes[token_id] = self._read_bytes(token_id)
+        return self._token_bytes[token_id]
+
+    def _read_bytes(self, token_id: int) -> bytes | None:
+        piece = self._fast.id_to_token(token_id)
+        if piece is None or token_id in self._added_token_ids:
+            return None
+        kinds = self._decoder_kinds
+        if "ByteLevel" in kinds:
+            bytes_ = [_BYTE_OF_LETTER.get(letter) for letter in piece]
+            return piece.encode() if None in bytes_ else bytes(byte for byte in bytes_ if byte is not None)
+        if "ByteFallback" in kinds and (found := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(found[1], 16)])
+        # After itself: a decoder may take the first space of a text away.
+        return self.decode([token_id, token_id], False)[len(self.decode([token_id], False)) :].encode()
+
+    @cached_property
+    def _decoder_kinds(self) -> frozenset[str]:
+        """The parts of the tokenizer's decoder, by their types."""
+        decoder = self._fast.decoder
+        given = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(part.get("type", "") for part in (given, *given.get("decoders", ())))
+
+
+def _failed(what: str, error: BaseException) -> InputError:
+    """What a client is told of a failure of the tokenizer: no more than that, since its words name files."""
+    return InputError(f"the tokenizer cannot {what}: it failed with {type(error).__name__}; send another text")
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The byte that each letter of byte-level BPE stands for: its own where it is printable, else from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return {chr(byte) if byte in printable else chr(next(others)): byte for byte in range(256)}
+
+
+_BYTE_OF_LETTER = _byte_of_letter()

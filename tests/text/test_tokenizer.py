@@ -1,13 +1,21 @@
 """The tokenizer of a model directory."""
 
+import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, most_chars
+from dflash_backend.text.time_limit import OutOfTime, time_limit
 from dflash_backend.text.tokenizer import PromptError, Tokenizer
 from tests.byte_tokenizer import EOS, START, write_byte_tokenizer
+from tests.sentencepiece_tokenizer import ID, write_sentencepiece_tokenizer
 
 
 def test_text_survives_encode_and_decode(tokenizer):
@@ -66,3 +74,83 @@ def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path, name: str, content: st
     (tmp_path / name).write_text(content, errors="surrogateescape")
     with pytest.raises(CheckpointError, match="no tokenizer can be read from it"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def failing() -> Tokenizer:
+    """Its regular expression goes past the limit of tries of Rust's tokenizers, which then panics."""
+    fast = FastTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+(a+)+(a+)+$b"), "isolated", False)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, chat_template="{{ messages[0].content }}"), ())
+
+
+def test_a_tokenizer_that_panics_is_the_texts_fault(failing: Tokenizer) -> None:
+    with pytest.raises(InputError, match="cannot turn this text into tokens: it failed with PanicException") as told:
+        failing.encode("a" * 30)
+    assert "/" not in str(told.value)
+    assert told.value.__suppress_context__
+    with pytest.raises(InputError, match="cannot turn these tokens into text"):
+        failing.decode([2**40])
+
+
+def test_an_interrupt_is_no_failure_of_the_tokenizer(failing: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def decode(self, *given: object, **more: object) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(failing, "_fast", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        failing.decode([0])
+
+
+def test_a_prompt_may_have_some_characters_for_each_of_its_tokens(tokenizer: Tokenizer) -> None:
+    tokenizer = Tokenizer(tokenizer._template, ())
+    tokenizer.max_token_chars = 128
+    assert most_chars(tokenizer, 100) == 100 * 128, "a short prompt may be of the longest tokens"
+    assert most_chars(tokenizer, 131_072) == 65_536 + 16 * 131_072
+    with pytest.raises(PromptTooLong, match=r"10000000 characters, but .* at most 2162688 characters are allowed"):
+        check_fits(" " * 10_000_000, tokenizer, 131_072)
+
+
+LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
+ENDLESS = LOOP * 3 + END * 3
+
+
+@pytest.mark.parametrize(("template", "error"), [("{{ 'x' * 10**15 }}", "MemoryError"), (ENDLESS, "OutOfTime")])
+def test_a_template_that_takes_all_memory_or_time_refuses_the_messages(
+    with_template, monkeypatch: pytest.MonkeyPatch, template: str, error: str
+) -> None:
+    monkeypatch.setattr("dflash_backend.text.tokenizer.TEMPLATE_LIMIT_S", 0.1)
+    made = with_template(template)
+    with pytest.raises(PromptError, match=f"the chat template refuses these messages: {error}"):
+        made.render_chat([{"role": "user", "content": "hi"}])
+    # Also with parts, before which the template is tried.
+    with pytest.raises(PromptError, match=error):
+        made.render_chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+
+
+def test_only_the_time_that_a_thread_computes_is_limited() -> None:
+    with time_limit(0.05):
+        threading.Event().wait(0.2)
+    for _ in range(200):
+        with time_limit(0.05):
+            pass
+    with pytest.raises(OutOfTime), time_limit(0.02):
+        all(True for _ in itertools.repeat(None))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_has_the_name_that_the_template_reads(with_template, name: str, read: str) -> None:
+    made = with_template("{% for m in messages %}[{{ m." + read + " or '' }}]{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "Hm.", "x": 1}]
+    assert made.render_chat(messages).text == "[]a[Hm.]b"
+
+
+def test_the_bytes_of_a_token_are_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert [tokenizer.token_bytes(byte) for byte in (0, 32, 97, 0xE4, 255)] == [b"\0", b" ", b"a", b"\xe4", b"\xff"]
+    assert [tokenizer.token_bytes(token_id) for token_id in (EOS, START, 9999)] == [None, None, None]
+    write_sentencepiece_tokenizer(tmp_path)
+    llama = Tokenizer.load(tmp_path)
+    found = [llama.token_bytes(ID[piece]) for piece in ("<0xE4>", "▁Hello", "▁", "▁▁", "東", ",", "<s>")]
+    assert found == [b"\xe4", b" Hello", b" ", b"  ", "東".encode(), b",", None]
