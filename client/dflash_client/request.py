@@ -37,6 +37,7 @@ class Request:
     sampling: str | None = None
     wants_logprobs: bool = False
     wants_steps: bool = False
+    wants_stop_reason: bool = False
     describe: bool = False
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -74,6 +75,8 @@ class Request:
             sampling=_json(given, "sampling parameters") if given else None,
             wants_logprobs="logprobs" in given,
             wants_steps=wants_steps,
+            # Without them it is always null.
+            wants_stop_reason=bool(given.get("stop") or given.get("stop_token_ids")),
             headers=check_headers(headers or {}),
         )
 
@@ -86,6 +89,8 @@ class Request:
         flags["stream"] = self.stream
         if self.wants_steps:
             flags["return_steps"] = True
+        if self.wants_stop_reason:
+            flags["return_stop_reason"] = True
         if not self.stream:
             flags["exclude_input_in_output"] = True
         return flags

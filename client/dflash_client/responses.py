@@ -1,8 +1,9 @@
 """Turns the outputs of a response into deltas, the same for every transport.
 
 A transport gives `Outputs`: each output of the model by name, as a list of its elements (strings, numbers).
-With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs`, `steps`
-and `spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the other.
+With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs`, `steps`,
+`stop_reason` and `spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the
+other.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class ResponseReader:
                 cumulative_logprob=_element(outputs, "cumulative_logprob", index),
                 prompt_logprobs=of_prompt if index == 0 else None,
                 steps=_steps(_parsed(outputs, "steps", index)),
+                stop_reason=_parsed(outputs, "stop_reason", index),
             )
             if self._is_news(delta):
                 yield delta

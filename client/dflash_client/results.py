@@ -39,6 +39,7 @@ class Delta:
     that the server sends, such as `acceptance_length` and `num_cached_tokens`. `prompt_logprobs`, of the first
     completion's deltas, has an entry for each token of the prompt, the first of which is None, if they were asked for.
     `steps` is None unless the request had `return_steps`; a delta has more than one where the server was busy.
+    `stop_reason` is the stop string or stop token that ended the completion, None where something else did.
     """
 
     text: str
@@ -52,11 +53,13 @@ class Delta:
     cumulative_logprob: float | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     steps: tuple[Step, ...] | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished completion. `finish_reason` is `stop`, `length` or `abort`."""
+    """One finished completion. `finish_reason` is `stop`, `length` or `abort`; `stop_reason` is the stop string or stop
+    token that ended it, None where something else did."""
 
     text: str
     finish_reason: str | None = None
@@ -65,6 +68,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     spec_stats: dict[str, Any] = field(default_factory=dict)
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +133,13 @@ class GenerationResult:
 def _joined(deltas: list[Delta]) -> Completion:
     """The deltas of one completion as a whole; of what is set now and then, the last counts."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     cumulative: float | None = None
     stats: dict[str, Any] = {}
     logprobs: list[TokenLogprobs] | None = None
     for delta in deltas:
         finish_reason = delta.finish_reason or finish_reason
+        stop_reason = delta.stop_reason if delta.stop_reason is not None else stop_reason
         cumulative = delta.cumulative_logprob if delta.cumulative_logprob is not None else cumulative
         stats = delta.spec_stats if delta.spec_stats is not None else stats
         if delta.logprobs is not None:
@@ -146,4 +152,5 @@ def _joined(deltas: list[Delta]) -> Completion:
         logprobs=None if logprobs is None else tuple(logprobs),
         cumulative_logprob=cumulative,
         spec_stats=stats,
+        stop_reason=stop_reason,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -44,6 +44,7 @@ class Completion:
     """One continuation of a prompt. Times are seconds since `generate` was called.
 
     `logprobs` has an entry for each of `token_ids`; None unless the sampling parameter `logprobs` asked for them.
+    `stop_reason` is the stop string or stop token that ended it, None where something else did.
     """
 
     token_ids: list[int]
@@ -53,6 +54,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     first_token_s: float
     finished_s: float
+    stop_reason: str | int | None = field(default=None, kw_only=True)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -242,6 +244,7 @@ def _completion(state: CompletionState, returns_logprobs: bool, started: float) 
         logprobs=state.logprobs if returns_logprobs else None,
         first_token_s=first_token_at - started,
         finished_s=state.finished_at - started,
+        stop_reason=state.stop_reason,
     )
 
 

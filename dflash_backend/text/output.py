@@ -13,8 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, TokenDelta, TokenLogprobs
-from dflash_backend.text.detokenizer import Decoder, Detokenizer
+from dflash_backend.messages import (
+    FinishReason,
+    GenerationRequest,
+    RequestStats,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from dflash_backend.text.detokenizer import Decoder, Detokenizer, context_of
 from dflash_backend.text.request import ParsedRequest
 from dflash_backend.text.sampling_params import child
 
@@ -57,8 +64,11 @@ class CompletionState:
     cumulative_logprob, num_tokens: totals.
     """
 
-    def __init__(self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer, parsed.sampling)
+    def __init__(
+        self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool, context: Sequence[int] = ()
+    ) -> None:
+        """`context`: the prompt's last tokens, as `context_of` gives them."""
+        self._detokenizer = Detokenizer(tokenizer, parsed.sampling, context)
         self._returns_token_ids = parsed.returns.token_ids
         self._returns_steps = parsed.returns.steps
         # Otherwise only their sum.
@@ -75,6 +85,8 @@ class CompletionState:
         self.cumulative_logprob = 0.0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        # The stop string or stop token that ended it, as `Detokenizer.stop_reason`.
+        self.stop_reason: str | int | None = None
         self.stats: RequestStats | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -98,6 +110,8 @@ class CompletionState:
         self.token_ids += delta.token_ids[:count]
         if self._stopped or delta.finish_reason is not None:
             self.finish_reason, self.finished_at = "stop" if self._stopped else delta.finish_reason, now
+            if self.finish_reason == "stop" and delta.token_ids:
+                self.stop_reason = self._detokenizer.stop_reason(delta.token_ids[-1])
             self.stats = delta.stats and delta.stats.with_last_step_trimmed(len(delta.token_ids), count)
         is_early = delta.finish_reason is None or count < len(delta.token_ids)
         stopped_at = self.num_tokens if self._stopped and is_early else None
@@ -170,11 +184,13 @@ def logprobs_json(entry: TokenLogprobs, text_of: Callable[[int], str]) -> str:
 
 class PromptLogprobsState:
     """Log-probabilities of a request's prompt, None for its first token: those that came since the last `clear`, as
-    entries, or as JSON texts."""
+    entries, or as JSON texts. The texts of the prompt's own tokens join to its text, special tokens apart."""
 
-    def __init__(self, tokenizer: Decoder, as_json: bool) -> None:
+    def __init__(self, tokenizer: Decoder, as_json: bool, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._as_json = tokenizer, as_json
         self._texts: dict[int, str] = {}
+        self._detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True))
+        self._first, self._num_left = prompt_token_ids[0], len(prompt_token_ids) - 1
         self._begun = False
         self.entries: list[TokenLogprobs | None] = []
         self.json: list[str] = []
@@ -186,8 +202,10 @@ class PromptLogprobsState:
             self._begun = True
             self.entries.append(None)
             self.json.append("null")
+            if self._as_json:
+                self._detokenizer.append([self._first], False)
         if self._as_json:
-            added = [logprobs_json(entry, self._text_of) for entry in entries]
+            added = [self._json_of(entry) for entry in entries]
             self.num_bytes += sum(map(len, added))
             self.json += added
         else:
@@ -197,10 +215,21 @@ class PromptLogprobsState:
         """Drop those so far: they were sent."""
         self.entries, self.json, self.num_bytes = [], [], 0
 
+    def _json_of(self, entry: TokenLogprobs) -> str:
+        """The JSON object of the next position."""
+        detokenizer, own = self._detokenizer, entry.token_ids[0]
+        self._num_left -= 1
+        text = detokenizer.would_add(own, self._num_left == 0)
+        detokenizer.append([own], False)
+        if not text and detokenizer.is_skipped(own):
+            text = self._text_of(own)
+        return logprobs_json(entry, lambda token_id: text if token_id == own else self._text_of(token_id))
+
     def _text_of(self, token_id: int) -> str:
-        """A token's text by itself. Prompts and their likely tokens repeat."""
+        """The text of a token that is not the first one. Prompts and their likely tokens repeat."""
         if token_id not in self._texts:
-            self._texts[token_id] = self._tokenizer.decode([token_id], False)
+            alone = self._tokenizer.decode([token_id], False)
+            self._texts[token_id] = self._tokenizer.decode([token_id, token_id], False)[len(alone) :]
         return self._texts[token_id]
 
 
@@ -212,9 +241,13 @@ class RequestState:
     ) -> None:
         self.request_id = request_id
         self.parsed = parsed
-        self.completions = [CompletionState(parsed, tokenizer, logprobs_as_json) for _ in range(parsed.sampling.n)]
+        prompt = parsed.prompt_token_ids
+        context = context_of(tokenizer, prompt)
+        self.completions = [
+            CompletionState(parsed, tokenizer, logprobs_as_json, context) for _ in range(parsed.sampling.n)
+        ]
         asked = parsed.sampling.prompt_logprobs is not None
-        self.prompt_logprobs = PromptLogprobsState(tokenizer, logprobs_as_json) if asked else None
+        self.prompt_logprobs = PromptLogprobsState(tokenizer, logprobs_as_json, prompt) if asked else None
         self.arrived_at = time.monotonic()
 
     def add(self, delta: TokenDelta) -> AddedTokens:

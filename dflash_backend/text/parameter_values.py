@@ -31,6 +31,13 @@ def read_int(value: Any) -> int | None:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
+def whole_number(value: Any) -> Any:
+    """A float that is a whole number of 64 bits as an integer; any other value as it is."""
+    if type(value) is float and value.is_integer() and -(2**63) <= value < 2**64:
+        return int(value)
+    return value
+
+
 def read_float(value: Any) -> float | None:
     """A finite number, of a number or text."""
     if isinstance(value, str):

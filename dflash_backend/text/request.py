@@ -44,6 +44,7 @@ RETURN_FLAGS = (
     "return_token_ids",
     "return_spec_stats",
     "return_steps",
+    "return_stop_reason",
 )
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
@@ -80,6 +81,7 @@ class ReturnFlags:
     token_ids: bool = False
     spec_stats: bool = False
     steps: bool = False
+    stop_reason: bool = False
 
 
 @dataclass(frozen=True, slots=True)

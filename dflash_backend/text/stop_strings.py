@@ -91,6 +91,8 @@ class StopStrings:
         self._state = 0
         # As long as the state is deep.
         self._held = ""
+        # The stop string that was found.
+        self.found: str | None = None
 
     def append(self, text: str, finished: bool, search: bool = True) -> tuple[str, bool]:
         """The text that may leave now, and whether a stop string was found. Without `search`, stop strings that end in
@@ -101,6 +103,7 @@ class StopStrings:
             if search and (length := machine.match(state)):
                 end = len(self._held) + index + 1
                 whole = self._held + text[: index + 1]
+                self.found = whole[end - length :]
                 return whole[: end if self._include else end - length], True
         state = machine.extendable(state)
         whole = self._held + text

@@ -30,6 +30,7 @@ INPUTS: dict[str, tuple[str, int]] = {
     "return_token_ids": ("TYPE_BOOL", 1),
     "return_spec_stats": ("TYPE_BOOL", 1),
     "return_steps": ("TYPE_BOOL", 1),
+    "return_stop_reason": ("TYPE_BOOL", 1),
     "describe": ("TYPE_BOOL", 1),
     "image": ("TYPE_STRING", -1),
     "embedding_request": ("TYPE_STRING", 1),
@@ -45,6 +46,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "token_ids": ("TYPE_INT32", -1),
     "spec_stats": ("TYPE_STRING", -1),
     "steps": ("TYPE_STRING", -1),
+    "stop_reason": ("TYPE_STRING", -1),
 }
 
 # Arguments of vLLM's engine in a model.json that are settings here.

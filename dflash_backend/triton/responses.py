@@ -49,6 +49,8 @@ class ResponseBuilder:
         outputs: dict[str, Array] = {"text_output": _texts(["".join(one.text) for one in completions])}
         if returns.finish_reason:
             outputs["finish_reason"] = _texts([str(one.finish_reason) for one in completions])
+        if returns.stop_reason:
+            outputs["stop_reason"] = _texts([json.dumps(one.stop_reason) for one in completions])
         if returns.cumulative_logprob:
             outputs["cumulative_logprob"] = np.array([one.cumulative_logprob for one in completions], dtype=np.float32)
         if returns.logprobs:
