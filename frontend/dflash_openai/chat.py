@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_backend.text.chat import with_reasoning_names
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
@@ -39,8 +40,8 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: without nulls, and with `system` for OpenAI's `developer`. Raises
-    `ApiError`."""
+    """Messages as chat templates know them: without nulls, with `system` for OpenAI's `developer`, and with reasoning
+    by each of its names. Raises `ApiError`."""
     if not given:
         raise invalid("'messages' is an empty list", "messages")
     messages = []
@@ -51,10 +52,7 @@ def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message.setdefault("content", "")
         if not isinstance(content, str | list):
             raise invalid(f"message {index}: 'content' must be a text or a list of parts", f"messages[{index}].content")
-        if "reasoning" in message:
-            # The name that chat templates read.
-            message.setdefault("reasoning_content", message["reasoning"])
-        messages.append(message)
+        messages.append(with_reasoning_names(message))
     return messages
 
 
@@ -108,7 +106,8 @@ class ChatAnswer(Answer):
         self._include_reasoning = body.include_reasoning is not False
         self._readers: dict[int, MessageReader] = {}
         self._returns_token_ids = bool(body.return_token_ids)
-        self._logprobs = LogprobWriter(body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
+        as_token_ids = bool(body.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(body.top_logprobs or 0, as_token_ids, asked.model.tokenizer)
 
     def extra(self) -> dict[str, Any]:
         """The prompt's token ids and their log-probabilities, where they were asked for."""
@@ -125,17 +124,22 @@ class ChatAnswer(Answer):
             "message": reader.message(completion.text),
             "logprobs": self._written(completion.logprobs),
             "finish_reason": reader.finish_reason(completion.finish_reason),
+            "stop_reason": completion.stop_reason,
             **self._token_ids(completion.token_ids),
         }
 
     def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The role in an event of its own, before the first text. Text that may become a tool call waits."""
-        if delta.index not in self._readers:
+        """The role in an event of its own, before the first text; its content is null unless the answer begins with
+        content, so that joined deltas have null where the whole answer has. Text that may become a tool call waits."""
+        is_first = delta.index not in self._readers
+        if is_first:
             self._readers[delta.index] = self._reader()
-            role = {"index": delta.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {"choices": [role], **self.extra()}
         reader = self._readers[delta.index]
         deltas = list(reader.deltas(delta.text, delta.finish_reason is not None))
+        if is_first:
+            content = "" if deltas and "content" in deltas[0] else None
+            role = {"index": delta.index, "delta": {"role": "assistant", "content": content}, "finish_reason": None}
+            yield {"choices": [role], **self.extra()}
         if not deltas and (delta.finish_reason or delta.logprobs or delta.steps or self._returns_token_ids):
             deltas = [{}]
         for place, fields in enumerate(deltas):
@@ -145,13 +149,14 @@ class ChatAnswer(Answer):
                 "delta": fields,
                 "logprobs": self._written(delta.logprobs) if is_first else None,
                 "finish_reason": reader.finish_reason(delta.finish_reason) if is_last else None,
+                **({"stop_reason": delta.stop_reason} if is_last and delta.finish_reason is not None else {}),
                 **self._token_ids(delta.token_ids if is_first else ()),
                 **({"steps": delta.steps} if is_first and delta.steps is not None else {}),
             }
             yield {"choices": [choice]}
 
     def _reader(self) -> MessageReader:
-        return MessageReader(self._asked.parser(), self._include_reasoning, self._asked.use.named)
+        return MessageReader(self._asked.parser(), self._include_reasoning, self._asked.use)
 
     def _written(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         return None if entries is None else self._logprobs.chat(entries)

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_backend.text.detokenizer import REPLACEMENT
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
@@ -56,7 +57,7 @@ async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list
         return [await builder.from_text(given, special)]
     if not given:
         raise invalid(f"'prompt' is an empty list; allowed: {FORMS}", "prompt")
-    if type(given[0]) is int:
+    if type(given[0]) in (int, float):
         return [builder.check_token_ids(given)]
     if len(given) > MAX_PROMPTS:
         raise invalid(f"there are {len(given)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
@@ -93,7 +94,9 @@ class CompletionAnswer(Answer):
         self._returns_token_ids = bool(body.return_token_ids)
         as_token_ids = bool(body.return_tokens_as_token_ids)
         # By place, made as completions come: how many there may be is the model's to say, and `n` may be any number.
-        self._logprobs = defaultdict[int, LogprobWriter](lambda: LogprobWriter(body.logprobs or 0, as_token_ids))
+        self._logprobs = defaultdict[int, LogprobWriter](
+            lambda: LogprobWriter(body.logprobs or 0, as_token_ids, self._tokenizer)
+        )
 
     def _prompt_text(self, index: int) -> str:
         """What `echo` puts before the completions of a prompt: its text as it was sent, or that of its token ids."""
@@ -118,6 +121,7 @@ class CompletionAnswer(Answer):
             "text": self._echoed[prompt] + completion.text,
             "logprobs": self._with_prompt(prompt, place, completion.logprobs),
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
             **self._token_ids(completion.token_ids, prompt),
             **self._prompt_logprobs(prompt),
         }
@@ -132,6 +136,7 @@ class CompletionAnswer(Answer):
             "text": self._echoed[prompt] + delta.text if is_first else delta.text,
             "logprobs": self._written(place, delta.logprobs),
             "finish_reason": delta.finish_reason,
+            **({} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}),
             **self._token_ids(delta.token_ids, prompt if is_first else None),
             **({} if delta.steps is None else {"steps": delta.steps}),
         }
@@ -146,7 +151,8 @@ class CompletionAnswer(Answer):
         if entries is None or echoed is None:
             return self._written(place, entries)
         first = self.prompts[prompt][0]
-        return self._logprobs[place].completion((*echoed, *entries), (first, self._tokenizer.decode([first])))
+        text = self._tokenizer.decode([first]).rstrip(REPLACEMENT)
+        return self._logprobs[place].completion((*echoed, *entries), (first, text))
 
     def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
         entries = self.of_prompts[prompt]
@@ -171,6 +177,7 @@ def _without_answer(result: GenerationResult) -> GenerationResult:
             num_output_tokens=0,
             logprobs=None if each.logprobs is None else (),
             finish_reason="length",
+            stop_reason=None,
         )
         for each in result.completions
     )

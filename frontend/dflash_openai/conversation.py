@@ -30,7 +30,7 @@ class Conversation:
 
     def parser(self) -> OutputParser:
         """What splits one of its answers."""
-        return self.model.output_format.parser(self.tail, self.use.offered, self.use.parallel)
+        return self.model.output_format.parser(self.tail, self.use.offered, self.use.parallel, self.use.forced)
 
 
 async def prepare(

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import codecs
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
+from dflash_backend.text.detokenizer import REPLACEMENT
 from dflash_client.results import Logprob, TokenLogprobs
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenBytes(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token stands for within a text; None where its text is what was decoded."""
+        ...
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each token."""
+        ...
 
 
 class LogprobWriter:
     """Writes the log-probabilities of a completion's tokens, `num_top` of the likeliest at each position.
 
-    `as_token_ids` writes a token as `token_id:N` in place of its text, as vLLM's `return_tokens_as_token_ids` does.
+    A token has the bytes that it stands for, which joined are those of the text; one that is no whole characters is
+    written as `bytes:` and its bytes (`bytes:\\xe4`), as OpenAI writes it. `as_token_ids` writes a token as
+    `token_id:N` in place of its text, as vLLM's `return_tokens_as_token_ids` does.
     """
 
-    def __init__(self, num_top: int, as_token_ids: bool) -> None:
-        self._num_top, self._as_token_ids = num_top, as_token_ids
+    def __init__(self, num_top: int, as_token_ids: bool, tokenizer: TokenBytes) -> None:
+        self._num_top, self._as_token_ids, self._tokenizer = num_top, as_token_ids, tokenizer
         self._offset = 0
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -27,41 +45,72 @@ class LogprobWriter:
         """The form of each token in chat completions, and in responses."""
         content = []
         for entry in entries:
-            (token_id, chosen), likeliest = chosen_of(entry), self._likeliest(entry)
-            top = [self._chat_token(other, logprob) for other, logprob in likeliest]
+            token_id, chosen = chosen_of(entry)
+            top = [self._chat_token(other, logprob) for other, logprob in self._likeliest(entry)]
             content.append({**self._chat_token(token_id, chosen), "top_logprobs": top})
         return content
 
     def completion(self, entries: Sequence[TokenLogprobs | None], first: tuple[int, str] = (0, "")) -> dict[str, Any]:
         """The form of completions. Offsets are in characters, from the beginning of the text. `first` is id and text of
-        a prompt's first token, whose entry is None."""
+        a prompt's first token, whose entry is None. The chosen token is among the likeliest, beside them where it is
+        none of them, as in vLLM."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         offsets: list[int] = []
         top: list[dict[str, float] | None] = []
         for entry in entries:
             token_id, chosen = (first[0], Logprob(0.0, None, first[1])) if entry is None else chosen_of(entry)
-            tokens.append(self._text(token_id, chosen))
+            tokens.append(self._shown(token_id, chosen)[0])
             logprobs.append(None if entry is None else chosen.logprob)
             offsets.append(self._offset)
             self._offset += len(chosen.decoded_token or "")
-            likeliest = self._likeliest(entry or {})
-            top.append(None if entry is None else {self._text(*each): each[1].logprob for each in likeliest})
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": top if self._num_top else None,
-            "text_offset": offsets,
-        }
+            top.append(None if entry is None else self._top(entry))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the chosen one by their texts; one whose text another has by its id."""
+        chosen = chosen_of(entry)
+        others = [each for each in self._likeliest(entry) if each[0] != chosen[0]]
+        texts: dict[int, str] = {}
+        for token_id, logprob in (chosen, *others):
+            text = self._shown(token_id, logprob)[0]
+            if not text and token_id != chosen[0]:
+                text = self._tokenizer.token_texts([token_id])[0]
+            texts[token_id] = f"token_id:{token_id}" if text in texts.values() else text
+        ranked = [each for each in self._likeliest(entry) if each[0] in texts]
+        if all(token_id != chosen[0] for token_id, _ in ranked):
+            ranked.append(chosen)
+        return {texts[token_id]: logprob.logprob for token_id, logprob in ranked}
 
     def _chat_token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
-        text = self._text(token_id, logprob)
-        return {"token": text, "logprob": logprob.logprob, "bytes": list((logprob.decoded_token or "").encode())}
+        text, own = self._shown(token_id, logprob)
+        return {"token": text, "logprob": logprob.logprob, "bytes": list(own)}
 
-    def _text(self, token_id: int, logprob: Logprob) -> str:
-        return f"token_id:{token_id}" if self._as_token_ids else logprob.decoded_token or ""
+    def _shown(self, token_id: int, logprob: Logprob) -> tuple[str, bytes]:
+        """What a token is called, and its bytes."""
+        own = self._bytes(token_id, logprob.decoded_token or "")
+        if self._as_token_ids:
+            return f"token_id:{token_id}", own
+        try:
+            return own.decode(), own
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
 
-    def _likeliest(self, entry: TokenLogprobs) -> Iterable[tuple[int, Logprob]]:
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token whose decoded text is `text`: those of the text, but for parts of characters. The token
+        that completes a character has all of it as its text, and the tokens before it have none."""
+        own = self._tokenizer.token_bytes(token_id)
+        if own is None:
+            return text.encode()
+        decoder = _UTF8(errors="replace")
+        is_part = REPLACEMENT in decoder.decode(own)
+        begun = len(decoder.getstate()[0])
+        whole = own[: len(own) - begun]
+        # Another text is that of another tokenizer.
+        fits = not text or text.endswith(REPLACEMENT) or bool(whole and text.encode().endswith(whole))
+        return own if fits and (is_part or begun or text) else text.encode()
+
+    def _likeliest(self, entry: TokenLogprobs) -> Sequence[tuple[int, Logprob]]:
         """The likeliest tokens in their order. The chosen token comes with them, also where it is not one of them."""
         ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
         return ranked[: self._num_top]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_openai.parsing import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
+from dflash_openai.tools import NO_TOOLS, ToolUse
 
 
 def tool_call_fields(event: ToolCallDelta) -> dict[str, Any]:
@@ -17,47 +18,62 @@ def tool_call_fields(event: ToolCallDelta) -> dict[str, Any]:
     }
 
 
-class MessageReader:
-    """Reads one completion's text. Without `include_reasoning` what the model thinks is left out. `named_tool`: the
-    request names the tool that is called."""
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Reasoning by both of the names that clients read: vLLM's and the older one, DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text}
 
-    def __init__(self, parser: OutputParser, include_reasoning: bool = True, named_tool: bool = False) -> None:
+
+class MessageReader:
+    """Reads one completion's text. Without `include_reasoning` what the model thinks is left out. `use`: what the
+    request says of tools."""
+
+    def __init__(self, parser: OutputParser, include_reasoning: bool = True, use: ToolUse = NO_TOOLS) -> None:
         self._parser = parser
         self._include_reasoning = include_reasoning
-        self._named_tool = named_tool
-        self._calls = False
+        self._use = use
+        # Whether the last call is complete; None without calls.
+        self._called: bool | None = None
+        self._is_empty = True
 
     def events(self, text: str, finished: bool) -> list[Event]:
         """The events of more text, and at the end those of what was held back."""
         events = self._parser.feed(text)
         if finished:
             events += self._parser.finish()
-        self._calls = self._calls or any(isinstance(event, ToolCallDelta) for event in events)
+        for event in events:
+            if isinstance(event, ToolCallDelta):
+                self._called = event.complete
         return [event for event in events if self._include_reasoning or not isinstance(event, ReasoningDelta)]
 
     def deltas(self, text: str, finished: bool) -> Iterator[dict[str, Any]]:
-        """The same as the fields of OpenAI's deltas."""
+        """The same as the fields of OpenAI's deltas, which a client joins to the whole message."""
         for event in self.events(text, finished):
+            self._is_empty = False
             if isinstance(event, ToolCallDelta):
                 yield {"tool_calls": [{"index": event.index, **tool_call_fields(event)}]}
+            elif isinstance(event, ReasoningDelta):
+                yield reasoning_fields(event.text)
             else:
-                yield {"reasoning" if isinstance(event, ReasoningDelta) else "content": event.text}
+                yield {"content": event.text}
+        if finished and self._is_empty and not self._use.forced:
+            yield {"content": ""}
 
     def message(self, text: str) -> dict[str, Any]:
-        """The whole message of a whole text."""
+        """The whole message of a whole text. Its content is null where it has calls or reasoning alone, or had to have
+        a call and broke off before its name."""
         events = self.events(text, finished=True)
         content = "".join(event.text for event in events if isinstance(event, ContentDelta))
         reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         calls = [tool_call_fields(event) for event in events if isinstance(event, ToolCallDelta)]
         return {
             "role": "assistant",
-            "content": content if content or not (calls or reasoning) else None,
+            "content": content if content or not (calls or reasoning or self._use.forced) else None,
             "refusal": None,
-            **({"reasoning": reasoning} if reasoning else {}),
+            **(reasoning_fields(reasoning) if reasoning else {}),
             **({"tool_calls": calls} if calls else {}),
         }
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Why the answer ended: `tool_calls` where it ended by itself and calls tools. A call that the request named
         is no decision of the model, and ends with `stop` as OpenAI has it."""
-        return "tool_calls" if reason == "stop" and self._calls and not self._named_tool else reason
+        return "tool_calls" if reason == "stop" and self._called and not self._use.named else reason

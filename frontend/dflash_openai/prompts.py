@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dflash_backend.error_text import shown
 from dflash_backend.text.chat import PromptError, pop_options
 from dflash_backend.text.client_json import texts
+from dflash_backend.text.parameter_values import whole_number
 from dflash_backend.text.prompt_size import (
     MAX_MESSAGES_CHARS,
     MESSAGES_CHARS_PER_TOKEN,
@@ -62,6 +63,11 @@ class PromptBuilder:
     def check_token_ids(self, token_ids: Sequence[Any], param: str = "prompt") -> list[int]:
         """Token ids that a client sent. Raises `ApiError`."""
         self._check_num_tokens(param, len(token_ids))
+        kinds = set(map(type, token_ids))
+        if float in kinds:
+            token_ids = list(map(whole_number, token_ids))
+        elif kinds == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return self._checked(param, list(token_ids))
         for position, token_id in enumerate(token_ids):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise invalid(

@@ -81,7 +81,8 @@ class ResponseItems:
         yield self._at_item("response.function_call_arguments.delta", delta=event.arguments)
         yield self._at_item("response.function_call_arguments.done", name=event.name, arguments=event.arguments)
         self._open = None
-        yield self._finished({**call, "arguments": event.arguments, "status": "completed"})
+        status = "completed" if event.complete else "incomplete"
+        yield self._finished({**call, "arguments": event.arguments, "status": status})
 
     def _finished(self, item: Fields) -> Fields:
         self.output.append(item)

@@ -54,10 +54,10 @@ class ResponseAnswer:
     """The JSON of one response, in one piece or as events."""
 
     def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
-        self._reader = MessageReader(asked.parser())
+        self._reader = MessageReader(asked.parser(), use=asked.use)
         self._items = ResponseItems(self._logprobs_of)
         self._content_logprobs = ContentLogprobs()
-        self._logprobs = LogprobWriter(body.top_logprobs or 0, as_token_ids=False)
+        self._logprobs = LogprobWriter(body.top_logprobs or 0, False, asked.model.tokenizer)
         self._usage = UsageCounter(len(asked.prompt))
         self._asked = asked
         self._token_ids: list[int] = []

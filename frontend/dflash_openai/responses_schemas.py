@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
+from dflash_backend.text.client_json import quoted
 from dflash_openai.errors import invalid
 from dflash_openai.responses_input import messages_of
 from dflash_openai.schemas import ChatRequest, SharedFields
@@ -52,7 +51,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
     background: bool | None = None
     prompt: dict[str, Any] | None = None
     # Taken, without effect: an input that does not fit is refused, and not cut.
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: str | None = None
     max_tool_calls: int | None = None
 
 
@@ -63,7 +62,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     fields = {name: getattr(body, name) for name in SAME_NAMES}
     effort = (body.reasoning or {}).get("effort")
     if effort is not None:
-        fields["reasoning_effort"] = _effort(effort)
+        if not isinstance(effort, str):
+            raise invalid(f"'reasoning.effort' is wrong: {quoted(effort)} is no text", "reasoning.effort")
+        fields["reasoning_effort"] = effort
     return ChatRequest(
         messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
@@ -91,13 +92,6 @@ def _check_include(body: ResponsesRequest) -> None:
         raise invalid(f"'top_logprobs' is {num_top}; allowed: an integer from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
     if num_top and LOGPROBS not in (body.include or ()):
         raise invalid(f"'top_logprobs' needs '{LOGPROBS}' in 'include'", "top_logprobs")
-
-
-def _effort(given: Any) -> Any:
-    try:
-        return msgspec.convert(given, Literal["none", "minimal", "low", "medium", "high", "xhigh"])
-    except msgspec.ValidationError as error:
-        raise invalid(f"'reasoning.effort' is wrong: {error}", "reasoning.effort") from None
 
 
 def _chat_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:

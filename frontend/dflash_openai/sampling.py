@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from dflash_backend.text.client_json import quoted
+from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
 from dflash_openai.errors import invalid
 from dflash_openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from dflash_openai.triton_pool import ModelDescription
@@ -33,11 +37,14 @@ COMPLETION_TOKENS = 16
 
 def sampling_parameters(request: GenerationFields, description: ModelDescription) -> dict[str, Any]:
     """The model's sampling parameters, but for the number of tokens. Raises `ApiError`."""
+    _refuse_unsupported(request)
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
     _check_sizes(sampling, description.vocab_size)
     sampling |= _structured_outputs(request)
     if request.store:
         raise invalid("'store' is true, but this server keeps no answers; leave it out or set it to false", "store")
+    if isinstance(request, ChatRequest) and request.modalities and "text" not in request.modalities:
+        raise invalid("'modalities' is without 'text'; this server answers with text, so leave it out", "modalities")
     if request.stream_options is not None and not request.stream:
         raise invalid(
             "'stream_options' are only for streams; set 'stream' to true, or leave them out", "stream_options"
@@ -47,6 +54,15 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     if (logprobs := _logprobs(request)) is not None:
         sampling["logprobs"] = logprobs
     return sampling
+
+
+def _refuse_unsupported(request: GenerationFields) -> None:
+    """Raise `ApiError` for a parameter of vLLM that the model does not have, unless its value asks for nothing."""
+    for name, known in VLLM_PARAMETERS.items():
+        value = None if name in SAME_NAMES else getattr(request, name)
+        if value is not None and not known.asks_for_nothing(value):
+            neutral = " or ".join(msgspec.json.encode(word).decode() for word in (None, *known.neutral))
+            raise invalid(f"'{name}' has the value {quoted(value)}; allowed: {neutral}; {known.instead}", name)
 
 
 def _check_sizes(sampling: Mapping[str, Any], vocab_size: int) -> None:

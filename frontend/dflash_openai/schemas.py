@@ -1,17 +1,23 @@
 """Bodies of requests: the fields of OpenAI's API, and vLLM's extra ones by its names.
 
 Only types are checked here. Bounds of sampling parameters are the model's to check. A field that is null counts as left
-out; one that is not here is refused by name.
+out; one that is not here is refused by name. A whole number may be written as 4.0, as clients do whose language has one
+kind of numbers, and a boolean as 1 or 0.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from dflash_backend.text.parameter_values import whole_number
+from dflash_backend.text.vllm_parameters import OTHER_NAMES
 from dflash_openai.errors import ApiError, invalid
 
 # A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
@@ -24,10 +30,13 @@ INSTEAD = {
     "web_search_options": "this server searches nothing; leave it out, or give the model a tool that does",
     "audio": "this server has no audio; leave it out",
     "moderation": "this server moderates nothing; leave it out",
+    "thinking": "send 'enable_thinking'",
 }
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _WRONG = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
+# What msgspec says of a number in place of an integer or a boolean.
+_OTHER_NUMBER = re.compile(r"^Expected `[^`]*\b(?:int|bool)\b[^`]*`, got `(?:float|int)`")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +83,27 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
+    # vLLM's clients send it so that a router finds the server that has their prefix.
+    session_id: str | None = None
+    # Parameters of vLLM that this server has not: refused with what to do, unless they ask for nothing.
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: Any = None
+    logprob_token_ids: Any = None
+    flat_logprobs: Any = None
+    detokenize: Any = None
+    output_kind: Any = None
+    stream_interval: Any = None
+    skip_clone: Any = None
+    output_text_buffer_length: Any = None
+    guided_decoding: Any = None
+    extra_args: Any = None
+    skip_reading_prefix_cache: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: Any = None
+    trace_decode_token_ids: Any = None
+    early_stopping: Any = None
+    logits_processors: Any = None
 
 
 class GenerationFields(SharedFields, kw_only=True):
@@ -122,7 +152,8 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    # Any word: one that the chat template does not know is the template's to refuse.
+    reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -130,10 +161,11 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: Literal[False] | None = None
+    # Refused without "text".
+    modalities: list[str] | None = None
     # Taken, without effect.
-    modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: str | None = None
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -144,7 +176,12 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise invalid(f"the body has more than {MAX_BRACKETS} brackets")
     try:
-        return msgspec.json.decode(body, type=kind)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            if not _OTHER_NUMBER.match(str(error)):
+                raise
+        return msgspec.convert(_with_whole_numbers(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), kind) from None
     except msgspec.DecodeError as error:
@@ -153,6 +190,40 @@ def decode(body: bytes, kind: type[Body]) -> Body:
         raise invalid("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8 text: {error.reason} at byte {_first_bad_byte(body)}") from None
+
+
+def _with_whole_numbers(body: Any, kind: type[msgspec.Struct]) -> Any:
+    """A decoded body in which whole numbers are integers where the fields of `kind` want those, and 1 and 0 booleans
+    where they want these. What is no such number stays as it is, and is refused by the name of its field."""
+    if not isinstance(body, dict):
+        return body
+    readers = _number_fields(kind)
+    return {name: readers[name](value) if name in readers else value for name, value in body.items()}
+
+
+@lru_cache
+def _number_fields(kind: type[msgspec.Struct]) -> dict[str, Callable[[Any], Any]]:
+    """For each field of integers or booleans, what reads its value."""
+    readers: dict[str, Callable[[Any], Any]] = {}
+    for name, hint in get_type_hints(kind).items():
+        for each in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+            if each is int:
+                readers[name] = whole_number
+            elif each is bool:
+                readers[name] = _boolean
+            elif get_origin(each) is list and get_args(each) == (int,):
+                readers[name] = _whole_numbers
+            elif isinstance(each, type) and issubclass(each, msgspec.Struct):
+                readers[name] = lambda value, nested=each: _with_whole_numbers(value, nested)
+    return readers
+
+
+def _boolean(value: Any) -> Any:
+    return bool(value) if type(value) in (int, float) and value in (0, 1) else value
+
+
+def _whole_numbers(value: Any) -> Any:
+    return list(map(whole_number, value)) if isinstance(value, list) else value
 
 
 def _first_bad_byte(body: bytes) -> int:
@@ -171,6 +242,8 @@ def _explained(message: str, kind: type[msgspec.Struct]) -> ApiError:
         hint = f"; did you mean '{close[0]}'?" if close else ""
         if not where and name in INSTEAD:
             hint = f"; {INSTEAD[name]}"
+        elif not where and name in OTHER_NAMES and not hint:
+            hint = f"; use {OTHER_NAMES[name]}"
         return invalid(f"unknown field '{name[:64]}'{f' in {where}' if where else ''}{hint}", name[:64])
     if found := _MISSING.match(message):
         return invalid(f"the field '{found[1]}' is missing", found[1])

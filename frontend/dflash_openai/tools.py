@@ -39,6 +39,9 @@ class ToolUse:
             raise invalid(str(error), "tool_choice") from None
 
 
+NO_TOOLS = ToolUse()
+
+
 def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     """What a request says of tools, for a model that writes its answers as `output` says. Raises `ApiError`."""
     try:
@@ -49,7 +52,7 @@ def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     if choice is None:
         choice = "auto" if tools else "none"
     if choice == "none" or (choice == "auto" and not tools):
-        return ToolUse()
+        return NO_TOOLS
     if not tools:
         raise invalid("'tool_choice' needs 'tools'", "tool_choice")
     if output.tools is None:

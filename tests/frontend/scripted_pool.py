@@ -54,6 +54,7 @@ class Script:
     logprobs: Sequence[Any] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
     encode: Callable[[str], Sequence[int]] = str.encode
+    stop_reason: str | int | None = None
 
 
 class ScriptedRequest:
@@ -83,7 +84,13 @@ class ScriptedRequest:
             raise script.error
         for index in range(n):
             text = script.texts[-1] if script.ends_with_text else ""
-            yield Delta(text, finish_reason=script.finish_reason, spec_stats=dict(script.stats), index=index)
+            yield Delta(
+                text,
+                finish_reason=script.finish_reason,
+                spec_stats=dict(script.stats),
+                index=index,
+                stop_reason=script.stop_reason,
+            )
 
     def _delta(self, text: str, place: int, index: int) -> Delta:
         ids = tuple(self._script.encode(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from typing import Any
 
@@ -182,3 +183,65 @@ def test_the_model_refuses_a_huge_n_before_anything_is_made_for_each_answer(
     assert answer.status_code == 400
     assert "n is too large" in answer.json()["error"]["message"]
     assert peak_bytes < 10_000_000
+
+
+# The bytes of 京, of which the last token has the character, and a special token.
+OF_BYTES = [
+    [{0xE4: Logprob(-0.1, 1, ""), 0xC3: Logprob(-1.0, 2, "")}],
+    [{0xBA: Logprob(-0.2, 1, ""), 256: Logprob(-1.0, 2, ""), 257: Logprob(-2.0, 3, "")}],
+    [{0xAC: Logprob(-0.3, 2, "京"), 98: Logprob(-0.1, 1, "\ufffdb")}],
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_parts_of_a_character_are_written_as_their_bytes(
+    stream: bool, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script(("", "", "京"), logprobs=OF_BYTES)
+    found: Any = client.completions.create(model="dflash", prompt="a", logprobs=3, stream=stream)
+    written = [choice.logprobs for chunk in (found if stream else [found]) for choice in chunk.choices]
+    written = [each for each in written if each]
+    assert [token for each in written for token in each.tokens] == [r"bytes:\xe4", r"bytes:\xba", r"bytes:\xac"]
+    assert [top for each in written for top in each.top_logprobs] == [
+        {r"bytes:\xe4": -0.1, r"bytes:\xc3": -1.0},
+        {r"bytes:\xba": -0.2, "</s>": -1.0, "<s>": -2.0},
+        {"b": -0.1, r"bytes:\xac": -0.3},
+    ]
+    assert [offset for each in written for offset in each.text_offset] == [0, 0, 0]
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+    asked: Any = client.chat.completions.create(model="dflash", stream=stream, **chat)
+    entries = [
+        entry
+        for chunk in (asked if stream else [asked])
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    assert [entry.bytes for entry in entries] == [[0xE4], [0xBA], [0xAC]]
+    assert [top.bytes for top in entries[2].top_logprobs] == [[98], [0xAC]]
+    assert [top.token for top in entries[0].top_logprobs] == [r"bytes:\xe4", r"bytes:\xc3"]
+
+
+def test_the_chosen_token_is_among_the_likeliest_and_no_token_is_lost(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(
+        ("a",), logprobs=[[{97: Logprob(-3.0, 9, "a"), 98: Logprob(-0.1, 1, "a"), 99: Logprob(-1, 2, "c")}]]
+    )
+    for asked, expected in (
+        (0, {"a": -3.0}),
+        (1, {"token_id:98": -0.1, "a": -3.0}),
+        (2, {"token_id:98": -0.1, "c": -1, "a": -3.0}),
+    ):
+        (choice,) = http.post("/v1/completions", json={"prompt": "a", "logprobs": asked}).json()["choices"]
+        assert choice["logprobs"]["top_logprobs"] == [expected]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_stopped_an_answer_is_told(path: str, stream: bool, http: TestClient, pool: ScriptedPool) -> None:
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    for reason in ("END", 7, None):
+        pool.script = Script(stop_reason=reason)
+        answer = http.post(path, json={**body, "stream": stream, "stop": ["END"]})
+        lines = [line[6:] for line in answer.text.splitlines() if line[:7] == "data: {"] if stream else [answer.text]
+        events = [json.loads(line) for line in lines]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert choices[-1]["stop_reason"] == reason
+        assert all("stop_reason" not in choice for choice in choices[:-1])

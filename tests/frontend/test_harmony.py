@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
-from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, select_output_format
+from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
 from dflash_openai.parsing.grammar import NoGrammar, forced_calls
-from dflash_openai.parsing.harmony import REASONING, TOOLS, template_messages
+from dflash_openai.parsing.harmony import REASONING, TOOLS, HarmonyParser, template_messages
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
@@ -262,3 +262,29 @@ def test_a_final_message_is_continued_as_content(client: openai.OpenAI, pool: Sc
     message = answer.choices[0].message
     assert (message.content, getattr(message, "reasoning", None)) == (" it is", None)
     assert prompt_of(pool).endswith("<|start|>assistant<|message|>" + "Yes," * 10)
+
+
+CALL_HEAD = "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant<|channel|>commentary to=functions."
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("get_wea", None),
+        ("f ", ("f", "")),
+        ("f <|constrain|>json", ("f", "")),
+        ("f <|constrain|>json<|message|>", ("f", "")),
+        ('f <|constrain|>json<|message|>{"a": "x ', ("f", '{"a": "x ')),
+        ('f <|constrain|>json<|message|>{"a": 1}', ("f", '{"a": 1}')),
+    ],
+)
+def test_a_forced_call_that_breaks_off_has_its_arguments_as_far_as_they_came(
+    text: str, call: tuple[str, str] | None
+) -> None:
+    parser = HarmonyParser("<|start|>assistant", True, True, forced=True)
+    events = [event for letter in CALL_HEAD + text for event in parser.feed(letter)] + parser.finish()
+    calls = [event for event in events if isinstance(event, ToolCallDelta)]
+    assert [(each.name, each.arguments) for each in calls] == ([call] if call else [])
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "I see."
+    assert not any(isinstance(event, ContentDelta) for event in events)
+    assert all(each.complete is each.arguments.endswith("}") for each in calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
+from dflash_openai.sampling import SAME_NAMES
 from dflash_openai.schemas import ChatRequest, CompletionRequest
 from tests.frontend.scripted_pool import ScriptedPool
 
@@ -167,3 +170,119 @@ def test_a_wrong_type_in_a_chat_is_named(field: str, http: TestClient, pool: Scr
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"] or "").partition(".")[0] == field
     assert not pool.asked
+
+
+INTEGERS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens", "top_k", "seed", "n", "min_tokens", "priority"),
+    "/v1/completions": ("max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens", "best_of", "top_k"),
+    "/v1/responses": ("max_output_tokens", "top_k", "seed", "max_tool_calls"),
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/detokenize": {},
+}
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, name) for path, names in INTEGERS.items() for name in names])
+def test_a_whole_number_may_be_written_as_a_float(path: str, field: str, http: TestClient, pool: ScriptedPool) -> None:
+    asked: list[Any] = []
+    for value in (1.0, 1):
+        assert http.post(path, json=PLAIN[path] | {field: value}).status_code == 200
+        asked.append(pool.asked[-1].sampling)
+    assert asked[0] == asked[1]
+    assert all(type(value) is not float for value in asked[0].values())
+
+
+@pytest.mark.parametrize("value", ["2.5", '"2"', "true", "1e400", "1e30", "-1e19", "[1.0]"])
+@pytest.mark.parametrize(("path", "field"), [(path, names[0]) for path, names in INTEGERS.items()])
+def test_what_is_no_whole_number_is_refused_by_the_name_of_its_field(
+    path: str, field: str, value: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    body = json.dumps(PLAIN[path])[:-1] + f', "{field}": {value}}}'
+    answer = http.post(path, content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert not pool.asked
+
+
+def test_so_it_is_in_lists_of_token_ids(http: TestClient, pool: ScriptedPool) -> None:
+    body = {"prompt": [97.0, 98], "stop_token_ids": [5.0, 6], "allowed_token_ids": [7.0]}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert pool.asked[0].token_ids == [97, 98]
+    assert pool.asked[0].sampling == {"stop_token_ids": [5, 6], "allowed_token_ids": [7], "max_tokens": 16}
+    assert {type(each) for each in (*pool.asked[0].token_ids, *pool.asked[0].sampling["stop_token_ids"])} == {int}
+    assert http.post("/v1/completions", json={"prompt": [[97.0], [98]]}).status_code == 200
+    assert [asked.token_ids for asked in pool.asked[1:]] == [[97], [98]]
+    assert http.post("/detokenize", json={"tokens": [97.0, 98]}).json() == {"prompt": "ab"}
+    for path, fields, param in (
+        ("/v1/completions", {"prompt": [97.0, 2.5]}, "prompt"),
+        ("/v1/completions", {"prompt": [97.0, True]}, "prompt"),
+        ("/v1/completions", {"prompt": [1e30]}, "prompt"),
+        ("/v1/chat/completions", {"stop_token_ids": [5.0, 2.5]}, "stop_token_ids[1]"),
+        ("/detokenize", {"tokens": [97.0, True]}, "tokens[1]"),
+    ):
+        answer = http.post(path, json=PLAIN[path] | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_one_and_zero_are_booleans(http: TestClient, pool: ScriptedPool) -> None:
+    chat = PLAIN["/v1/chat/completions"]
+    streamed = {"stream": 1, "stream_options": {"include_usage": 1.0}, "logprobs": 1, "ignore_eos": 0}
+    answer = http.post("/v1/chat/completions", json=chat | streamed)
+    assert '"usage":{' in answer.text
+    assert pool.asked[0].sampling | {"max_tokens": 0} == {"logprobs": 0, "ignore_eos": False, "max_tokens": 0}
+    for fields in ({"logprobs": 2}, {"stream_options": {"include_usage": 2}}, {"stream": "1"}):
+        assert http.post("/v1/chat/completions", json=chat | fields).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "max"},
+        {"reasoning_effort": "new"},
+        {"verbosity": "max"},
+        {"service_tier": "new"},
+        {"modalities": ["text", "audio"]},
+        {"session_id": "s1"},
+        {"thinking_token_budget": None},
+        {"thinking_token_budget": -1, "logits_processors": [], "flat_logprobs": False, "detokenize": True},
+    ],
+)
+def test_words_that_the_api_may_add_are_taken(fields: dict[str, Any], http: TestClient, pool: ScriptedPool) -> None:
+    answer = http.post("/v1/chat/completions", json=PLAIN["/v1/chat/completions"] | fields)
+    assert answer.status_code == 200
+    assert set(pool.asked[0].sampling) == {"max_tokens"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"thinking_token_budget": 8}, "allowed: null or -1; 'chat_template_kwargs' can switch thinking off"),
+        ({"logits_processors": ["x"]}, "'logit_bias' changes the logits"),
+        ({"logprob_token_ids": [1]}, "allowed: null; 'logprobs' returns those of the most likely tokens"),
+        ({"repetition_detection": {"n": 1}}, "hold repetition back"),
+        ({"thinking": {"type": "enabled"}}, "unknown field 'thinking'; send 'enable_thinking'"),
+    ],
+)
+def test_parameters_of_vllm_that_are_not_here_are_told_with_what_to_do(
+    path: str, fields: dict[str, Any], words: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    answer = http.post(path, json=PLAIN[path] | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+    assert words in answer.json()["error"]["message"]
+    assert not pool.asked
+
+
+def test_every_parameter_of_vllm_that_is_not_here_is_known_by_its_name(http: TestClient) -> None:
+    for name, known in VLLM_PARAMETERS.items():
+        if name not in SAME_NAMES:
+            answer = http.post("/v1/completions", json={"prompt": "a", name: ["asks for something"]})
+            assert answer.json()["error"]["message"].endswith(known.instead)
+            assert answer.json()["error"]["param"] == name
+
+
+def test_an_answer_without_text_cannot_be_asked_for(http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json=PLAIN["/v1/chat/completions"] | {"modalities": ["audio"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "modalities")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
 from dflash_openai.parsing.reasoning_formats import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
-from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, TOOL_FORMATS
+from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ToolFormat
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -265,3 +265,50 @@ def test_marks_that_are_special_tokens_must_be_detokenized() -> None:
     template = "{{ tools }}[TOOL_CALLS]"
     assert select_output_format(template, {"[TOOL_CALLS]", "</s>"}).shows_special_tokens
     assert not select_output_format(template, {"</s>"}).shows_special_tokens
+
+
+def truncated(format: ToolFormat, text: str) -> list[tuple[str, str, bool]]:
+    """The calls of a forced answer that broke off, fed a character at a time: name, arguments, complete."""
+    parser = OutputFormat(format).parser(PROMPT, TOOLS, True, forced=True)
+    events = [event for letter in text for event in parser.feed(letter)] + parser.finish()
+    assert all(isinstance(event, ToolCallDelta) for event in events)
+    assert [event.index for event in events] == list(range(len(events)))  # type: ignore[union-attr]
+    return [(event.name, event.arguments, event.complete) for event in events if isinstance(event, ToolCallDelta)]
+
+
+TWO = '[{"name": "f", "arguments": {"a": [1, 2]}}, {"name": "g", "arguments": {"b": "x}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "calls"),
+    [
+        (HERMES, "<tool_", []),
+        (HERMES, '<tool_call>\n{"name": "get_wea', []),
+        (HERMES, '<tool_call>\n{"name": "f"', [("f", "", False)]),
+        (HERMES, '<tool_call>\n{"name": "f", "argu', [("f", "", False)]),
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": ', [("f", "", False)]),
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call> ', [("f", '{"a": "<tool_call> ', False)]),
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "}', [("f", '{"a": "}', False)]),
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {}}', [("f", "{}", True)]),
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_', [("f", "{}", True)]),
+        (LLAMA3_JSON, '{"name": "f', []),
+        (LLAMA3_JSON, '{"name": "f", "parameters": {"a": 1', [("f", '{"a": 1', False)]),
+        (LLAMA3_JSON, '{"name": "get_weather", "parameters": {"a": 1}}', [("get_weather", '{"a": 1}', True)]),
+        (MISTRAL, "[TOOL_CALLS", []),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f"', [("f", "", False)]),
+        (MISTRAL, f"[TOOL_CALLS]{TWO}", [("f", '{"a": [1, 2]}', True), ("g", '{"b": "x}', False)]),
+        (MISTRAL, "[TOOL_CALLS]get_wea", []),
+        (MISTRAL, "[TOOL_CALLS]f[ARG", [("f", "", False)]),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"', [("f", '{"a": 1}', True), ("g", '{"', False)]),
+    ],
+)
+def test_a_forced_answer_that_breaks_off_is_calls(
+    format: ToolFormat, text: str, calls: list[tuple[str, str, bool]]
+) -> None:
+    assert truncated(format, text) == calls
+
+
+def test_of_a_forced_answer_with_one_call_only_that_one_is_returned() -> None:
+    parser = OutputFormat(MISTRAL).parser(PROMPT, TOOLS, False, forced=True)
+    parser.feed(f"[TOOL_CALLS]{TWO}")
+    assert [event.name for event in parser.finish() if isinstance(event, ToolCallDelta)] == ["f"]

@@ -243,7 +243,7 @@ def test_an_input_that_does_not_fit_is_refused_and_not_cut(
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "allowed: message, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "a part of the type"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "is not of the type text"),
-        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "'reasoning.effort' is wrong"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort", "'reasoning.effort' is wrong: 3 is no text"),
         ({"max_output_tokens": 0}, "max_output_tokens", "'max_output_tokens' is 0"),
         ({"extra_body": {"messages": []}}, "messages", "unknown field 'messages'"),
     ],

@@ -236,3 +236,107 @@ def test_a_forced_call_continues_no_message(client: openai.OpenAI) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "I"}]
     with pytest.raises(openai.BadRequestError, match="which cannot continue a message"):
         ask(client, messages=begun, tool_choice="required", extra_body={"continue_final_message": True})
+
+
+FORCED: Any = {"tool_choice": "required", "tools": [WEATHER]}
+BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "O s'
+
+
+def joined_message(chunks: Any) -> dict[str, Any]:
+    """The message that a client makes of a stream's deltas, as OpenAI's own does: what is null is replaced."""
+    message: dict[str, Any] = {}
+    for chunk in chunks:
+        for name, value in chunk.choices[0].delta.to_dict().items():
+            if name == "tool_calls":
+                calls = message.setdefault(name, [])
+                calls += [(call["function"]["name"], call["function"]["arguments"]) for call in value]
+            elif isinstance(value, str) and isinstance(message.get(name), str) and name != "role":
+                message[name] += value
+            elif value is not None or name not in message:
+                message[name] = value
+    return message
+
+
+@pytest.mark.usefixtures("forcing")
+def test_a_forced_call_that_is_cut_has_its_arguments_as_far_as_they_came(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    for num_chars in range(0, len(CALL), 3):
+        text = CALL[:num_chars]
+        pool.script = Script(tuple(text) or ("",), "length")
+        (choice,) = ask(client, **FORCED).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", None)
+        arguments = text.partition('"arguments": ')[2].partition("}")[0] + "}" * ("}" in text)
+        expected = [("get_weather", arguments)] if '"get_weather"' in text else []
+        assert [(each.function.name, each.function.arguments) for each in choice.message.tool_calls or []] == expected
+        message = joined_message(ask(client, stream=True, **FORCED))
+        assert (message.get("tool_calls", []), message["content"]) == (expected, None)
+
+
+@pytest.mark.usefixtures("forcing")
+def test_a_call_after_a_complete_one_may_be_cut(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    for reason in ("length", "stop"):
+        pool.script = Script((CALL + "\n" + BEGUN,), reason)
+        (choice,) = ask(client, **FORCED).choices
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Oslo"}', '{"city": "O s']
+        # Where a stop string cut it as well: the last call is not one to carry out.
+        assert (choice.finish_reason, choice.message.content) == (reason, None)
+
+
+@pytest.mark.usefixtures("forcing")
+def test_reasoning_before_a_forced_call_is_reasoning(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    for text, reasoning in (("<think>\nI se", "I se"), ("<think>\nI see.</think>\n<tool_c", "I see.")):
+        pool.script = Script((text,), "length")
+        message = ask(client, **FORCED).choices[0].message
+        assert (message.content, message.tool_calls, message.reasoning) == (None, None, reasoning)
+
+
+@pytest.mark.usefixtures("forcing")
+def test_a_response_has_the_cut_call_as_an_incomplete_item(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    tool = {"type": "function", "name": "get_weather", "parameters": CITY}
+    arguments: Any = {"model": "dflash", "input": "Hi", "tools": [tool], "tool_choice": "required"}
+    pool.script = Script((BEGUN,), "length")
+    answer = client.responses.create(**arguments)
+    (call,) = answer.output
+    assert (answer.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
+    assert call.arguments == '{"city": "O s'
+    *_, last = client.responses.create(stream=True, **arguments)
+    assert last.response.output[0].arguments == '{"city": "O s'
+    assert last.response.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [(CALL, None), ("<think>I see.</think>", None), ("", ""), ("Yes", "Yes"), ("<think>I see.</think>Yes", "Yes")],
+)
+def test_joined_deltas_have_the_content_of_the_whole_answer(
+    text: str, content: str | None, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    for texts in ((text,), tuple(text) or ("",)):
+        pool.script = Script(texts)
+        whole = ask(client).choices[0].message
+        assert whole.content == content
+        chunks = list(ask(client, stream=True))
+        message = joined_message(chunks)
+        assert (message["role"], message["content"]) == ("assistant", content)
+        assert message.get("reasoning") == getattr(whole, "reasoning", None)
+        assert chunks[0].choices[0].delta.to_dict()["role"] == "assistant"
+
+
+def test_reasoning_has_the_names_that_clients_read(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("<think>\nI", " see.", "</think>\n\nYes"))
+    message = ask(client).choices[0].message
+    assert (message.reasoning, message.reasoning_content) == ("I see.", "I see.")
+    joined = joined_message(ask(client, stream=True))
+    assert (joined["reasoning"], joined["reasoning_content"]) == ("I see.", "I see.")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_reasoning_of_the_history_may_have_any_of_its_names(path: str, http: TestClient, pool: ScriptedPool) -> None:
+    prompts = []
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        message = {"role": "assistant", "content": "ok", name: "Hm."}
+        answer = http.post(path, json={"messages": [*HELLO, message, *HELLO]}).json()
+        prompts.append(answer["tokens"] if path == "/tokenize" else pool.asked[-1].token_ids)
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert b"assistant:Hm.ok" in bytes(token_id for token_id in prompts[0] if token_id < 256)

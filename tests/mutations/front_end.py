@@ -41,8 +41,10 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_completions.py",),
         (
             "a writer is made for each of n answers before the model has agreed to n",
-            "self._logprobs = defaultdict[int, LogprobWriter](lambda: LogprobWriter(body.logprobs or 0, as_token_ids))",
-            "self._logprobs = [LogprobWriter(0, as_token_ids) for _ in range(len(prompts) * self.n)]",
+            "self._logprobs = defaultdict[int, LogprobWriter](\n"
+            "            lambda: LogprobWriter(body.logprobs or 0, as_token_ids, self._tokenizer)\n"
+            "        )",
+            "self._logprobs = [LogprobWriter(0, as_token_ids, self._tokenizer) for _ in range(len(prompts) * self.n)]",
         ),
     ),
     *mutants_of(

@@ -24,13 +24,14 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A whole tool call, the `index`-th of the answer (0-based). `arguments` is the JSON text of an object, as the
-    model wrote it."""
+    """A tool call, the `index`-th of the answer (0-based). `arguments` is the JSON text of an object, as the model
+    wrote it; without `complete` only its beginning, of a call that the request forced and whose answer broke off."""
 
     index: int
     id: str
     name: str
     arguments: str
+    complete: bool = True
 
 
 Event = ContentDelta | ReasoningDelta | ToolCallDelta

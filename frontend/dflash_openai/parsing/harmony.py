@@ -26,6 +26,8 @@ MARKS = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)
 FUNCTIONS = "functions."
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+# The head of a call whose name is whole.
+_BEGUN_RECIPIENT = re.compile(rf"(?:^|[\s>])to={re.escape(FUNCTIONS)}([^\s<]+)(?=[\s<])")
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
@@ -66,10 +68,13 @@ def arguments_of(body: str) -> str | None:
 class HarmonyParser:
     """Parses one answer, as `OutputParser`. prompt: the text that the model continues, at least from its last `START`
     on. With `reasoning` the text of the channel `analysis` is reasoning, else content; with `calls` messages to
-    functions are calls, of which at most `max_calls` are returned, all where it is None."""
+    functions are calls, of which at most `max_calls` are returned, all where it is None. forced: a grammar allows
+    nothing but reasoning and a call, so that a call may break off, and nothing is content."""
 
-    def __init__(self, prompt: str, reasoning: bool, calls: bool, max_calls: int | None = None) -> None:
-        self._reasoning, self._calls, self._max_calls = reasoning, calls, max_calls
+    def __init__(
+        self, prompt: str, reasoning: bool, calls: bool, max_calls: int | None = None, forced: bool = False
+    ) -> None:
+        self._reasoning, self._calls, self._max_calls, self._forced = reasoning, calls, max_calls, forced
         # Text that has not been told of, and where it begins in the answer.
         self._ahead, self._position = "", 0
         # The beginning of a message as far as it has come; None within its body.
@@ -108,6 +113,9 @@ class HarmonyParser:
         self._take(len(self._ahead), events)
         if self._head is None:
             self._close(events)
+        elif self._forced:
+            if begun := _BEGUN_RECIPIENT.search(self._head):
+                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), begun[1], "", complete=False))
         elif self._head and not self._num_messages and not self._head.lstrip().startswith((CHANNEL, "to=")):
             # A model that does not write in this format.
             events.append(ContentDelta(self._head, self._position))
@@ -135,14 +143,18 @@ class HarmonyParser:
         elif text and self._is_reasoning:
             events.append(ReasoningDelta(self._body + text))
             self._body, self._reasoned = "", True
-        elif text:
+        elif text and not self._forced:
             events.append(ContentDelta(text, self._position))
 
     def _close(self, events: list[Event]) -> None:
         """The body ends."""
         if self._function:
-            arguments = arguments_of(self._body)
-            if arguments is None:
+            # A grammar has the model write an object, however empty.
+            arguments = None if self._forced and not self._body.strip() else arguments_of(self._body)
+            if arguments is None and self._forced:
+                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, self._body, False))
+                self._num_calls += 1
+            elif arguments is None:
                 events.append(ContentDelta(self._body, self._position))
             elif self._max_calls is None or self._num_calls < self._max_calls:
                 events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, arguments))

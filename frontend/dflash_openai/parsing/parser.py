@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from dflash_openai.parsing.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
-from dflash_openai.parsing.tool_formats import Schemas, ToolFormat
+from dflash_openai.parsing.tool_formats import Schemas, ToolFormat, truncated_calls
 
 _CONTENT, _REASONING, _TOOL_CALLS = "content", "reasoning", "tool_calls"
 # Text is taken as it is: what the parser makes of a region at its end is not used.
@@ -181,6 +181,37 @@ class RegionParser:
                 self._num_calls += 1
 
 
+class ForcedParser:
+    """Parses one answer that a grammar allows nothing but reasoning and tool calls. What is neither is the beginning of
+    a call, where the answer broke off: at its end a call with its arguments as far as they came, or nothing where its
+    name is not whole."""
+
+    def __init__(self, parser: OutputParser, tools: ToolFormat, max_calls: int | None = None) -> None:
+        """`parser`: what finds the parts; it writes what is no call as content."""
+        self._parser, self._tools, self._max_calls = parser, tools, max_calls
+        self._unread: list[str] = []
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """As `OutputParser.feed`."""
+        return self._without_content(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        """As `OutputParser.finish`."""
+        events = self._without_content(self._parser.finish())
+        for call, complete in truncated_calls(self._tools, "".join(self._unread)):
+            if self._max_calls is None or self._num_calls < self._max_calls:
+                events.append(ToolCallDelta(self._num_calls, self._tools.new_id(), *call, complete))
+                self._num_calls += 1
+        return events
+
+    def _without_content(self, events: list[Event]) -> list[Event]:
+        self._unread += [event.text for event in events if isinstance(event, ContentDelta)]
+        kept = [event for event in events if not isinstance(event, ContentDelta)]
+        self._num_calls += sum(isinstance(event, ToolCallDelta) for event in kept)
+        return kept
+
+
 def _response_template(reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> dict[str, Any]:
     """The regions, as transformers writes a model's `response_template`. Reasoning is only at an answer's beginning."""
     fields: dict[str, Any] = {_CONTENT: _VERBATIM}
@@ -202,8 +233,10 @@ def parser_of(
     prompt: str,
     schemas: Schemas,
     max_calls: int | None = None,
+    forced: bool = False,
 ) -> OutputParser:
-    """A parser for one answer; arguments as of `RegionParser`."""
+    """A parser for one answer; arguments as of `RegionParser`. forced: a grammar allows it nothing but calls."""
     if reasoning is None and tools is None:
         return PlainParser()
-    return RegionParser(reasoning, tools, prompt, schemas, max_calls)
+    parser = RegionParser(reasoning, tools, prompt, schemas, max_calls)
+    return ForcedParser(parser, tools, max_calls) if forced and tools is not None else parser

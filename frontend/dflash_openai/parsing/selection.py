@@ -54,16 +54,21 @@ class OutputFormat:
         return self.reasoning.open if in_reasoning else self.reasoning.close
 
     def parser(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), parallel_tool_calls: bool = True
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parallel_tool_calls: bool = True,
+        forced: bool = False,
     ) -> OutputParser:
         """A parser for one answer to `prompt`, the text of the rendered chat. `tools` are the request's, in OpenAI's
-        form; without them no tool call is looked for. Without `parallel_tool_calls` only the first call is returned."""
+        form; without them no tool call is looked for. Without `parallel_tool_calls` only the first call is returned.
+        forced: a grammar allows the answer nothing but calls."""
         schemas = function_schemas(tools)
         max_calls = None if parallel_tool_calls else 1
         if self.is_harmony:
             calls = self.tools is not None and bool(tools)
-            return harmony.HarmonyParser(prompt, self.reasoning is not None, calls, max_calls)
-        return parser_of(self.reasoning, self.tools if tools else None, prompt, schemas, max_calls)
+            return harmony.HarmonyParser(prompt, self.reasoning is not None, calls, max_calls, forced)
+        return parser_of(self.reasoning, self.tools if tools else None, prompt, schemas, max_calls, forced)
 
 
 def select_output_format(

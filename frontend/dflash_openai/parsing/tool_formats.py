@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
@@ -16,6 +17,11 @@ PYTHON_TAG = "<|python_tag|>"
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+# A call as JSON up to its arguments, and a call of Mistral's newer form, as far as they came.
+_BEGUN_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
+)
+_BEGUN_MISTRAL = re.compile(r"\s*([^\s\[{]+)\s*(?=[\[{])(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)?", re.DOTALL)
 _MISTRAL_NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -161,6 +167,43 @@ def _is_of(value: Any, types: Sequence[Any]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
     return any(isinstance(value, kinds[name]) for name in types if name in kinds)
+
+
+def truncated_calls(format: ToolFormat, text: str) -> list[tuple[ToolCall, bool]]:
+    """The calls of an answer that can only be calls and broke off, from the first mark that was not closed on: each
+    with whether it is complete, the last one with its arguments as far as they came. None of a call whose name is not
+    whole."""
+    if format.open and format.open not in text:
+        return []
+    text = text.partition(format.open)[2] if format.open else text.strip().removeprefix(PYTHON_TAG)
+    if format is not MISTRAL:
+        return _begun_calls(text)
+    if text.lstrip().startswith("["):
+        return _begun_calls(text.lstrip()[1:])
+    found = [_BEGUN_MISTRAL.match(part) for part in text.split(MISTRAL.open)]
+    return [(ToolCall(part[1], part[2] or ""), _is_object(part[2] or "")) for part in found if part]
+
+
+def _begun_calls(text: str) -> list[tuple[ToolCall, bool]]:
+    """Calls as JSON one after the other, the last of which may have no end."""
+    calls: list[tuple[ToolCall, bool]] = []
+    while begun := _BEGUN_CALL.match(text):
+        name, rest = json.loads(begun[1]), begun[2] or ""
+        try:
+            _, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*calls, (ToolCall(name, rest), False)]
+        calls.append((ToolCall(name, rest[:end]), True))
+        text = rest[end:].lstrip("} \n,;")
+    return calls
+
+
+def _is_object(text: str) -> bool:
+    try:
+        _OBJECT.decode(text.encode())
+    except _ERRORS:
+        return False
+    return True
 
 
 def _json_objects(text: str, divider: str) -> list[str]:
