@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -214,7 +214,7 @@ def _number_fields(kind: type[msgspec.Struct]) -> dict[str, Callable[[Any], Any]
             elif get_origin(each) is list and get_args(each) == (int,):
                 readers[name] = _whole_numbers
             elif isinstance(each, type) and issubclass(each, msgspec.Struct):
-                readers[name] = lambda value, nested=each: _with_whole_numbers(value, nested)
+                readers[name] = partial(_with_whole_numbers, kind=each)
     return readers
 
 

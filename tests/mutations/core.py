@@ -185,13 +185,13 @@ CORE_MUTANTS = (
         SPEC_COUNTS,
         (
             "what lies past a stop string counts",
-            "max(0, num_kept - self.num_tokens))",
-            "num_tokens)",
+            "kept = max(0, num_kept - self.num_tokens)",
+            "kept = num_tokens",
         ),
         (
             "a step that a stop string takes whole stays among the drafts",
-            "max(0, num_kept - self.num_tokens))",
-            "max(1, num_kept - self.num_tokens))",
+            "kept = max(0, num_kept - self.num_tokens)",
+            "kept = max(1, num_kept - self.num_tokens)",
         ),
         (
             "what ended requests yielded is kept for ever",

@@ -67,7 +67,7 @@ LARGE_REQUEST_MUTANTS = (
         ),
         (
             "part of a character is taken for a skipped token",
-            "return not self._tokenizer.decode([token_id, token_id], self._skip_special_tokens)",
+            "return not tokenizer.decode([token_id, token_id], skip_special_tokens)",
             "return token_id > 127",
         ),
     ),

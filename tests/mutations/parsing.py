@@ -61,8 +61,8 @@ PARSING_MUTANTS += mutants_of(
     ),
     (
         "a call that the request named ends like one that the model chose",
-        "self._include_reasoning, self._asked.use.named)",
-        "self._include_reasoning, False)",
+        "self._include_reasoning, self._asked.use)",
+        "self._include_reasoning)",
     ),
     (
         "each event of a delta ends the answer",
@@ -86,8 +86,8 @@ PARSING_MUTANTS += mutants_of(
     ("a mark of harmony that comes in two parts is text", "marks)) - 1", "marks)) * 0"),
     (
         "a harmony call without its end mark is lost",
-        "        if self._head is None:\n            self._close(events)\n        elif self._head and",
-        "        if self._head and",
+        "        if self._head is None:\n            self._close(events)\n        elif self._forced:",
+        "        if self._forced:",
     ),
     (
         "reasoning of a history is not shown to gpt-oss",

@@ -207,7 +207,7 @@ class ForcedParser:
 
     def _without_content(self, events: list[Event]) -> list[Event]:
         self._unread += [event.text for event in events if isinstance(event, ContentDelta)]
-        kept = [event for event in events if not isinstance(event, ContentDelta)]
+        kept: list[Event] = [event for event in events if not isinstance(event, ContentDelta)]
         self._num_calls += sum(isinstance(event, ToolCallDelta) for event in kept)
         return kept
 

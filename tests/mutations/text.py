@@ -1,0 +1,109 @@
+"""Defects of text on its way in and out, and of what OpenAI's clients send and get."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+TEXT = "dflash_backend/text"
+FRONTEND = "frontend/dflash_openai"
+CONTEXT = ("tests/text/test_prompt_context.py",)
+TOKENIZER = ("tests/text/test_tokenizer.py",)
+COMPLETIONS = ("tests/frontend/test_completions.py",)
+PARAMETERS = ("tests/frontend/test_parameters.py",)
+TOOLS = ("tests/frontend/test_tools.py",)
+
+TEXT_MUTANTS = (
+    *mutants_of(
+        f"{TEXT}/output.py",
+        CONTEXT,
+        ("an answer loses the first space that its prompt's text leaves it", "context_of(tokenizer, prompt)", "[]"),
+        (
+            "the tokens of a prompt have the texts that they have alone",
+            "text = detokenizer.would_add(own, self._num_left == 0)",
+            "text = self._tokenizer.decode([own], False)",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/detokenizer.py",
+        CONTEXT,
+        ("a text goes on over a special token", "tail = tail[place + 1 :]", "pass"),
+        (
+            "a context begins within a run of bytes",
+            "if REPLACEMENT not in tokenizer.decode(tail[-length:]):",
+            "if tail:",
+        ),
+        (
+            "the end of a sequence is told as what stopped an answer",
+            "self._stop_token_ids - self._eos_token_ids",
+            "self._stop_token_ids",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/tokenizer.py",
+        TOKENIZER,
+        (
+            "a panic of the tokenizer is no error of the request",
+            'raise _failed("turn this text into tokens", error) from None',
+            "raise",
+        ),
+        ("a template without an end is rendered for ever", "    OutOfTime,\n", ""),
+    ),
+    *mutants_of(
+        f"{TEXT}/prompt_size.py",
+        TOKENIZER,
+        (
+            "a prompt may be of the longest token alone",
+            "min(max_model_len * tokenizer.max_token_chars, FREE_CHARS + max_model_len * CHARS_PER_TOKEN)",
+            "max_model_len * tokenizer.max_token_chars",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/parameter_values.py",
+        PARAMETERS,
+        ("a number past 64 bits is an integer", " and -(2**63) <= value < 2**64", ""),
+        ("half a number is an integer", "type(value) is float and value.is_integer()", "type(value) is float"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/logprobs.py",
+        COMPLETIONS,
+        (
+            "the bytes of a token are those of the text that it completed",
+            "return own if fits and (is_part or begun or text) else text.encode()",
+            "return text.encode()",
+        ),
+        ("of two tokens with one text one is lost", "if text in texts.values() else text", "if not text else text"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/parsing/parser.py",
+        TOOLS,
+        ("a forced call that is cut is content", "if forced and tools is not None else parser", "if False else parser"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/chat.py",
+        TOOLS,
+        (
+            "a stream of calls alone has content",
+            'content = "" if deltas and "content" in deltas[0] else None',
+            'content = ""',
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/core/engine.py",
+        ("tests/core/test_spec_stats.py",),
+        (
+            "the accepted drafts are not the sum of those by position",
+            "spec_stats.num_accepted_tokens = sum(spec_stats.num_accepted_tokens_per_pos)",
+            "pass",
+        ),
+        (
+            "drafts past a stop string count by position",
+            "self._removed_drafts_per_pos[position] += 1",
+            "pass",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/weights.py",
+        ("tests/checkpoints/test_weights.py",),
+        ("weights that are no numbers load", "        files.check_numbers()\n", ""),
+    ),
+)
