@@ -8,6 +8,9 @@ from typing import Any
 MAX_SHOWN = 120
 MAX_REASON_CHARS = 200
 
+# How a comment of a grammar begins that says what its next line is about: an error of that line tells it.
+ABOUT_NEXT_LINE = "# about "
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most `MAX_REASON_CHARS` of it; the error's type when it has none."""

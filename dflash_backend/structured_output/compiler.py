@@ -24,7 +24,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
-from dflash_backend.error_text import first_line
+from dflash_backend.error_text import ABOUT_NEXT_LINE, first_line
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.bounds import (
     BoundError,
@@ -59,8 +59,6 @@ REFUSED_FOR_S = 300.0
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
 # How llguidance's errors begin where nothing can follow.
 DEAD_END = "NoExtension"
-# How a comment of a grammar begins that says what its next line is about, in an error.
-ABOUT = "# about "
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _SHOWN_LINE = re.compile(r"\s*\d+ \| |\s+\^\s*$")
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
@@ -279,6 +277,6 @@ def _reason(error: str, grammar: str) -> str:
     if found is None:
         return reason
     above = grammar.splitlines()[int(found[1]) - 2 : int(found[1]) - 1]
-    if above and above[0].startswith(ABOUT):
-        return f"{above[0].removeprefix(ABOUT)}: {reason[found.end() :]}"
+    if above and above[0].startswith(ABOUT_NEXT_LINE):
+        return f"{above[0].removeprefix(ABOUT_NEXT_LINE)}: {reason[found.end() :]}"
     return f"line {found[1]}: {reason[found.end() :]}"

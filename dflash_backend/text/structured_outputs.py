@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import JsonError, quoted, read_json
+from dflash_backend.text.json_schema import SchemaError, normalise
 
 # Of a schema, a regular expression, a grammar, or all choices together.
 MAX_GRAMMAR_CHARS = 262_144
@@ -160,6 +161,12 @@ def _json(value: Any) -> StructuredOutputs:
         value = _read(value, "has the field 'json', which ")
     if not isinstance(value, Mapping | bool):
         raise FormatError(f"has a JSON schema that is no object: {quoted(value)}")
+    try:
+        value = normalise(value)
+    except SchemaError as error:
+        raise FormatError(f"has a JSON schema that {error}") from None
+    except RecursionError:
+        raise FormatError(f"has a JSON schema that is nested more than {MAX_SCHEMA_DEPTH} levels deep") from None
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):

@@ -95,6 +95,8 @@ def _parsed(index: int, call: Any) -> Any:
             raise ToolError(
                 f"message {index} has a tool call whose arguments are not usable: the text {error}"
             ) from None
+    if arguments is None:  # the text null, as Go writes a map that was never made
+        arguments = {}
     if not isinstance(arguments, Mapping):
         raise ToolError(f"message {index} has a tool call with the arguments {quoted(arguments)}; allowed: an object")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dflash_backend.structured_output.compiler import GrammarError, _matcher
 from dflash_openai.parsing import OutputFormat, ToolCallDelta
 from dflash_openai.parsing.grammar import NoGrammar, forced_calls
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
@@ -73,3 +74,50 @@ def test_marks_that_are_special_tokens_are_those_tokens() -> None:
 def test_a_format_without_a_grammar_says_so() -> None:
     with pytest.raises(NoGrammar, match="writes calls as 'qwen3_coder'; set tool_choice to auto"):
         forced_calls(QWEN3_CODER, FUNCTIONS, True, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "takes_any"), [({}, False), ({"parameters": None}, False), ({"parameters": {}}, True)]
+)
+def test_a_function_without_parameters_is_called_without_arguments(given: dict[str, Any], takes_any: bool) -> None:
+    """An empty schema is one that every object follows."""
+    grammar = forced_calls(HERMES, [{"name": "now", **given}], False, {})
+    assert takes(grammar, HERMES_NOW)
+    for arguments in ('{"text": "items"}', '{"a": 1}'):
+        assert takes(grammar, HERMES_NOW.replace("{}", arguments)) == takes_any
+    assert not takes(grammar, HERMES_NOW.replace("{}", "null"))
+
+
+def test_parameters_are_read_as_clients_write_them() -> None:
+    parameters = {
+        "properties": {"city": {"type": "string", "minLength": 1.0, "enum": None}, "never": {"not": {}}},
+        "required": None,
+        "x-guidance": {"lenient": True, "item_separator": ",   "},
+    }
+    grammar = forced_calls(HERMES, [{"name": "get_weather", "parameters": parameters}], False, {})
+    assert takes(grammar, HERMES_CALL)
+    assert takes(grammar, HERMES_CALL.replace('"Oslo"', '"Oslo", "b": 1'))
+    for wrong in ('""', '"Oslo", "never": 1', '"Oslo",   "b": 1', "5"):
+        assert not takes(grammar, HERMES_CALL.replace('"Oslo"', wrong))
+
+
+def test_a_schema_that_cannot_be_held_is_named_with_its_function() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(NoGrammar) as error:
+        forced_calls(HERMES, [*FUNCTIONS, {"name": "f", "parameters": parameters}], False, {})
+    assert str(error.value) == (
+        "the function 'f' has a schema of its parameters that has the keyword 'uniqueItems' at properties.a, which "
+        "this server cannot hold; leave it out"
+    )
+
+
+def test_an_error_of_a_schema_names_its_function() -> None:
+    """The engine tells what the comment above the line says."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}}
+    grammar = forced_calls(HERMES, [{"name": "f", "parameters": {**parameters, "required": ["a"]}}], False, {})
+    with pytest.raises(GrammarError) as error:
+        _matcher(llguidance.LLTokenizer("byte"), grammar)
+    assert str(error.value) == (
+        "is wrong or too large: the parameters of the function 'f': failed to compile JSON schema: Unsatisfiable "
+        "schema: required property 'a' is unsatisfiable"
+    )

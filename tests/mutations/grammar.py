@@ -55,7 +55,7 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "an error does not say what it is about",
-            "if above and above[0].startswith(ABOUT):",
+            "if above and above[0].startswith(ABOUT_NEXT_LINE):",
             "if not above:",
         ),
         (
@@ -140,6 +140,57 @@ GRAMMAR_MUTANTS = (
             "batch.stopped = batch.stopped or time.monotonic() - began > self._total_limit_s",
             "pass",
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/json_schema.py",
+        ("tests/text/test_json_schema.py",),
+        (
+            "a keyword that is null is one like any other",
+            "(value is None and keyword not in _ANY_VALUE) or",
+            "False or",
+        ),
+        ("const null is left out", '_ANY_VALUE = frozenset(("const", "default"))', "_ANY_VALUE = frozenset()"),
+        (
+            "properties are looked at as keywords",
+            '{name: normalise(one, f"{where}.{name}") for name, one in value.items()}',
+            "normalise(value, where)",
+        ),
+        ("a whole float is no integer", "isinstance(value, float) and value.is_integer()", "False"),
+        (
+            "what cannot be held is taken",
+            "        if keyword in found:\n",
+            "        if False:\n",
+        ),
+        (
+            "one of several properties must be there",
+            "combinations(optional, missing)",
+            "combinations(optional[:1], missing)",
+        ),
+        (
+            "properties that may not be there are taken",
+            "name: False if name in left_out else one",
+            "name: one",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/tools.py",
+        ("tests/text/test_tools.py",),
+        ("arguments that are the text null are refused", "    if arguments is None:  #", "    if False:  #"),
+    ),
+    *mutants_of(
+        "frontend/dflash_openai/parsing/grammar.py",
+        ("tests/frontend/test_grammar.py",),
+        (
+            "a function without parameters takes any",
+            "normalise(_NO_PARAMETERS if given is None else given)",
+            'normalise({"type": "object"} if given is None else given)',
+        ),
+        (
+            "a function's schema chooses how JSON is written",
+            "{**_parameters(function), **_JSON_STYLE}",
+            "{**_JSON_STYLE, **(function.get('parameters') or {})}",
+        ),
+        ("arguments may be no object", '{**schema, "type": "object"}', "schema"),
     ),
     *mutants_of(
         "dflash_backend/text/structured_outputs.py",

@@ -108,7 +108,7 @@ def test_calls_that_are_malformed_are_refused_by_their_message(call: Any, messag
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    for arguments in ("", None, "{}", {}):
+    for arguments in ("", None, "{}", {}, "null", " null"):
         (message,) = with_parsed_arguments([calling(arguments)])
         assert message["tool_calls"][0]["function"]["arguments"] == {}
 

@@ -6,10 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_backend.error_text import ABOUT_NEXT_LINE
+from dflash_backend.text.json_schema import SchemaError, normalise
 from dflash_openai.parsing import harmony
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 
-_ANY_OBJECT = {"type": "object"}
+# A function without `parameters` has none.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# Beside one of these a schema says itself which values it allows.
+_SAYS_TYPE = {"type", "$ref", "allOf", "anyOf", "const", "enum", "oneOf"}
 # As models write JSON. White space of any length would let a weak one write nothing else.
 _JSON_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ARGS = "[ARGS]"
@@ -48,9 +53,22 @@ def forced_calls(
     lines = [start, "call: " + " | ".join(f"f{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
         lines.append(f"f{index}: {_call(format, function['name'], f'arguments{index}', marks)}")
-        schema = json.dumps({**_JSON_STYLE, **(function.get("parameters") or _ANY_OBJECT)}, ensure_ascii=False)
+        schema = json.dumps({**_parameters(function), **_JSON_STYLE}, ensure_ascii=False)
+        lines.append(f"{ABOUT_NEXT_LINE}the parameters of the function '{function['name']}'")
         lines.append(f"arguments{index}: %json {schema}")
     return "\n".join(lines) + "\n"
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object. Raises `NoGrammar`."""
+    given = function.get("parameters")
+    try:
+        schema = normalise(_NO_PARAMETERS if given is None else given)
+    except SchemaError as error:
+        raise NoGrammar(f"the function '{function['name']}' has a schema of its parameters that {error}") from None
+    if schema is False:
+        raise NoGrammar(f"the function '{function['name']}' has parameters that no arguments fit")
+    return schema if _SAYS_TYPE & schema.keys() else {**schema, "type": "object"}
 
 
 def _repeated(one: str, separator: str, parallel: bool) -> str:

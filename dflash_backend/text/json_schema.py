@@ -1,0 +1,204 @@
+"""JSON schemas as clients write them, brought to what llguidance holds: the same answers, in other words.
+
+Clients write null for a keyword that they leave out, 1.0 for 1, and keywords that ask for nothing. What cannot be held
+is refused by name: nothing is taken and then not followed. Only places of schemas are looked at: a property that is
+called `required` is no keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Schema = dict[str, Any] | bool
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+_ONE = frozenset(
+    [
+        "additionalProperties",
+        "additionalItems",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ]
+)
+_LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+_NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+_INTEGERS = frozenset(
+    ["maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength", "minProperties"]
+)
+# Values for which null is one like any other.
+_ANY_VALUE = frozenset(("const", "default"))
+_FORMATS = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+)
+_ANNOTATIONS = frozenset(
+    ["$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"]
+)
+# What asks for something that is not held, however it is written.
+_NOT_HELD = [
+    "$dynamicRef",
+    "$recursiveRef",
+    "contains",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+    "not",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
+]
+# Objects that bound the number of their properties become this many alternatives at most.
+MAX_ALTERNATIVES = 64
+
+
+class SchemaError(ValueError):
+    """A schema cannot be held. The message is for the client and completes a sentence."""
+
+
+def normalise(schema: Any, where: str = "") -> Any:
+    """A schema that allows the same values and has no keyword that llguidance cannot hold; at most it allows fewer
+    objects where it bounds the number of their properties. where: the place of the schema, for errors. What is no
+    schema is returned as it is. Raises `SchemaError`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if (value is None and keyword not in _ANY_VALUE) or keyword == "x-guidance":
+            continue
+        found[keyword] = _value(keyword, value, f"{where}.{keyword}" if where else keyword)
+    if found.get("not") in (True, {}):
+        return False
+    _drop_what_asks_for_nothing(found)
+    _name_properties(found)
+    for keyword in _NOT_HELD:
+        if keyword in found:
+            raise SchemaError(
+                f"has the keyword '{keyword}'{f' at {where}' if where else ''}, which this server cannot hold; leave "
+                "it out"
+            )
+    return _bound_properties(found, where)
+
+
+def _value(keyword: str, value: Any, where: str) -> Any:
+    """What a keyword has, its schemas normalised."""
+    if keyword in _NAMED and isinstance(value, Mapping):
+        return {name: normalise(one, f"{where}.{name}") for name, one in value.items()}
+    if keyword in _LISTS and isinstance(value, list | tuple):
+        return [normalise(one, f"{where}[{i}]") for i, one in enumerate(value)]
+    if keyword in _ONE:
+        return normalise(value, where)
+    if keyword in _INTEGERS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _drop_what_asks_for_nothing(schema: dict[str, Any]) -> None:
+    """Remove keywords that every value follows, and bring draft 4's exclusive bounds to today's form."""
+    nothing: dict[str, tuple[Any, ...]] = {
+        "not": (False,),
+        "uniqueItems": (False,),
+        "propertyNames": (True, {}),
+        "dependencies": ({},),
+        "dependentRequired": ({},),
+        "dependentSchemas": ({},),
+        "unevaluatedItems": (True, {}),
+        "unevaluatedProperties": (True, {}),
+    }
+    for keyword, values in nothing.items():
+        # 0 is no boolean.
+        if any(schema.get(keyword) == value and type(schema[keyword]) is type(value) for value in values):
+            del schema[keyword]
+    if schema.get("uniqueItems") is True and schema.get("maxItems") in (0, 1):
+        del schema["uniqueItems"]
+    if "if" not in schema or not ("then" in schema or "else" in schema):
+        for keyword in ("if", "then", "else"):
+            schema.pop(keyword, None)
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
+        del schema["format"]
+    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
+            schema[exclusive] = schema.pop(inclusive)
+
+
+def _name_properties(schema: dict[str, Any]) -> None:
+    """Say by `properties` and `patternProperties` what `propertyNames` says, where that is the same."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, Mapping):
+        return
+    rules = {keyword: value for keyword, value in names.items() if keyword not in _ANNOTATIONS}
+    kinds = rules.pop("type", "string")
+    if kinds != "string" and "string" not in (kinds if isinstance(kinds, list) else ()):
+        return
+    values = schema.get("additionalProperties", True)
+    others = {"properties", "patternProperties"}.isdisjoint(schema)
+    if not rules:
+        del schema["propertyNames"]
+    elif others and set(rules) == {"pattern"}:
+        del schema["propertyNames"]
+        schema |= {"patternProperties": {rules["pattern"]: values}, "additionalProperties": False}
+    elif others and set(rules) == {"enum"} and all(isinstance(name, str) for name in rules["enum"]):
+        del schema["propertyNames"]
+        schema |= {"properties": dict.fromkeys(rules["enum"], values), "additionalProperties": False}
+
+
+def _bound_properties(schema: dict[str, Any], where: str) -> Schema:
+    """An object with a bound on the number of its properties, of which some may be left out, as alternatives that say
+    which are there: llguidance counts the others alone."""
+    low, high = schema.get("minProperties", 0), schema.get("maxProperties")
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or type(low) is not int:
+        return schema
+    optional = [name for name, one in properties.items() if name not in required and one is not False]
+    if not (low > 0 or high is not None) or not optional:
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in ("minProperties", "maxProperties")}
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    missing = max(0, low - len(required))
+    if high is None or (type(high) is int and high >= len(required) + len(optional)):
+        if high is not None and not closed:
+            kept["additionalProperties"] = False
+            kept.pop("patternProperties", None)
+        if not missing:
+            return kept
+        chosen: Iterator[Sequence[str]] = combinations(optional, missing)
+        last = True
+    else:
+        most = min(len(optional), high - len(required)) if type(high) is int else -1
+        chosen = (names for count in range(missing, most + 1) for names in combinations(optional, count))
+        last, kept["additionalProperties"] = False, False
+        kept.pop("patternProperties", None)
+    alternatives = []
+    for names in chosen:
+        alternatives.append(_with_properties(kept, optional, names, required, last))
+        if len(alternatives) > MAX_ALTERNATIVES:
+            raise SchemaError(
+                f"bounds the number of {len(optional)} optional properties{f' at {where}' if where else ''}, in more "
+                f"than {MAX_ALTERNATIVES} ways; allowed: fewer properties, or required ones"
+            )
+    shared = {key: kept[key] for key in ("$defs", "definitions") if key in kept}
+    if not alternatives:
+        return False
+    return {**shared, "anyOf": [{k: v for k, v in one.items() if k not in shared} for one in alternatives]}
+
+
+def _with_properties(
+    schema: dict[str, Any], optional: list[str], names: Sequence[str], required: list[Any], others_after: bool
+) -> dict[str, Any]:
+    """`schema` with the optional properties `names`, and no others; with `others_after` perhaps those after them."""
+    end = optional.index(names[-1]) + 1 if others_after and names else len(optional)
+    left_out = {name for name in optional[:end] if name not in names}
+    properties = {name: False if name in left_out else one for name, one in schema["properties"].items()}
+    return {**schema, "properties": properties, "required": [*required, *names]}
