@@ -18,6 +18,7 @@ from dflash_backend.config import EngineConfig, environment_settings
 from dflash_cli.commands.serve import triton_host
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
+from dflash_openai.middleware.authentication import HEALTH_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/dflash-triton"
@@ -147,6 +148,7 @@ def test_the_kserve_runtimes_probes_ask_the_front_end() -> None:
     (one,) = runtime["spec"]["containers"]
     assert not [word for word in one["args"] if word.startswith(("--port", "--openai-port", "--tls", "--ssl"))]
     assert probed(one) == {name: (path, 9000, "HTTP") for name, path in PROBES.items()}
+    assert {READY, LIVE} <= HEALTH_PATHS
     assert {name: one[name]["timeoutSeconds"] for name in ("readinessProbe", "livenessProbe")} == {
         "readinessProbe": 5,
         "livenessProbe": 10,

@@ -55,6 +55,11 @@ DEPLOYMENT_MUTANTS = (
         ("KServe's liveness is readiness", "path: /health/live", "path: /health/ready"),
     ),
     *mutants_of(
+        "frontend/dflash_openai/middleware/browser_guard.py",
+        ("tests/frontend/middleware/test_browser_guard.py",),
+        ("a probe has to know the server's name", " and path not in HEALTH_PATHS", ""),
+    ),
+    *mutants_of(
         "cli/dflash_cli/launcher/frontend.py",
         (
             "tests/cli/test_frontend_process.py::test_who_has_no_certificate_asks_it_whether_requests_are_taken_where_it_lets_him",

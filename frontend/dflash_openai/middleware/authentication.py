@@ -10,8 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dflash_openai.errors import ApiError
 from dflash_openai.middleware.api_keys import ApiKey, find_key
 
+# What probes and load balancers ask.
+HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/ping"))
 # What answers without a key: whether the server is up, and the page, which asks its user for one.
-OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/ping", "/"))
+OPEN_PATHS = HEALTH_PATHS | {"/"}
 OPEN_PREFIX = "/static/"
 
 

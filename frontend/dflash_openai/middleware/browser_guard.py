@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_openai.errors import ApiError
+from dflash_openai.middleware.authentication import HEALTH_PATHS
 
 METHODS = ("GET", "POST")
 REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
@@ -20,7 +21,8 @@ LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 class BrowserGuardMiddleware:
     """Refuses requests that the page of another origin sends. Browsers send some of them without asking first, and
     only hide the answer. `hosts` are the names by which the server may be called, None: any. A server on a loopback
-    address without keys needs them, since a site can have its own name lead to that address."""
+    address without keys needs them, since a site can have its own name lead to that address. Whether the server is up
+    it says under any name: probes and load balancers call it by its address."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str] = (), hosts: Collection[str] | None = None) -> None:
         """allowed_origins: such as `https://chat.example`, or `*`."""
@@ -38,14 +40,14 @@ class BrowserGuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 403 to requests of other origins and 421 to those for another host."""
-        if scope["type"] == "http" and (error := self._refusal(Headers(scope=scope))) is not None:
+        if scope["type"] == "http" and (error := self._refusal(scope["path"], Headers(scope=scope))) is not None:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> ApiError | None:
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        if self._hosts is not None and path not in HEALTH_PATHS and _name(host) not in self._hosts:
             return ApiError(
                 421,
                 f"this server does not answer to the name {_name(host)!r}; start it with --allowed-hosts or with an "

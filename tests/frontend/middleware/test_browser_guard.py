@@ -48,6 +48,16 @@ def test_a_local_server_answers_to_local_names(host: str) -> None:
     assert call(LOCAL, headers={"host": host}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping"])
+@pytest.mark.parametrize("host", ["10.0.0.7:9000", "pod.cluster.local", ""])
+def test_a_probe_asks_by_any_name_and_a_page_of_another_site_not(path: str, host: str) -> None:
+    """As the kubelet and the container's health check, where --allowed-hosts has the name that clients use."""
+    named = BrowserGuardMiddleware(echo, hosts={"llm.example"})
+    assert call(named, "GET", path, headers={"host": host}).status_code == 200
+    assert call(named, "GET", f"{path}/more", headers={"host": host}).status_code == 421
+    assert call(named, "GET", path, headers={"host": host, "origin": "https://evil.example"}).status_code == 403
+
+
 @pytest.mark.parametrize("host", ["rebound.example:9000", "localhost.evil.example", "[::", ""])
 def test_a_local_server_answers_to_no_other_name(host: str) -> None:
     response = call(LOCAL, headers={"host": host})
