@@ -28,6 +28,7 @@ from dflash_backend.engine_client.replicas import make_engines
 from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.text.output import RequestState
+from dflash_backend.text.prompt_size import InputError
 from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import Tokenizer
@@ -166,13 +167,16 @@ class TritonService:
             return
         try:
             parsed, full = self._reader.read(request, self._engines)
+            state = RequestState(next(self._ids), parsed, self._tokenizer)
             placement = self._engines.place(parsed.prompt_token_ids, parsed.sampling, full)
         except Refused as refused:
             self._requests.refuse(responder, refused.status, str(refused))
+        except InputError as error:
+            # The tokenizer cannot decode the prompt's last tokens.
+            self._requests.refuse(responder, "INVALID_ARGUMENT", str(error))
         except NoEngineError as error:
             self._requests.refuse(responder, "UNAVAILABLE", str(error))
         else:
-            state = RequestState(next(self._ids), parsed, self._tokenizer)
             self._start(state, responder, placement)
 
     def _describe(self, responder: Responder) -> None:

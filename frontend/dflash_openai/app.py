@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dflash_backend.text.prompt_size import InputError
 from dflash_openai.chat import create_chat_completion
 from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
@@ -73,6 +74,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         ],
         exception_handlers={
             ApiError: _api_error,
+            InputError: _input_error,
             HTTPException: _http_error,
             ClientGone: _client_gone,
             ClientDisconnect: _client_gone,
@@ -111,6 +113,11 @@ def _telemetry(config: FrontendConfig) -> list[Middleware]:
 def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+def _input_error(request: Request, error: Exception) -> Response:
+    """A text or tokens that the tokenizer fails at."""
+    return ApiError(400, str(error)).response()
 
 
 def _http_error(request: Request, error: Exception) -> Response:

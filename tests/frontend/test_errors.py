@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -142,3 +145,39 @@ def test_a_defect_of_the_front_end_is_a_500_without_details(
     answer = http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500
     assert "division" not in answer.text
+
+
+class PanicException(BaseException):
+    """What a panic of Rust raises is no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "encode_batch_fast"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "encode_batch_fast"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "decode"),
+        ("/v1/responses", {"input": "a"}, "encode_batch_fast"),
+        ("/tokenize", {"prompt": "a"}, "encode_batch_fast"),
+        ("/detokenize", {"tokens": [97]}, "decode"),
+    ],
+)
+def test_a_tokenizer_that_panics_is_a_400_of_the_usual_form(
+    path: str, body: dict[str, Any], method: str, http: TestClient, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = http.app.state.frontend.model().tokenizer  # type: ignore[attr-defined]
+    fast = tokenizer._fast
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise PanicException("at /a/path.rs:1")
+
+    monkeypatch.setattr(
+        tokenizer,
+        "_fast",
+        SimpleNamespace(**{"encode_batch_fast": fast.encode_batch_fast, "decode": fast.decode, method: fail}),
+    )
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert "it failed with PanicException" in answer.json()["error"]["message"]
+    assert "path" not in answer.text
+    assert not pool.asked

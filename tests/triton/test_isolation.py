@@ -137,6 +137,33 @@ def test_a_fault_in_one_requests_text_ends_that_request_alone(service, monkeypat
     assert joined(other.all()) == "ab" * 750
 
 
+class PanicException(BaseException):
+    """What a panic of Rust raises is no `Exception`."""
+
+
+@pytest.mark.parametrize("method", ["encode_batch_fast", "decode"])
+def test_a_tokenizer_that_panics_refuses_the_request_and_is_counted(service, triton, monkeypatch, method):
+    fast = service._tokenizer._fast
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(fast, name)
+
+        def fail(self, *given, **more):
+            raise PanicException("at /a/path.rs:1")
+
+    setattr(Failing, method, Failing.fail)
+    monkeypatch.setattr(service._tokenizer, "_fast", Failing())
+    (answer,) = submit(service, "ab", max_tokens=1).all()
+    assert answer.error.code == "INVALID_ARG"
+    assert "it failed with PanicException" in answer.error.message
+    assert "path" not in answer.error.message
+    monkeypatch.undo()
+    assert joined(submit(service, "ab", max_tokens=4, stream=True).all()) == "abab"
+    service.close()
+    assert triton.values["dflash:request_errors_total", "INVALID_ARGUMENT"] == 1
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_whose_responses_hold_too_much_ends_with_an_error(serve, stream):
     service = serve(max_response_mb=0.5)
