@@ -41,6 +41,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "mixed": (("checks.mixed", "--requests", "500", "--dropped", "200"), "500 requests at once, 200 dropped"),
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
+    "event_loop": (
+        ("checks.event_loop",),
+        "the largest bodies that the OpenAI front end takes keep others waiting for at most 50 ms",
+    ),
     "readiness": (("checks.readiness",), "an engine is killed and kept down for 10 s: what each probe says"),
     "ranks": (("checks.chaos", "--rounds", "10", "--ranks", "2"), "a rank of two is killed 10 times under load"),
     "ray_ranks": (

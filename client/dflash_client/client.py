@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -90,10 +91,12 @@ class _Client(Generic[AnyStream]):
         messages: Messages,
         sampling: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
+        dumps: Callable[[Any], str] = json.dumps,
     ) -> AnyStream:
         """As `stream`; with `stream` False the server sends its deltas at the end, each completion's in one piece.
-        `headers` go with this request alone."""
-        return self._send(Request.build(self.model, stream, prompt, messages, sampling, headers), self.timeout_s)
+        `headers` go with this request alone. `dumps` writes JSON."""
+        request = Request.build(self.model, stream, prompt, messages, sampling, headers, dumps)
+        return self._send(request, self.timeout_s)
 
     def _send(self, request: Request, timeout_s: float, retry: RetryPolicy | None = None) -> AnyStream:
         started = self._stream_type(self._transport, Plan(request, timeout_s, retry or self.retry))

@@ -87,7 +87,7 @@ class AsyncGrpcCall(_GrpcCall):
         stream = self._open()
         try:
             async for message in stream:
-                yield decode(message)
+                yield await asyncio.to_thread(decode, message) if self._request.may_be_large else decode(message)
         except grpc.RpcError as error:
             raise self._error(error) from error
         except asyncio.CancelledError:

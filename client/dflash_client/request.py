@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -55,9 +55,10 @@ class Request:
         messages: Sequence[Mapping[str, Any]] | None,
         sampling: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
+        dumps: Callable[[Any], str] = json.dumps,
     ) -> Request:
         """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out;
-        `return_steps` among them asks for `Delta.steps`.
+        `return_steps` among them asks for `Delta.steps`. `dumps` writes JSON.
 
         Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for what no request can carry:
         text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers, odd headers.
@@ -71,8 +72,8 @@ class Request:
             stream,
             text=_text(prompt) if isinstance(prompt, str) else None,
             token_ids=None if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
-            messages=None if messages is None else _json(list(messages), "messages"),
-            sampling=_json(given, "sampling parameters") if given else None,
+            messages=None if messages is None else _json(list(messages), "messages", dumps),
+            sampling=_json(given, "sampling parameters", dumps) if given else None,
             wants_logprobs="logprobs" in given,
             wants_steps=wants_steps,
             # Without them it is always null.
@@ -94,6 +95,11 @@ class Request:
         if not self.stream:
             flags["exclude_input_in_output"] = True
         return flags
+
+    @property
+    def may_be_large(self) -> bool:
+        """Whether its answer comes in one piece, with log-probabilities, which may be megabytes."""
+        return not self.stream and "logprobs" in (self.sampling or "")
 
     def strings(self) -> dict[str, str]:
         """The string inputs that are set."""
@@ -119,9 +125,9 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(token_id.__index__() for token_id in prompt)
 
 
-def _json(value: Any, what: str) -> str:
+def _json(value: Any, what: str, dumps: Callable[[Any], str]) -> str:
     try:
-        return json.dumps(value)
+        return dumps(value)
     except RecursionError:
         raise ValueError(f"the {what} cannot be sent as JSON: they are nested too deeply") from None
     except (TypeError, ValueError) as error:

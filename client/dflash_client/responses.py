@@ -9,13 +9,17 @@ other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash_client.errors import Internal
 from dflash_client.results import Delta, Logprob, Step, TokenLogprobs
 
 Outputs = Mapping[str, list[Any]]
+# Of log-probabilities in one response: about 50 tokens with 20 of the likeliest.
+LARGE_CHARS = 64 * 1024
+_SEPARATOR = re.compile(r"[\s,]*")
 
 
 class ResponseReader:
@@ -32,7 +36,7 @@ class ResponseReader:
         texts = outputs.get("text_output", [])
         token_ids = _split(outputs.get("token_ids", []), outputs.get("num_output_tokens"), len(texts))
         num_input_tokens = _element(outputs, "num_input_tokens", 0)
-        of_prompt = _prompt_logprobs(_parsed(outputs, "prompt_logprobs", 0))
+        of_prompt = _prompt_logprobs(_positions(outputs, "prompt_logprobs", 0))
         for index, text in enumerate(texts):
             delta = Delta(
                 text=text,
@@ -42,7 +46,7 @@ class ResponseReader:
                 finish_reason=_reason(_element(outputs, "finish_reason", index)),
                 spec_stats=_parsed(outputs, "spec_stats", index),
                 index=index,
-                logprobs=_logprobs(_parsed(outputs, "logprobs", index)),
+                logprobs=_logprobs(_positions(outputs, "logprobs", index)),
                 cumulative_logprob=_element(outputs, "cumulative_logprob", index),
                 prompt_logprobs=of_prompt if index == 0 else None,
                 steps=_steps(_parsed(outputs, "steps", index)),
@@ -50,6 +54,12 @@ class ResponseReader:
             )
             if self._is_news(delta):
                 yield delta
+
+    @staticmethod
+    def takes_long(outputs: Outputs) -> bool:
+        """Whether `deltas` of this response keep other tasks waiting: log-probabilities of thousands of tokens."""
+        texts = [*outputs.get("logprobs", ()), *outputs.get("prompt_logprobs", ())]
+        return any(len(text) > LARGE_CHARS for text in texts)
 
     def _is_news(self, delta: Delta) -> bool:
         """A completion that has ended is sent again, empty, while others go on."""
@@ -115,14 +125,33 @@ def _steps(entries: Any) -> tuple[Step, ...] | None:
     return None if entries is None else tuple(Step(*entry) for entry in entries)
 
 
-def _logprobs(entries: Any) -> tuple[TokenLogprobs, ...] | None:
+def _positions(outputs: Outputs, name: str, index: int) -> Iterable[Any] | None:
+    """The entries of an output that is a list in JSON; None as for `_parsed`. A long list is read entry by entry: the
+    reader of the whole would keep all other threads waiting."""
+    text = _element(outputs, name, index) if name in outputs else None
+    return _entries(text, name) if text and len(text) > LARGE_CHARS else _json(text, name)
+
+
+def _entries(text: str, output: str) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
+    try:
+        at = _SEPARATOR.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+        while text[at] != "]":
+            entry, at = decoder.raw_decode(text, at)
+            yield entry
+            at = _SEPARATOR.match(text, at).end()  # type: ignore[union-attr]
+    except (ValueError, IndexError) as error:
+        raise Internal(f"the output '{output}' of the server is not JSON: {error}") from None
+
+
+def _logprobs(entries: Iterable[Any] | None) -> tuple[TokenLogprobs, ...] | None:
     """One entry for each new token; a position without log-probabilities has an empty one."""
     if entries is None:
         return None
     return tuple({int(token): Logprob(**of_token) for token, of_token in (entry or {}).items()} for entry in entries)
 
 
-def _prompt_logprobs(entries: Any) -> tuple[TokenLogprobs | None, ...] | None:
+def _prompt_logprobs(entries: Iterable[Any] | None) -> tuple[TokenLogprobs | None, ...] | None:
     """One entry for each token of the prompt, None where it has none; None for no entries."""
     found = _logprobs(entries)
     return tuple(of_token or None for of_token in found) if found else None

@@ -143,7 +143,8 @@ def _joined(deltas: list[Delta]) -> Completion:
         cumulative = delta.cumulative_logprob if delta.cumulative_logprob is not None else cumulative
         stats = delta.spec_stats if delta.spec_stats is not None else stats
         if delta.logprobs is not None:
-            logprobs = [*(logprobs or ()), *delta.logprobs]
+            logprobs = logprobs or []
+            logprobs += delta.logprobs
     return Completion(
         text="".join(delta.text for delta in deltas),
         finish_reason=finish_reason,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -53,6 +53,11 @@ class _Attempts:
     def deltas(self, outputs: Outputs) -> Iterator[Delta]:
         """What is new in a response of this attempt."""
         return self._reader.deltas(outputs)
+
+    async def async_deltas(self, outputs: Outputs) -> Iterable[Delta]:
+        """The same, in a thread where it takes long."""
+        deltas = self._reader.deltas(outputs)
+        return await asyncio.to_thread(list, deltas) if self._reader.takes_long(outputs) else deltas
 
     def wait_s(self, error: ClientError) -> float:
         """Seconds to wait before the next attempt. Raises `error` when there is none."""
@@ -165,7 +170,7 @@ async def _async_deltas(attempts: _Attempts, cancelled: asyncio.Event) -> AsyncG
         try:
             async with contextlib.aclosing(call.responses()) as responses:
                 async for outputs in responses:
-                    for delta in attempts.deltas(outputs):
+                    for delta in await attempts.async_deltas(outputs):
                         yield delta
             return
         except ClientError as error:

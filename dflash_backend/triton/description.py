@@ -44,6 +44,8 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "kv_block_size": ready.kv_block_size,
             "num_kv_blocks": ready.num_kv_blocks,
             "max_num_seqs": config.max_num_seqs,
+            "max_response_mb": config.max_response_mb,
+            "max_queue_tokens": config.max_queue_tokens,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "kv_events_endpoints": event_endpoints(config),
             "kv_events_topic": config.kv_events_topic,

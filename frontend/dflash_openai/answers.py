@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
+from dflash_openai.bodies import ITEMS_A_CALL, encoded, in_thread
 from dflash_openai.errors import ApiError, ClientGone, as_event
 from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
@@ -63,9 +64,11 @@ class Answer(ABC):
             for index, completion in enumerate(result.completions):
                 self.usage.num_output_tokens += completion.num_output_tokens
                 self.usage.add_stats(completion.spec_stats)
-                choices.append(self.choice(prompt, index, completion))
+                choices.append(msgspec.Raw(encoded(self.choice(prompt, index, completion))))
         answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
-        return Response(msgspec.json.encode(answer | self._metrics()), media_type="application/json")
+        content = encoded(answer | self._metrics())
+        self.of_prompts = [None] * len(results)
+        return Response(content, media_type="application/json")
 
     async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""
@@ -110,12 +113,33 @@ class Writer(Protocol):
         """As server-sent events, of which the first delta is there."""
 
 
+def let_go(results: list[GenerationResult]) -> None:
+    """Free results piece by piece: at once, that would keep all threads waiting."""
+    while results:
+        result = results.pop()
+        lists: list[list[Any]] = [
+            list(result.prompt_logprobs or ()),
+            *[list(one.logprobs or ()) for one in result.completions],
+        ]
+        del result
+        for entries in lists:
+            while entries:
+                del entries[-ITEMS_A_CALL:]
+
+
 async def respond(answer: Writer, generation: Generation, stream: bool) -> Response:
     """The response of a generation, which is closed with it. What fails before the first delta has its own status."""
     streaming = False
     try:
         if not stream:
-            return answer.whole(await generation.results())
+            results = await generation.results()
+
+            def whole() -> Response:
+                response = answer.whole(results)
+                let_go(results)
+                return response
+
+            return await in_thread(generation.num_bytes, whole)
         first = await generation.first()
         streaming = True
         return EventStream(answer.events(first, generation), generation.aclose)

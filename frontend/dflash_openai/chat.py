@@ -12,13 +12,15 @@ from dflash_backend.text.chat import with_reasoning_names
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
-from dflash_openai.conversation import Conversation, prepare
+from dflash_openai.bodies import read_body
+from dflash_openai.budget import check_asked
+from dflash_openai.conversation import Conversation, Draft, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
-from dflash_openai.schemas import ChatRequest, decode
+from dflash_openai.schemas import ChatRequest
 from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
 
@@ -26,13 +28,19 @@ from dflash_openai.tools import read_tool_use
 async def create_chat_completion(request: Request) -> Response:
     """Answer messages."""
     frontend: Frontend = request.app.state.frontend
-    body = decode(await request.body(), ChatRequest)
-    model = frontend.model(body.model)
-    use = read_tool_use(body, model.output_format)
-    messages, options = template_messages(body.messages), template_options(body)
-    sampling = sampling_parameters(body, model.description)
-    asked = await prepare(model, messages, options, use, sampling, client_names(body), continues(body))
+
+    def read(body: ChatRequest) -> tuple[ChatRequest, Draft]:
+        model = frontend.model(body.model)
+        use = read_tool_use(body, model.output_format)
+        messages, options = template_messages(body.messages), template_options(body)
+        sampling = sampling_parameters(body, model.description)
+        return body, Draft(model, messages, options, use, sampling, client_names(body), continues(body))
+
+    body, draft = await read_body(request, ChatRequest, read)
+    asked, model = await prepare(draft), draft.model
     limit = max_tokens(body, len(asked.prompt), model.description)
+    says_limit = body.max_tokens is not None or body.max_completion_tokens is not None
+    check_asked([len(asked.prompt)], [limit] if says_limit else None, asked.sampling, model.description)
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], asked)
     generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -14,12 +15,14 @@ from dflash_backend.text.detokenizer import REPLACEMENT
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
+from dflash_openai.bodies import in_thread, read_body
+from dflash_openai.budget import BYTES_OF_TOKEN, check_asked, check_num_tokens
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
-from dflash_openai.schemas import CompletionRequest, decode
+from dflash_openai.schemas import CompletionRequest
 from dflash_openai.state import Frontend
 
 MAX_PROMPTS = 1024
@@ -29,7 +32,26 @@ FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
 async def create_completion(request: Request) -> Response:
     """Complete one or more prompts."""
     frontend: Frontend = request.app.state.frontend
-    body = decode(await request.body(), CompletionRequest)
+    body, sampling, only_echo = await read_body(request, CompletionRequest, lambda body: _read(body, frontend))
+    model = frontend.model(body.model)
+    num_servers = frontend.pool.num_servers
+
+    def check_sizes(num_tokens: int, num_prompts: int) -> None:
+        check_num_tokens(num_tokens, num_prompts, model.description, num_servers)
+
+    prompts = await _prompts(body, model.prompts, check_sizes)
+    limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
+    check_asked([len(token_ids) for token_ids in prompts], limits, sampling, model.description)
+    stream = bool(body.stream)
+    answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts, only_echo)
+    if stream and body.echo:
+        await in_thread(sum(map(len, prompts)) * BYTES_OF_TOKEN, answer.read_echo)
+    generation = Generation(frontend.pool, prompts, sampling, request, stream, limits, client_names(body))
+    return await respond(answer, generation, stream)
+
+
+def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionRequest, dict[str, Any], bool]:
+    """The body, the model's parameters, and whether the answer is the prompt alone. Raises `ApiError`."""
     model = frontend.model(body.model)
     if body.suffix:
         raise invalid("'suffix' is not supported: the model completes a text at its end only", "suffix")
@@ -41,16 +63,13 @@ async def create_completion(request: Request) -> Response:
     sampling = sampling_parameters(body, model.description)
     if body.echo and body.logprobs is not None:
         sampling.setdefault("prompt_logprobs", body.logprobs)
-    prompts = await _prompts(body, model.prompts)
-    limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
-    stream = bool(body.stream)
-    answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts, only_echo)
-    generation = Generation(frontend.pool, prompts, sampling, request, stream, limits, client_names(body))
-    return await respond(answer, generation, stream)
+    return body, sampling, only_echo
 
 
-async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list[int]]:
-    """Token ids of each prompt."""
+async def _prompts(
+    body: CompletionRequest, builder: PromptBuilder, check_sizes: Callable[[int, int], None]
+) -> list[list[int]]:
+    """Token ids of each prompt. `check_sizes` gets the numbers of tokens and of prompts. Raises `ApiError`."""
     given = body.prompt
     special = body.add_special_tokens is not False
     if isinstance(given, str):
@@ -58,15 +77,22 @@ async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list
     if not given:
         raise invalid(f"'prompt' is an empty list; allowed: {FORMS}", "prompt")
     if type(given[0]) in (int, float):
-        return [builder.check_token_ids(given)]
+        return [await in_thread(len(given) * BYTES_OF_TOKEN, lambda: builder.check_token_ids(given))]
     if len(given) > MAX_PROMPTS:
         raise invalid(f"there are {len(given)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
+    # Before any work for the first of them.
+    num_tokens = sum(len(item) for item in given if isinstance(item, list))
+    check_sizes(num_tokens, len(given))
     prompts = []
     for item in given:
         if isinstance(item, str):
             prompts.append(await builder.from_text(item, special))
+            num_tokens += len(prompts[-1])
+            check_sizes(num_tokens, len(given))
         elif isinstance(item, list):
             prompts.append(builder.check_token_ids(item))
+            # Others get on between two of them.
+            await asyncio.sleep(0)
         else:
             raise invalid(f"'prompt' is not {FORMS}", "prompt")
     return prompts
@@ -89,7 +115,8 @@ class CompletionAnswer(Answer):
         """`only_echo`: the answer is the prompt alone."""
         super().__init__(body, model, prompts)
         self._body, self._tokenizer, self._only_echo = body, builder.tokenizer, only_echo
-        self._echoed = [self._prompt_text(index) for index in range(len(prompts))]
+        # The echoed text of each prompt that was asked for so far.
+        self._echoed: dict[int, str] = {}
         self._begun: set[int] = set()
         self._returns_token_ids = bool(body.return_token_ids)
         as_token_ids = bool(body.return_tokens_as_token_ids)
@@ -98,6 +125,11 @@ class CompletionAnswer(Answer):
             lambda: LogprobWriter(body.logprobs or 0, as_token_ids, self._tokenizer)
         )
 
+    def read_echo(self) -> None:
+        """Turn all prompts that are echoed into text, which takes long for many."""
+        for index in range(len(self.prompts)):
+            self._prompt_text(index)
+
     def _prompt_text(self, index: int) -> str:
         """What `echo` puts before the completions of a prompt: its text as it was sent, or that of its token ids."""
         if not self._body.echo:
@@ -105,7 +137,11 @@ class CompletionAnswer(Answer):
         if isinstance(self._body.prompt, str):
             return self._body.prompt
         given = self._body.prompt[index]
-        return given if isinstance(given, str) else self._tokenizer.decode(self.prompts[index])
+        if isinstance(given, str):
+            return given
+        if index not in self._echoed:
+            self._echoed[index] = self._tokenizer.decode(self.prompts[index])
+        return self._echoed[index]
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """The response with all completions."""
@@ -118,7 +154,7 @@ class CompletionAnswer(Answer):
         place = prompt * self.n + index
         return {
             "index": place,
-            "text": self._echoed[prompt] + completion.text,
+            "text": self._prompt_text(prompt) + completion.text,
             "logprobs": self._with_prompt(prompt, place, completion.logprobs),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
@@ -133,7 +169,7 @@ class CompletionAnswer(Answer):
         self._begun.add(place)
         choice = {
             "index": place,
-            "text": self._echoed[prompt] + delta.text if is_first else delta.text,
+            "text": self._prompt_text(prompt) + delta.text if is_first else delta.text,
             "logprobs": self._written(place, delta.logprobs),
             "finish_reason": delta.finish_reason,
             **({} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}),

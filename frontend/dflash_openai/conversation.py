@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,30 +34,41 @@ class Conversation:
         return self.model.output_format.parser(self.tail, self.use.offered, self.use.parallel, self.use.forced)
 
 
-async def prepare(
-    model: Model,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    use: ToolUse,
-    sampling: Mapping[str, Any],
-    names: Mapping[str, str],
-    continue_final_message: bool = False,
-) -> Conversation:
-    """The prompt of messages, through the chat template with the variables `options`; with `continue_final_message` the
-    last of them is the beginning of the answer. `sampling` are the request's parameters; those that tools and reasoning
-    need are added. `names` has what the client calls a parameter, where it is not the same. Raises `ApiError`."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A conversation as its client sent it: messages, and the variables `options` of the chat template; with
+    `continue_final_message` the last message is the beginning of the answer. `sampling` are the request's parameters.
+    `names` has what the client calls one of them, where it is not the same."""
+
+    model: Model
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    use: ToolUse
+    sampling: Mapping[str, Any]
+    names: Mapping[str, str]
+    continue_final_message: bool = False
+
+
+async def prepare(draft: Draft) -> Conversation:
+    """The prompt of messages through the chat template, and the parameters that tools and reasoning need beside those
+    of the request. Raises `ApiError`."""
+    model, messages, use, sampling, names = draft.model, draft.messages, draft.use, draft.sampling, draft.names
+    continue_final_message = draft.continue_final_message
     if model.output_format.is_harmony:
         messages = harmony.template_messages(messages)
     if continue_final_message and use.forced:
         raise invalid("'tool_choice' forces a tool call, which cannot continue a message", "continue_final_message")
-    prompt = await model.prompts.from_messages(messages, options, use.offered, continue_final_message)
+    prompt = await model.prompts.from_messages(messages, draft.options, use.offered, continue_final_message)
     if continue_final_message:
         tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))
     else:
         tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     sampling = dict(sampling)
     if use.forced:
-        sampling["structured_outputs"] = {"grammar": _forced_grammar(model, use, sampling)}
+        given = sampling
+        # Python builds it, which for hundreds of tools takes long.
+        grammar = await asyncio.to_thread(lambda: _forced_grammar(model, use, given))
+        sampling["structured_outputs"] = {"grammar": grammar}
         names = {**names, "structured_outputs": "tools"}
     output = model.output_format
     # The grammar of a forced call in harmony has the reasoning in it.

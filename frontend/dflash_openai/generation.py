@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from dflash_client import Delta, GenerationResult
 from dflash_client.errors import Cancelled, ClientError
+from dflash_openai.bodies import in_thread
+from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent
 from dflash_openai.errors import ClientGone, from_client_error
 from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
@@ -42,8 +45,10 @@ class Generation:
         charge_prompt(request, num_prompt_tokens)
         if (tenant := tenant_of(request, sampling.get("tenant"))) is not None:
             sampling = {**sampling, "tenant": tenant}
-        model = request.app.state.frontend.model().names[0]
-        self._record = GenerationRecord(model, {**sampling, "max_tokens": max(max_tokens)}, num_prompt_tokens)
+        model = request.app.state.frontend.model()
+        check_sent(len(prompts), len(msgspec.json.encode(sampling)) if len(prompts) > 1 else 0)
+        self._budget = ResponseBudget(model.description.max_response_mb)
+        self._record = GenerationRecord(model.names[0], {**sampling, "max_tokens": max(max_tokens)}, num_prompt_tokens)
         request.state.generation = self._record
         headers: dict[str, str] | None = getattr(request.state, "trace_headers", None)
         self._requests = [
@@ -94,10 +99,16 @@ class Generation:
         deltas: list[list[Delta]] = [[] for _ in self._requests]
         try:
             async for prompt, delta in self._deltas:
+                self._budget.add(delta)
                 deltas[prompt].append(delta)
         except ClientError as error:
             raise self._translated(error) from None
-        return [GenerationResult.from_deltas(of_prompt) for of_prompt in deltas]
+        return await in_thread(self.num_bytes, lambda: [GenerationResult.from_deltas(each) for each in deltas])
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much an answer with `results` and the prompts holds."""
+        return self._budget.num_bytes + BYTES_OF_TOKEN * self._record.num_prompt_tokens
 
     def _translated(self, error: ClientError) -> Exception:
         if isinstance(error, Cancelled):
@@ -128,8 +139,12 @@ async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, Non
             return
         await queue.put(None)
 
-    readers = [asyncio.create_task(read(number, request)) for number, request in enumerate(requests)]
+    readers: list[asyncio.Task[None]] = []
     try:
+        for number, request in enumerate(requests):
+            readers.append(asyncio.create_task(read(number, request)))
+            # Others get on between two of them.
+            await asyncio.sleep(0)
         running = len(readers)
         while running:
             item = await queue.get()
@@ -140,7 +155,7 @@ async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, Non
             else:
                 yield item
     finally:
-        for request, reader in zip(requests, readers, strict=True):
+        for request, reader in zip(requests, readers, strict=False):
             request.cancel()
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)

@@ -6,15 +6,15 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_client import GenerationResult
 from dflash_openai.answers import respond
+from dflash_openai.bodies import encoded, read_body
 from dflash_openai.chat import template_messages, template_options
 from dflash_openai.content_logprobs import ContentLogprobs
-from dflash_openai.conversation import Conversation, prepare
+from dflash_openai.conversation import Conversation, Draft, prepare
 from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.generation import Generation, Item
 from dflash_openai.logprobs import LogprobWriter
@@ -23,7 +23,7 @@ from dflash_openai.parsing import ContentDelta
 from dflash_openai.response_items import Fields, ResponseItems
 from dflash_openai.responses_schemas import ResponsesRequest, as_chat
 from dflash_openai.sampling import max_tokens, sampling_parameters
-from dflash_openai.schemas import decode
+from dflash_openai.schemas import ChatRequest
 from dflash_openai.sse import named_event
 from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
@@ -36,13 +36,17 @@ CLIENT_NAMES = {"response_format": "text.format"}
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     frontend: Frontend = request.app.state.frontend
-    body = decode(await request.body(), ResponsesRequest)
-    model = frontend.model(body.model)
-    chat = as_chat(body)
-    use = read_tool_use(chat, model.output_format)
-    messages, options = template_messages(chat.messages), template_options(chat)
-    sampling = sampling_parameters(chat, model.description)
-    asked = await prepare(model, messages, options, use, sampling, CLIENT_NAMES)
+
+    def read(body: ResponsesRequest) -> tuple[ResponsesRequest, ChatRequest, Draft]:
+        model = frontend.model(body.model)
+        chat = as_chat(body)
+        use = read_tool_use(chat, model.output_format)
+        messages, options = template_messages(chat.messages), template_options(chat)
+        sampling = sampling_parameters(chat, model.description)
+        return body, chat, Draft(model, messages, options, use, sampling, CLIENT_NAMES)
+
+    body, chat, draft = await read_body(request, ResponsesRequest, read)
+    asked, model = await prepare(draft), draft.model
     limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
     answer = ResponseAnswer(body, body.model or model.names[0], asked)
     stream = bool(body.stream)
@@ -80,7 +84,7 @@ class ResponseAnswer:
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
         finished, _ = self._finished(completion.finish_reason)
-        return Response(msgspec.json.encode(finished), media_type="application/json")
+        return Response(encoded(finished), media_type="application/json")
 
     async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the response as it begins, its items, and the response as it ended."""

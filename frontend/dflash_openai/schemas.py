@@ -23,6 +23,7 @@ from dflash_openai.errors import ApiError, invalid
 # A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
 # no other request is answered. As many as a grammar may have.
 MAX_BRACKETS = 50_000
+MAX_NAME_CHARS = 1000
 # Fields of OpenAI's API that are not here, and what to do.
 INSTEAD = {
     "functions": "send them as 'tools'",
@@ -183,7 +184,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
                 raise
         return msgspec.convert(_with_whole_numbers(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), kind) from None
+        raise _explained(_shortened(str(error)), kind) from None
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -232,6 +233,11 @@ def _first_bad_byte(body: bytes) -> int:
         return len(body.decode())
     except UnicodeDecodeError as error:
         return error.start
+
+
+def _shortened(message: str) -> str:
+    """Without the middle of a name that a client made megabytes long: looking for its end takes long."""
+    return message if len(message) <= 2 * MAX_NAME_CHARS else message[:MAX_NAME_CHARS] + message[-MAX_NAME_CHARS:]
 
 
 def _explained(message: str, kind: type[msgspec.Struct]) -> ApiError:

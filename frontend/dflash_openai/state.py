@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.find import find_model
 from dflash_backend.error_text import first_line
+from dflash_backend.heap import freeze_heap
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
@@ -26,6 +28,9 @@ PROBE_TIMEOUT_S = 5.0
 # Between two attempts to reach a model that has not described itself yet, and between looks at one that has.
 RETRY_S = 0.5
 REFRESH_S = 5.0
+# As those of `freeze_heap`, but that the collector looks at 50,000 objects at a time and not at 200,000: all requests
+# wait for it.
+GC_THRESHOLDS = (10_000, 5, 200)
 
 
 class Model:
@@ -114,6 +119,9 @@ class Frontend:
         before, self._model = self._model, Model(self._names(description), description, prompts, output)
         if before is not None:
             before.prompts.close()
+        # A request with many small objects would make the collector look at all of this over and over.
+        freeze_heap()
+        gc.set_threshold(*GC_THRESHOLDS)
 
     def _tokenizer_dir(self, description: ModelDescription) -> Path:
         if self.config.tokenizer is not None:

@@ -8,10 +8,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_openai.bodies import encoded, in_thread, read_body
 from dflash_openai.chat import continues, template_messages
 from dflash_openai.errors import invalid
-from dflash_openai.schemas import decode
 from dflash_openai.state import Frontend
+
+# Of a token id in JSON.
+BYTES_OF_ID = 8
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +40,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, as a completion of it would have."""
     frontend: Frontend = request.app.state.frontend
-    body = decode(await request.body(), TokenizeRequest)
+    body = await read_body(request, TokenizeRequest, lambda body: body)
     model = frontend.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send exactly one of 'prompt' and 'messages'", "prompt")
@@ -47,20 +50,30 @@ async def tokenize(request: Request) -> Response:
         messages = template_messages(body.messages or [])
         options = body.chat_template_kwargs or {}
         tokens = await model.prompts.from_messages(messages, options, continue_final_message=continues(body))
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": model.description.max_model_len,
-        "tokens": tokens,
-        "token_strs": model.tokenizer.token_texts(tokens) if body.return_token_strs else None,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    def written() -> bytes:
+        return encoded(
+            {
+                "count": len(tokens),
+                "max_model_len": model.description.max_model_len,
+                "tokens": tokens,
+                "token_strs": model.tokenizer.token_texts(tokens) if body.return_token_strs else None,
+            }
+        )
+
+    content = await in_thread(len(tokens) * BYTES_OF_ID, written)
+    return Response(content, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids, with special tokens."""
     frontend: Frontend = request.app.state.frontend
-    body = decode(await request.body(), DetokenizeRequest)
+    body = await read_body(request, DetokenizeRequest, lambda body: body)
     model = frontend.model(body.model)
-    tokens = model.prompts.check_token_ids(body.tokens, "tokens")
-    text = model.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def decode() -> str:
+        tokens = model.prompts.check_token_ids(body.tokens, "tokens")
+        return model.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    text = await in_thread(len(body.tokens) * BYTES_OF_ID, decode)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

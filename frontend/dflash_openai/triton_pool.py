@@ -27,6 +27,9 @@ class ModelDescription(msgspec.Struct, frozen=True):
     trust_messages: bool = False
     structured_outputs: bool = False
     require_cache_salt: bool = False
+    # What the responses to one request may hold, in 10^6 bytes, and the tokens that may wait of one tenant.
+    max_response_mb: float = 64.0
+    max_queue_tokens: int = 2_000_000
     sampling_defaults: dict[str, Any] = {}
     description: str = ""
 
@@ -53,6 +56,11 @@ class TritonPool:
     ) -> PooledRequest:
         """A request that is sent when its deltas are read; `headers` go with it."""
         return PooledRequest(self, stream, token_ids, sampling, headers)
+
+    @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return len(self._clients)
 
     def by_load(self) -> list[AsyncDFlashClient]:
         """The servers, the one with the fewest requests first."""
@@ -91,6 +99,11 @@ class TritonPool:
             await client.close()
 
 
+def _dumps(value: Any) -> str:
+    """JSON, in a fraction of the time of Python's own writer."""
+    return msgspec.json.encode(value).decode()
+
+
 def _description(given: dict[str, Any]) -> ModelDescription:
     return msgspec.convert(given, ModelDescription)
 
@@ -124,7 +137,7 @@ class PooledRequest:
         for position, client in enumerate(servers):
             answered = False
             try:
-                self._stream = client.request(*self._arguments)
+                self._stream = client.request(*self._arguments, dumps=_dumps)
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
             if self._cancelled:

@@ -138,6 +138,10 @@ class ScriptedPool(TritonPool):
         self.asked.append(Asked(stream, list(token_ids), dict(sampling), dict(headers or {})))
         return ScriptedRequest(self.script, self.asked[-1])
 
+    @property
+    def num_servers(self) -> int:
+        return 1
+
     async def probe(self, timeout_s: float) -> ClientError | None:
         return self.unreachable
 

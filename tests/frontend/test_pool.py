@@ -53,7 +53,7 @@ class ScriptedClient:
         self.name, self.error, self.answers = name, error, answers
         self.cancelled = False
 
-    def request(self, *given: Any) -> ScriptedStream:
+    def request(self, *given: Any, **options: Any) -> ScriptedStream:
         return ScriptedStream(self)
 
     async def probe(self, timeout_s: float) -> ClientError | None:

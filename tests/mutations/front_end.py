@@ -9,6 +9,28 @@ TESTS = "tests/frontend"
 
 FRONT_END_MUTANTS = (
     *mutants_of(
+        f"{FRONTEND}/budget.py",
+        (f"{TESTS}/test_budget.py",),
+        ("answers to all prompts may hold as much as each", "num_tokens = n * sum(max_tokens)", "num_tokens = 0"),
+        ("log-probabilities of prompts cost nothing", "num_bytes = sum(size for size, _ in terms)", "num_bytes = 0"),
+        (
+            "what answers hold is not counted as they come",
+            "if self.num_bytes > self._max_mb * 1e6:",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/bodies.py",
+        (f"{TESTS}/test_budget.py",),
+        (
+            "large bodies are read on the event loop",
+            "return await asyncio.to_thread(work) if num_bytes > LARGE_BYTES else work()",
+            "return work()",
+        ),
+        ("what is in strings counts as keys and values", "parts[in_string::2]", "parts"),
+        ("a body that is cut in a string is misread", "in_string ^= (len(parts) - 1) % 2", "in_string = 0"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/health.py",
         (f"{TESTS}/test_endpoints.py",),
         ("each probe asks the servers", "if self._asking is None:", "if True:"),

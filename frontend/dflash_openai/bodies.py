@@ -1,0 +1,98 @@
+"""Reads the bodies of requests at a bounded cost: while one is decoded or its answer is encoded, others wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from dflash_openai.errors import invalid
+from dflash_openai.schemas import Body, decode
+
+# A larger body is read, and a larger answer written, in a thread.
+LARGE_BYTES = 64 * 1024
+# Outside of strings: each colon has a key before it, each comma a value. Keys take most of the time, 0.4 us each.
+MAX_KEYS = 50_000
+MAX_VALUES = 500_000
+# A call into C keeps all other threads waiting: so many bytes are searched, and so many items written, in one.
+BYTES_A_CALL = 256 * 1024
+ITEMS_A_CALL = 256
+_ENCODER = msgspec.json.Encoder()
+Result = TypeVar("Result")
+
+
+async def in_thread(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """`work()`, in a thread where it has much to do."""
+    return await asyncio.to_thread(work) if num_bytes > LARGE_BYTES else work()
+
+
+async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> Result:
+    """`then` of the request in the body, both in a thread where the body is large. Raises `ApiError`."""
+    raw = await request.body()
+
+    def read() -> Result:
+        check_parts(raw)
+        return then(decode(raw, kind))
+
+    return await in_thread(len(raw), read)
+
+
+def check_parts(body: bytes) -> None:
+    """Raise `ApiError` for a body with more keys or values than may be decoded in one go."""
+    for sign, most, what in ((b":", MAX_KEYS, "keys of objects"), (b",", MAX_VALUES, "values")):
+        if _count(body, sign) > most and _more_outside_strings(body, sign, most):
+            raise invalid(f"the body has more than {most} {what}; send less at a time")
+
+
+def _count(body: bytes, sign: bytes) -> int:
+    return sum(body.count(sign, at, at + BYTES_A_CALL) for at in range(0, len(body), BYTES_A_CALL))
+
+
+def _more_outside_strings(body: bytes, sign: bytes, most: int) -> bool:
+    """Whether a JSON text has a sign more than `most` times outside of its strings."""
+    found = at = in_string = 0
+    while at < len(body) and found <= most:
+        end = at + BYTES_A_CALL
+        piece = body[at:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            # What is escaped belongs to it.
+            end += 1
+            piece = body[at:end]
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        found += b"".join(parts[in_string::2]).count(sign)
+        in_string ^= (len(parts) - 1) % 2
+        at = end
+    return found > most
+
+
+def encoded(value: Any) -> bytes:
+    """`value` as JSON, piece by piece, so that other threads get on meanwhile. Objects in its long lists are let go
+    when they are written, since letting them go at once would take long as well."""
+    parts: list[bytes] = []
+    _encode(value, parts)
+    return b"".join(parts)
+
+
+def _encode(value: Any, parts: list[bytes]) -> None:
+    if isinstance(value, dict) and any(isinstance(each, dict | list | tuple) for each in value.values()):
+        for position, (name, each) in enumerate(value.items()):
+            parts.append((b"," if position else b"{") + _ENCODER.encode(str(name)) + b":")
+            _encode(each, parts)
+        parts.append(b"}")
+    elif isinstance(value, list | tuple) and len(value) > ITEMS_A_CALL:
+        for start in range(0, len(value), ITEMS_A_CALL):
+            piece = value[start : start + ITEMS_A_CALL]
+            parts.append((b"," if start else b"[") + _ENCODER.encode(piece)[1:-1])
+            if isinstance(value, list) and isinstance(piece[-1], dict | list):
+                value[start : start + ITEMS_A_CALL] = [None] * len(piece)
+        parts.append(b"]")
+    elif isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
+        for position, each in enumerate(value):
+            parts.append(b"," if position else b"[")
+            _encode(each, parts)
+        parts.append(b"]")
+    else:
+        parts.append(_ENCODER.encode(value))
