@@ -102,8 +102,7 @@ class StandIn(TritonPool):
 
 @dataclass(frozen=True)
 class Body:
-    """One kind of body: its path, and the status that it must get. logprobs: of so many prompt tokens, or of the answer
-    where it is negative."""
+    """One kind of body: its path, and the status that it must get."""
 
     path: str
     status: int

@@ -45,6 +45,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.event_loop",),
         "the largest bodies that the OpenAI front end takes keep others waiting for at most 50 ms",
     ),
+    "silent_stream": (
+        ("checks.silent_stream",),
+        "streams that are silent for 60 s come through a proxy that gives up after 15 s",
+    ),
     "readiness": (("checks.readiness",), "an engine is killed and kept down for 10 s: what each probe says"),
     "ranks": (("checks.chaos", "--rounds", "10", "--ranks", "2"), "a rank of two is killed 10 times under load"),
     "ray_ranks": (

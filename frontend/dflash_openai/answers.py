@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +19,9 @@ from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
 from dflash_openai.sse import DONE, EventStream, event
 from dflash_openai.usage import UsageCounter
+
+# A stream begins after so long without its first delta: until then an error has a status of its own.
+FIRST_WAIT_S = 3.0
 
 
 class Answer(ABC):
@@ -70,12 +73,10 @@ class Answer(ABC):
         self.of_prompts = [None] * len(results)
         return Response(content, media_type="application/json")
 
-    async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""
         try:
-            if first is not None:
-                yield self._of(first)
-            async for item in generation.rest():
+            async for item in items:
                 yield self._of(item)
         except ClientGone:
             return
@@ -109,8 +110,8 @@ class Writer(Protocol):
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """In one piece."""
 
-    def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """As server-sent events, of which the first delta is there."""
+    def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
+        """As server-sent events."""
 
 
 def let_go(results: list[GenerationResult]) -> None:
@@ -127,8 +128,9 @@ def let_go(results: list[GenerationResult]) -> None:
                 del entries[-ITEMS_A_CALL:]
 
 
-async def respond(answer: Writer, generation: Generation, stream: bool) -> Response:
-    """The response of a generation, which is closed with it. What fails before the first delta has its own status."""
+async def respond(answer: Writer, generation: Generation, stream: bool, ping_s: float = 0.0) -> Response:
+    """The response of a generation, which is closed with it. What fails before the first delta has its own status; a
+    stream begins without one after a while, and sends something every `ping_s` (0: it waits)."""
     streaming = False
     try:
         if not stream:
@@ -140,9 +142,9 @@ async def respond(answer: Writer, generation: Generation, stream: bool) -> Respo
                 return response
 
             return await in_thread(generation.num_bytes, whole)
-        first = await generation.first()
+        begun = await generation.begin(min(FIRST_WAIT_S, ping_s / 3) if ping_s else None)
         streaming = True
-        return EventStream(answer.events(first, generation), generation.aclose)
+        return EventStream(answer.events(generation.items()), generation.aclose, ping_s, ping_first=not begun)
     finally:
         if not streaming:
             await generation.aclose()

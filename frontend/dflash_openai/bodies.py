@@ -17,7 +17,7 @@ LARGE_BYTES = 64 * 1024
 # Outside of strings: each colon has a key before it, each comma a value. Keys take most of the time, 0.4 us each.
 MAX_KEYS = 50_000
 MAX_VALUES = 500_000
-# A call into C keeps all other threads waiting: so many bytes are searched, and so many items written, in one.
+# A call into C keeps all other threads waiting: this many bytes are searched, and as many items written, in one.
 BYTES_A_CALL = 256 * 1024
 ITEMS_A_CALL = 256
 _ENCODER = msgspec.json.Encoder()

@@ -36,8 +36,8 @@ def check_asked(
     description: ModelDescription,
 ) -> None:
     """Raise `ApiError` where the answers would hold more than `max_response_mb` together. `num_prompt_tokens` has an
-    entry for each prompt, and so has `max_tokens`, which is None where the client did not say: a single answer of
-    which nobody knows how long it becomes is counted as it comes."""
+    entry for each prompt, and so has `max_tokens`, which is None where the client did not say: a single answer, of
+    which no one can know how long it becomes, is counted as it comes."""
     n = sampling.get("n", 1)
     if not 1 <= n <= description.max_n:
         return  # the model says what is allowed
@@ -67,7 +67,7 @@ def check_asked(
 
 
 def check_sent(num_prompts: int, num_bytes: int) -> None:
-    """Raise `ApiError` where parameters of so many bytes would be sent with too many prompts."""
+    """Raise `ApiError` where parameters of `num_bytes` would be sent with too many prompts."""
     if num_prompts * num_bytes > MAX_SENT_BYTES:
         raise invalid(
             f"{num_prompts} prompts x {num_bytes} bytes of parameters are {num_prompts * num_bytes} bytes; allowed: "

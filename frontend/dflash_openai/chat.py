@@ -44,7 +44,7 @@ async def create_chat_completion(request: Request) -> Response:
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], asked)
     generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
-    return await respond(answer, generation, stream)
+    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
 
 
 def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

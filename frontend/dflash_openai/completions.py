@@ -47,7 +47,7 @@ async def create_completion(request: Request) -> Response:
     if stream and body.echo:
         await in_thread(sum(map(len, prompts)) * BYTES_OF_TOKEN, answer.read_echo)
     generation = Generation(frontend.pool, prompts, sampling, request, stream, limits, client_names(body))
-    return await respond(answer, generation, stream)
+    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
 
 
 def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionRequest, dict[str, Any], bool]:

@@ -33,6 +33,7 @@ class FrontendConfig:
     request_timeout_s: the longest that a request may take, in seconds. drain_timeout_s: what running requests have to
     finish at a stop. tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, by vLLM's
     names; `auto` follows the chat template, `none` looks for none. security: who is let in, with how much, and how.
+    ping_interval_s: a stream that has sent nothing for so long sends a comment; 0: never.
     heartbeat_fd: a descriptor to which the event loop writes once a second that it runs; None: to none.
     tracer: OpenTelemetry's, for the spans of requests; None: there are none.
 
@@ -52,6 +53,7 @@ class FrontendConfig:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    ping_interval_s: float = 10.0
     heartbeat_fd: int | None = None
     tracer: Tracer | None = None
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from dflash_client import Delta, GenerationResult
-from dflash_client.errors import Cancelled, ClientError
+from dflash_client.errors import Cancelled, ClientError, Unavailable
 from dflash_openai.bodies import in_thread
 from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent
 from dflash_openai.errors import ClientGone, from_client_error
@@ -57,6 +57,10 @@ class Generation:
         ]
         self._watcher = asyncio.create_task(self._watch(request.receive))
         self._deltas = self._recorded()
+        self._first: asyncio.Task[Item | None] | None = None
+        self._stopped = False
+        self._running = request.app.state.frontend.running
+        self._running.add(self)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -79,16 +83,25 @@ class Generation:
                 self._record.add(item[1])
                 yield item
 
-    async def first(self) -> Item | None:
-        """The first delta: errors that are found before it have a status of their own. Raises as `results`."""
-        try:
-            return await anext(self._deltas, None)
-        except ClientError as error:
-            raise self._translated(error) from None
+    async def begin(self, wait_s: float | None = None) -> bool:
+        """Wait for the first delta, for `wait_s` at most: errors that are found until then have a status of their own.
+        Whether it is there. Raises as `results`."""
 
-    async def rest(self) -> AsyncGenerator[Item, None]:
-        """The deltas after the first. Raises as `results`."""
+        async def first() -> Item | None:
+            return await anext(self._deltas, None)
+
+        self._first = asyncio.create_task(first())
+        done, _ = await asyncio.wait([self._first], timeout=wait_s)
+        if done and isinstance(error := self._first.exception(), ClientError):
+            raise self._translated(error) from None
+        return bool(done)
+
+    async def items(self) -> AsyncGenerator[Item, None]:
+        """The deltas of a generation that has begun. Raises as `results`."""
+        assert self._first is not None, "begin comes first"
         try:
+            if (first := await self._first) is not None:
+                yield first
             async for item in self._deltas:
                 yield item
         except ClientError as error:
@@ -111,17 +124,28 @@ class Generation:
         return self._budget.num_bytes + BYTES_OF_TOKEN * self._record.num_prompt_tokens
 
     def _translated(self, error: ClientError) -> Exception:
-        if isinstance(error, Cancelled):
+        if isinstance(error, Cancelled) and not self._stopped:
             self._record.error = "cancelled"
             return ClientGone()
+        if self._stopped:
+            error = Unavailable("the server shut down while it worked on this request")
         translated = from_client_error(error, self._names)
         self._record.error = translated.code or str(translated.status)
         return translated
 
+    def stop(self) -> None:
+        """End it with an error that its client gets, unless it ends before."""
+        self._stopped = True
+        self._cancel()
+
     async def aclose(self) -> None:
         """Cancel what still runs."""
+        self._running.discard(self)
         self._watcher.cancel()
         self._cancel()
+        if self._first is not None and not self._first.done():
+            self._first.cancel()
+            await asyncio.wait([self._first])
         await self._deltas.aclose()
 
 

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dflash_openai.sse import PING
+
 FETCH_TIMEOUT_S = 2.0
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 EVENT_STREAM = b"text/event-stream"
@@ -53,6 +55,8 @@ class FrontendMetrics:
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = frozenset(paths)
         self.running: set[asyncio.Task[Any]] = set()
+        # Whether those that still run are cancelled: the server stops.
+        self.stopping = False
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first_event: dict[str, Histogram] = defaultdict(Histogram)
         self._duration: dict[str, Histogram] = defaultdict(Histogram)
@@ -108,7 +112,7 @@ class MetricsMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 waits_for_event = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
-            elif waits_for_event:
+            elif waits_for_event and not message.get("body", b"").startswith(PING):
                 waits_for_event = False
                 metrics.first_event(path, time.monotonic() - began)
             await send(message)
@@ -118,6 +122,10 @@ class MetricsMiddleware:
         metrics.running.add(task)
         try:
             await self._app(scope, receive, watch)
+        except asyncio.CancelledError:
+            # A traceback would say nothing: the connection is closed with the process.
+            if not metrics.stopping:
+                raise
         finally:
             metrics.running.discard(task)
             metrics.finished(path, status, time.monotonic() - began)

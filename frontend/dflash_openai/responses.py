@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,7 +51,7 @@ async def create_response(request: Request) -> Response:
     answer = ResponseAnswer(body, body.model or model.names[0], asked)
     stream = bool(body.stream)
     generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
-    return await respond(answer, generation, stream)
+    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
 
 
 class ResponseAnswer:
@@ -86,16 +86,13 @@ class ResponseAnswer:
         finished, _ = self._finished(completion.finish_reason)
         return Response(encoded(finished), media_type="application/json")
 
-    async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the response as it begins, its items, and the response as it ended."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._written({"type": kind, "response": begun} for kind in ("response.created", "response.in_progress"))
         reason: str | None = None
         try:
-            if first is not None:
-                yield self._of(first)
-                reason = first[1].finish_reason
-            async for item in generation.rest():
+            async for item in items:
                 yield self._of(item)
                 reason = item[1].finish_reason or reason
         except ClientGone:

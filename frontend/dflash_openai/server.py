@@ -7,7 +7,7 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ BACKLOG = 4096
 MAX_REQUESTS = 16_384
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.05
+# What requests that are ended by a stop have to send their errors.
+END_S = 1.0
 # A connection on which no request comes is closed, also one that has had requests before.
 HEADER_TIMEOUT_MS = 20_000
 HEARTBEAT_S = 1.0
@@ -75,20 +77,25 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
     )
     metrics: FrontendMetrics = app.state.metrics
 
-    def stop() -> None:
-        # granian waits for them.
+    async def stop() -> None:
+        """Let clients have an error, then end what is left: granian waits for it."""
+        app.state.frontend.stop_taking_requests()
+        app.state.frontend.end_requests()
+        await _until(lambda: not metrics.running, END_S)
+        metrics.stopping = True
         for task in metrics.running:
             task.cancel()
         server.stop()  # type: ignore[no-untyped-call]
 
     loop = asyncio.get_running_loop()
-    draining: list[asyncio.Task[None]] = []
+    stopping: list[asyncio.Task[None]] = []
 
     def signalled() -> None:
-        if draining:
-            stop()
-        else:
-            draining.append(loop.create_task(_drain(app, stop, config.drain_timeout_s)))
+        if not stopping:
+            stopping.append(loop.create_task(_drain(app, stop, config.drain_timeout_s)))
+        elif len(stopping) == 1:
+            stopping[0].cancel()
+            stopping.append(loop.create_task(stop()))
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, signalled)
@@ -128,11 +135,15 @@ async def _beat(descriptor: int) -> None:
         await asyncio.sleep(HEARTBEAT_S)
 
 
-async def _drain(app: Starlette, stop: Callable[[], None], timeout_s: float) -> None:
+async def _drain(app: Starlette, stop: Callable[[], Awaitable[None]], timeout_s: float) -> None:
     """Refuse new requests, let running ones finish, then stop."""
     app.state.frontend.stop_taking_requests()
     metrics: FrontendMetrics = app.state.metrics
+    await _until(lambda: not metrics.running, timeout_s)
+    await stop()
+
+
+async def _until(reached: Callable[[], bool], timeout_s: float) -> None:
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while metrics.running and asyncio.get_running_loop().time() < deadline:
+    while not reached() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(POLL_S)
-    stop()

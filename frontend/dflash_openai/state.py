@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +23,9 @@ from dflash_openai.health import Readiness
 from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.triton_pool import ModelDescription, TritonPool
+
+if TYPE_CHECKING:
+    from dflash_openai.generation import Generation
 
 _LOG = logging.getLogger("dflash_openai")
 PROBE_TIMEOUT_S = 5.0
@@ -60,6 +64,8 @@ class Frontend:
         self._model: Model | None = None
         self._why_not = "the front end has not reached its server yet"
         self._stopping = False
+        # Those that are not closed yet.
+        self.running: set[Generation] = set()
 
     def model(self, name: str | None = None) -> Model:
         """The model, if `name` is one of its names or None. Raises `ApiError`: 503 before it is known, else 404."""
@@ -94,6 +100,11 @@ class Frontend:
     def stop_taking_requests(self) -> None:
         """Refuse requests from now on; those that run go on."""
         self._stopping = True
+
+    def end_requests(self) -> None:
+        """End those that still run, with an error that their clients get."""
+        for generation in list(self.running):
+            generation.stop()
 
     async def close(self) -> None:
         """Close the connections; requests that still run are cancelled."""

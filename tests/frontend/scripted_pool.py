@@ -49,6 +49,8 @@ class Script:
     finish_reason: str = "stop"
     error: ClientError | None = None
     endless: bool = False
+    # Before each delta, and before the end.
+    wait_s: float = 0.0
     ends_with_text: bool = False
     stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
     logprobs: Sequence[Any] | None = None
@@ -66,12 +68,19 @@ class ScriptedRequest:
     def cancel(self) -> None:
         self._asked.cancelled = True
 
+    async def _wait(self, seconds: float) -> None:
+        """As long as the request is not cancelled."""
+        while seconds > 0.1 and not self._asked.cancelled:
+            await asyncio.sleep(0.1)
+            seconds -= 0.1
+        await asyncio.sleep(0 if self._asked.cancelled else max(seconds, 0))
+
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         script, asked = self._script, self._asked
         n = asked.sampling.get("n", 1)
         while True:
             for place, text in enumerate(script.texts):
-                await asyncio.sleep(0.01 if script.endless else 0)
+                await self._wait(0.01 if script.endless else script.wait_s)
                 if asked.cancelled:
                     raise Cancelled("the request was cancelled")
                 if script.ends_with_text and place == len(script.texts) - 1:
@@ -80,6 +89,7 @@ class ScriptedRequest:
                     yield self._delta(text, place, index)
             if not script.endless:
                 break
+        await self._wait(script.wait_s)
         if script.error is not None:
             raise script.error
         for index in range(n):

@@ -18,17 +18,22 @@ def main() -> None:
     from dflash_openai.config import FrontendConfig
     from dflash_openai.server import serve
     from tests.byte_tokenizer import write_byte_tokenizer
-    from tests.frontend.scripted_pool import ScriptedPool
+    from tests.frontend.scripted_pool import Script, ScriptedPool
 
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--silent", type=float, default=0.0, help="seconds before each delta")
     add_security_options(parser)
     arguments = parser.parse_args()
-    config = FrontendConfig(port=arguments.port, security=security_config(arguments, is_loopback=True))
+    security = security_config(arguments, is_loopback=True)
+    config = FrontendConfig(port=arguments.port, security=security, ping_interval_s=arguments.ping_interval)
     with tempfile.TemporaryDirectory() as directory:
         write_byte_tokenizer(Path(directory))
-        serve(create_app(config, ScriptedPool(Path(directory))), config)
+        pool = ScriptedPool(Path(directory))
+        if arguments.silent:
+            pool.script = Script(texts=("a",), wait_s=arguments.silent)
+        serve(create_app(config, pool), config)
 
 
 if __name__ == "__main__":

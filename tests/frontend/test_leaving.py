@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from checks import silent_stream
 from dflash_cli.launcher.ports import settle_ports
 from dflash_openai.server import _tell_when_it_listens
 from tests.waiting import eventually
@@ -144,8 +145,20 @@ def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running:
     running.process.terminate()
     eventually(lambda: running.get("/health/ready").status_code == 503, "draining")
     assert connection.recv(1000)
+    # The time is over: the answer ends with an error, and is complete.
+    text = b""
+    while piece := connection.recv(65536):
+        text += piece
+    assert b"the server shut down while it worked on this request" in text
+    assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert running.process.wait(20) == 0
     connection.close()
+
+
+@pytest.mark.nightly
+def test_a_silent_stream_comes_through_a_proxy_that_gives_up_sooner() -> None:
+    assert [whole for whole, _, _ in silent_stream.run(2.0, 1.0, 0.3).values()] == [True] * 3
+    assert [whole for whole, _, _ in silent_stream.run(2.0, 1.0, 0.0).values()] == [False] * 3
 
 
 def test_that_it_listens_is_told_when_it_does() -> None:

@@ -31,6 +31,23 @@ FRONT_END_MUTANTS = (
         ("a body that is cut in a string is misread", "in_string ^= (len(parts) - 1) % 2", "in_string = 0"),
     ),
     *mutants_of(
+        f"{FRONTEND}/sse.py",
+        (f"{TESTS}/test_keep_alive.py",),
+        ("a silent stream sends no comments", "left_s <= 0 and not self._is_sending", "False"),
+        (
+            "a comment is sent while a part is",
+            "if left_s <= 0 and not self._is_sending and self._ping is None:",
+            "if left_s <= 0:",
+        ),
+        ("a silent stream's headers wait for its first event", "if self._ping_first:", "if False:"),
+        ("a comment that cannot be sent is forgotten", "            self.task.cancel()\n", ""),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/metrics.py",
+        (f"{TESTS}/test_keep_alive.py",),
+        ("a comment counts as a first event", 'and not message.get("body", b"").startswith(PING)', ""),
+    ),
+    *mutants_of(
         f"{FRONTEND}/health.py",
         (f"{TESTS}/test_endpoints.py",),
         ("each probe asks the servers", "if self._asking is None:", "if True:"),
@@ -237,8 +254,8 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_completions.py",),
         (
             "the prompt is echoed with each event",
-            "self._echoed[prompt] + delta.text if is_first else delta.text",
-            "self._echoed[prompt] + delta.text",
+            "self._prompt_text(prompt) + delta.text if is_first else delta.text",
+            "self._prompt_text(prompt) + delta.text",
         ),
         (
             "the completions of two prompts have one index",

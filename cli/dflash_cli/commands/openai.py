@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
             security=security,
+            ping_interval_s=arguments.ping_interval,
             heartbeat_fd=arguments.heartbeat_fd,
             tracer=_tracer(arguments.otlp_traces_endpoint),
             tool_call_parser=arguments.tool_call_parser,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.commands.arguments import positive_float, positive_int
+from dflash_cli.commands.arguments import non_negative_float, positive_float, positive_int
 
 if TYPE_CHECKING:
     from dflash_openai.security import SecurityConfig
@@ -66,6 +66,14 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="S",
         help="time after which a client that does not read its answer is given up (%(default)g)",
+    )
+    add(
+        "--ping-interval",
+        type=non_negative_float,
+        default=10.0,
+        metavar="S",
+        help="a stream that has sent nothing for so long sends a comment, so that no proxy ends it; 0: never "
+        "(%(default)g)",
     )
     add("--max-prompt-tokens", type=positive_int, default=0, metavar="N", help="longest prompt (what the model allows)")
     add(
@@ -157,6 +165,7 @@ def as_options(arguments: argparse.Namespace) -> list[str]:
         "max_body_mb",
         "body_timeout",
         "write_timeout",
+        "ping_interval",
         "tls_cert",
         "tls_key",
         "tls_client_ca",
