@@ -302,9 +302,10 @@ class RunningRequests:
             request.released = True
             self._engines.finished(request.placement, request.prefilled)
 
-    def refuse(self, responder: Responder, status: str, message: str) -> None:
-        """End a request with an error."""
-        self._metrics.count("dflash:request_errors_total", 1, status)
+    def refuse(self, responder: Responder, status: str, message: str, *, counted: bool = True) -> None:
+        """End a request with an error, which the metrics count unless told otherwise."""
+        if counted:
+            self._metrics.count("dflash:request_errors_total", 1, status)
         if not responder.fail(status, message):
             self._log.error(f"a client could not be told of its error: {status}: {message}")
         self._reporter.note_change()

@@ -160,7 +160,9 @@ class TritonService:
         )
         # The output thread may not have noticed yet that an engine is dead.
         if (refusal := self._refusal()) is not None or not self._engines.any_alive:
-            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
+            # Who asks whether requests are taken, over and over, has had none refused.
+            counted = not asks_for_description(request)
+            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=counted)
             return
         if asks_for_description(request):
             self._describe(responder)

@@ -31,6 +31,7 @@ from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
 from dflash_openai.metrics import FrontendMetrics, merged
+from dflash_openai.middleware.authentication import HEALTH_PATHS
 from tests.client.conftest import toy_server
 from tests.docker.dockerfile import read_dockerfile
 
@@ -143,6 +144,36 @@ def test_an_alert_for_tokens_that_stand_still_looks_at_steps_too() -> None:
     assert still
     for expression in still:
         assert re.search(r"unless sum by \(instance, model\) \(rate\(dflash:step_seconds_count\S*\)\) > 0$", expression)
+
+
+def test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen() -> None:
+    """promtool shows when each fires; this holds where it is not here."""
+    compared = {
+        rule["alert"]: (*re.findall(r"(?:[<>]=?|[=!]=) [\d.]+", rule["expr"]), rule.get("for", "0m"))
+        for rule in alerts()
+    }
+    assert compared == {
+        "DFlashUnreachable": ("== 0", "1m"),
+        "DFlashFrontEndUnreachable": ("== 0", "1m"),
+        "DFlashFrontEndFailing": ("> 0", "2m"),
+        "DFlashEngineNotReady": ("== 0", "1m"),
+        "DFlashEngineRestarted": ("> 0", "0m"),
+        "DFlashEngineSilent": ("> 60", "0m"),
+        "DFlashStalled": ("== 0", "> 0", "> 0", "3m"),
+        "DFlashStubStalled": ("> 60", "1m"),
+        "DFlashStubAbsent": ("== 1", "5m"),
+        "DFlashRefusing": ("> 0", "5m"),
+        "DFlashQueueing": ("> 0", "5m"),
+        "DFlashPreempting": ("> 0.1", "10m"),
+        "DFlashAcceptanceLow": ("> 0.1", "< 1.5", "15m"),
+    }
+
+
+def test_probes_that_fail_are_no_requests_that_do() -> None:
+    (failing,) = [rule["expr"] for rule in alerts() if rule["alert"] == "DFlashFrontEndFailing"]
+    (paths,) = re.findall(r'path!~"([^"]*)"', failing)
+    assert all(re.fullmatch(paths, path) for path in HEALTH_PATHS)
+    assert not re.fullmatch(paths, "/v1/chat/completions")
 
 
 def test_the_page_says_what_to_do_about_every_alert() -> None:
@@ -319,9 +350,11 @@ def answering(status: int, certificate: trustme.LeafCert | None = None) -> Itera
             server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}/health/ready"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}/health/ready"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def folder_of(server: str, directory: Path, url: str, age_s: float = 0) -> Path:

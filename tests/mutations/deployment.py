@@ -4,29 +4,45 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutants_of
 
-DOCKER = ("tests/docker/test_docker.py",)
+DOCKER = "tests/docker/test_docker.py"
+HEALTH = (
+    f"{DOCKER}::test_the_health_check_is_what_the_server_says",
+    f"{DOCKER}::test_the_health_check_does_not_ask_for_whom_the_certificate_is",
+)
+COMPOSE = (
+    f"{DOCKER}::test_compose_gives_its_services_no_privilege_and_no_file_to_change",
+    f"{DOCKER}::test_a_server_in_compose_can_write_where_it_must_and_has_bounded_memory",
+)
 CHART = ("tests/deploy/test_chart.py",)
 
 DEPLOYMENT_MUTANTS = (
     *mutants_of(
         "docker/Dockerfile",
-        DOCKER,
+        HEALTH,
         ("the health check asks a proxy", " --noproxy '*'", ""),
         ("the health check asks the server that was killed", "ls -td", "ls -trd"),
         ("the health check wants a certificate for the loopback", " --insecure", ""),
         ("whatever answers is healthy", "--fail --silent", "--silent"),
+    ),
+    *mutants_of(
+        "docker/Dockerfile",
+        (f"{DOCKER}::test_the_wheel_of_what_the_image_copies_has_all_files_and_the_command",),
         ("the wheel has no kernels", "COPY kernels kernels\n", ""),
     ),
     *mutants_of(
         "docker/compose.yaml",
-        DOCKER,
+        COMPOSE,
         ("services of Compose keep their capabilities", "  cap_drop: [ALL]\n", ""),
         ("Triton's environments cannot run in Compose", "mode=1777,exec", "mode=1777"),
     ),
     *mutants_of(
         "docker/prometheus/alerts.yml",
-        DOCKER,
+        (
+            f"{DOCKER}::test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen",
+            f"{DOCKER}::test_probes_that_fail_are_no_requests_that_do",
+        ),
         ("low acceptance is high acceptance", " < 1.5", " > 1.5"),
+        ("probes that get 503 are an alert", '/health.*|/ping"', '/health"'),
     ),
     *mutants_of(
         "deploy/helm/dflash-triton/templates/deployment.yaml",
@@ -53,6 +69,11 @@ DEPLOYMENT_MUTANTS = (
         CHART,
         ("a pod of KServe has as long as its requests", "--exit-timeout=15", "--exit-timeout=30"),
         ("KServe's liveness is readiness", "path: /health/live", "path: /health/ready"),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/service.py",
+        ("tests/triton/test_service.py::test_a_question_whether_requests_are_taken_is_none_that_was_refused",),
+        ("a probe is a request that was refused", ", counted=counted)", ")"),
     ),
     *mutants_of(
         "frontend/dflash_openai/middleware/browser_guard.py",

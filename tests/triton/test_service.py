@@ -73,6 +73,15 @@ def test_closing_lets_requests_finish_and_refuses_new_ones(service):
     assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
 
 
+def test_a_question_whether_requests_are_taken_is_none_that_was_refused(service, triton):
+    service.close()
+    for number in (1, 2):
+        assert [submit(service, "a", describe=True).all()[0].error.code for _ in range(3)] == ["UNAVAILABLE"] * 3
+        assert submit(service, "a", describe=False).all()[0].error.code == "UNAVAILABLE"
+        service._reporter.report(time.monotonic(), 0)
+        assert triton.values["dflash:request_errors_total", "UNAVAILABLE"] == number
+
+
 def test_a_full_queue_refuses_at_once_and_takes_requests_again_when_it_empties(serve):
     service = serve(max_num_seqs=toy_engine.NUM_ROWS, max_queue_size=1)
     waiting = [submit(service, [toy_engine.QUIET]) for _ in range(2)]
