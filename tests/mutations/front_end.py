@@ -9,6 +9,13 @@ TESTS = "tests/frontend"
 
 FRONT_END_MUTANTS = (
     *mutants_of(
+        f"{FRONTEND}/connections.py",
+        (f"{TESTS}/test_connections.py",),
+        ("connections are taken until no descriptor is left", "num_files > self._high", "False"),
+        ("a gate that was closed stays so", "num_files < self._low", "False"),
+        ("nothing is kept back for a full queue", "self._most - self._kept_back", "self._most"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/budget.py",
         (f"{TESTS}/test_budget.py",),
         ("answers to all prompts may hold as much as each", "num_tokens = n * sum(max_tokens)", "num_tokens = 0"),
