@@ -122,9 +122,10 @@ def forcing(pool: ScriptedPool, http: TestClient) -> Iterator[None]:
     """A server that takes grammars."""
     model = http.app.state.frontend.model()  # type: ignore[attr-defined]
     before = model.description
-    model.description = msgspec.structs.replace(before, structured_outputs=True)
+    # Of the servers too, which the front end asks now and then.
+    pool.description = model.description = msgspec.structs.replace(before, structured_outputs=True)
     yield
-    model.description = before
+    pool.description = model.description = before
 
 
 @pytest.mark.usefixtures("forcing")
