@@ -103,7 +103,9 @@ class EngineConfig:
     )
     device: str | None = setting(None, "auto: cuda where there is one", choices=("cpu", "cuda"))
     dtype: str | None = setting(
-        None, "auto: float32 on cpu, the checkpoint's own on cuda", choices=("float32", "bfloat16", "float16")
+        None,
+        "auto: float32 on cpu, the checkpoint's own on cuda; vLLM's names too: float is float32, half is float16",
+        choices=("float32", "bfloat16", "float16", "float", "half", "bf16", "fp16", "fp32"),
     )
     quantization: str | None = setting(
         None,

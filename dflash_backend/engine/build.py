@@ -12,6 +12,7 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
+from dflash_backend.checkpoints.decoder_fields import DTYPE_NAMES
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -373,7 +374,7 @@ def _core(
 
 def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:
     name = config.dtype or ("float32" if device.type == "cpu" else target.dtype)
-    return TORCH_DTYPES[name]
+    return TORCH_DTYPES[DTYPE_NAMES[name]]
 
 
 def _requirements(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device) -> Requirements:

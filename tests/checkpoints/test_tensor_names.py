@@ -39,7 +39,7 @@ PREFIXES: tuple[str, ...] = (
     "draft_model.",
 )
 if SCALE < 4:
-    PREFIXES = ("", "module.", "language_model.model.", "_orig_mod.module.model.language_model.")
+    PREFIXES = ("", "_orig_mod.module.model.language_model.")
 
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

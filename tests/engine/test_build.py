@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
+from tests.scale import by_night
 from tests.tiny_models import make_pair
 
 # 5 target layers and 2 draft layers, keys and values of 2 heads of 16 in float32.
@@ -24,6 +26,21 @@ def build(
 ) -> BuiltEngine:
     values = make_pair(root, target, **(draft or {})) | {"device": "cpu"} | (settings or {})
     return build_engine(EngineConfig.from_values(values), gpu and gpu.progress, gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("half", torch.float16),
+        by_night("fp16", torch.float16),
+        by_night("bf16", torch.bfloat16),
+        by_night("float", torch.float32),
+        by_night("fp32", torch.float32),
+    ],
+)
+def test_the_dtype_may_have_the_name_that_others_give_it(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    built = build(tmp_path, settings={"dtype": name, "kv_cache_gb": 0.01})
+    assert built.runner.step.target.lm_head.dtype == dtype
 
 
 class Gpu:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,9 +20,11 @@ from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.models.gemma4 import Gemma4Target
 from dflash_backend.models.interface import TargetModel, TargetOutput
 from dflash_backend.models.parallel import load_shard
 from dflash_backend.models.shard import Shard, unsupported
+from dflash_backend.models.vocabulary import Lookup, VocabularyPart
 from tests.models.test_text_parts import stack_experts
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.paged import block_tables, caches, context, noisy_pool
@@ -216,10 +218,10 @@ def test_weights_that_a_border_cuts_are_said_once(tmp_path: Path, size: int, sai
 
 
 def load(directory: Path, shard: Shard, progress: Progress | None = None) -> DecoderTarget:
-    """A rank's part of the target, whose sums are its own."""
+    """A rank's part of the target, whose sums are its own. Gemma 4's has the same attributes."""
     part = load_shard(read_target(directory), shard, lambda x: x, MAX_POSITIONS, torch.float32, CPU, progress)
-    assert isinstance(part, DecoderTarget)
-    return part
+    assert isinstance(part, DecoderTarget | Gemma4Target)
+    return cast(DecoderTarget, part)
 
 
 def check_shared(directory: Path, size: int, fp8: bool = False) -> None:
@@ -294,6 +296,33 @@ def test_ranks_that_split_the_vocabulary_hold_their_rows(tmp_path: Path, tied: b
     assert torch.equal(sum(part.embed(token_ids) for part in parts), whole.embed(token_ids))
     if tied:
         assert all(part.lm_head.weight is part.embedding for part in parts)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_ranks_give_a_drafter_the_rows_that_it_asks_for(tmp_path: Path, scaled: bool) -> None:
+    """Gemma 4's as its first layer reads them, or as they are stored; from both slices together."""
+    make_target(tmp_path, architecture="Gemma4ForCausalLM")
+    whole, token_ids = load(tmp_path, Shard(0, 1)), torch.arange(VOCAB_SIZE).flip(0)
+    parts = [load(tmp_path, Shard(rank, 2, True)) for rank in range(2)]
+    slices = [Shard(rank, 2, True).vocabulary(VOCAB_SIZE) for rank in range(2)]
+
+    def rows(rank: int) -> torch.Tensor:
+        part = VocabularyPart(parts[rank], slices, rank, AloneSums())
+        return part.rows(Lookup(token_ids, scaled=scaled))
+
+    expected = whole.embedding[token_ids] * (whole.embedding.shape[1] ** 0.5 if scaled else 1.0)
+    torch.testing.assert_close(rows(0) + rows(1), expected)
+    torch.testing.assert_close(whole.embed(token_ids, scaled), expected)
+
+
+class AloneSums:
+    """What one rank has, for a test that adds them."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x]
 
 
 def test_a_quantised_head_is_split(tmp_path: Path) -> None:

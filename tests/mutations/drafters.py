@@ -150,6 +150,20 @@ DRAFTERS_MUTANTS = (
         EMBEDDED,
     ),
     Mutant(
+        "ranks give a drafter scaled rows whatever it asks for",
+        "dflash_backend/models/vocabulary.py",
+        "self._target.embed(task.token_ids, task.scaled)",
+        "self._target.embed(task.token_ids)",
+        ("tests/models/test_parallel.py::test_ranks_give_a_drafter_the_rows_that_it_asks_for",),
+    ),
+    Mutant(
+        "a drafter in vain is not warned of",
+        "dflash_backend/triton/reporter.py",
+        "is not None and self._has_drafter():",
+        "is not None and not self._has_drafter():",
+        ("tests/triton/test_reporter.py::test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log",),
+    ),
+    Mutant(
         "a GPU's drafts are chosen slice by slice",
         DRAFTER,
         "isinstance(head, SlicedHead) and sampler.ops.on_host",
