@@ -211,7 +211,9 @@ FUNCTIONS = [
     [
         (CALL, True),
         (THOUGHT + NEXT + CALL, True),
-        (THOUGHT + NEXT + THOUGHT + NEXT + CALL.replace("get_weather", "now"), True),
+        (THOUGHT + NEXT + THOUGHT + NEXT + CALL.replace("get_weather", "now").replace('{"city": "Oslo"}', "{}"), True),
+        # Without parameters a function has no arguments.
+        (CALL.replace("get_weather", "now"), False),
         (THOUGHT + NEXT + FINAL + "Hello", False),
         (CALL.replace("get_weather", "other"), False),
         (CALL.replace('"Oslo"', "1"), False),
