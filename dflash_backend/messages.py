@@ -283,7 +283,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True):
     """How many requests the engine has received in all, how many of them wait to be run, and how many may run beside
-    those that do. `crowded` has the number of waiting requests of each tenant that has half of a queue or more."""
+    those that do. `crowded`: waiting requests of each tenant that has a sixteenth of a queue or more."""
 
     num_received: int
     num_waiting: int

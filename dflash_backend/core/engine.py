@@ -195,7 +195,7 @@ class EngineCore:
         return self.config.max_num_seqs - len(self.scheduler.running)
 
     def crowded_tenants(self) -> dict[str, int]:
-        """The number of waiting requests of each tenant that fills half of a queue or more."""
+        """The number of waiting requests of each tenant that fills a sixteenth of a queue or more."""
         return dict(self.scheduler.queue.crowded)
 
     def stats(self) -> EngineStats:

@@ -46,6 +46,8 @@ from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
 # Tenants whose first request cannot start that are passed over in a step.
 MAX_PASSED_OVER = 32
+# A tenant is crowded, which the stub is told, with this part of a queue: fewer of its requests than there are tenants.
+CROWD_OF_QUEUE = 16
 # A running tenant must be this part of a step's most tokens behind another before that one is preempted for it.
 MIN_LAG_IN_STEPS = 1 / 8
 # Steps without admissions after an out-of-memory step, unless a request finishes first.
@@ -58,7 +60,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.kv = KVManager(config)
-        self.queue = FairQueue(config.tenant_weights, config.max_queue_size // 2)
+        self.queue = FairQueue(config.tenant_weights, max(1, config.max_queue_size // CROWD_OF_QUEUE))
         # In order of arrival when a plan begins; `_in_order` is False when that needs sorting.
         self.running: dict[str, Request] = {}
         self._in_order = True

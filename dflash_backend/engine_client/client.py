@@ -69,7 +69,7 @@ class EngineError(Exception):
 class QueueLoad(NamedTuple):
     """How full an engine's queue is: the requests that wait there, or that it has not confirmed, of all tenants and of
     one, and how many the engine may run beside those that run, by its last message. Of a tenant, those at the engine
-    count when they are half of a queue or more."""
+    count when they are a sixteenth of a queue or more."""
 
     all_tenants: int
     of_tenant: int

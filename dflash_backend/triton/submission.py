@@ -87,8 +87,13 @@ class RequestReader:
         return full
 
     def _is_full(self, load: QueueLoad, num_completions: int, tenant: str | None) -> bool:
-        limit = self._max_queue_size
+        limit, most = self._max_queue_size, TENANTS_IN_QUEUE * self._max_queue_size
         num_more = num_completions - load.num_free_rows
-        if load.all_tenants + num_more > TENANTS_IN_QUEUE * limit:
+        if load.all_tenants + num_more > most:
             return True
-        return tenant is not None and load.all_tenants + num_more > 0 and load.of_tenant + num_more > limit
+        if tenant is None or load.all_tenants + num_more <= 0:
+            return False
+        # As the engine does (`core/admission.py:check_queue`): else what it will refuse fills the queue until its next
+        # step, and nothing is left for a tenant that has nothing there.
+        left = most - (load.all_tenants - load.num_free_rows)
+        return load.of_tenant + num_more > (min(limit, left) if load.of_tenant else limit)

@@ -53,7 +53,7 @@ class ConnectionGate:
         self._most = hard if most_files is None else min(most_files, hard)
         self.backlog = min(BACKLOG, self._most // 8)
         self._kept_back = self.backlog + OTHER_FILES
-        # Above so many it closes, below as many less it opens.
+        # Above this number it closes, an eighth below it opens.
         self._high = min(MAX_REQUESTS + BACKLOG, self._most // 2)
         self._low = self._high * 7 // 8
         self.max_requests = min(MAX_REQUESTS, self._high)

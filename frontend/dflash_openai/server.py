@@ -35,7 +35,7 @@ HEARTBEAT_S = 1.0
 # How often it is tried whether connections are taken, and how long one may take.
 RING_S = 5.0
 RING_TIMEOUT_S = 5.0
-# What granian may take to stop. Its listener for TLS hears of no stop while it has no descriptors.
+# What granian may take to stop. Its listener for TLS looks for no stop while it has no descriptors.
 STOP_S = 5.0
 _LOG = logging.getLogger("dflash_openai")
 # granian's own handlers write to standard output, and would make the event loop wait for who reads that.

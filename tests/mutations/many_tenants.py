@@ -32,6 +32,16 @@ MANY_TENANTS_MUTANTS = (
         ("nothing is kept for the prompt that arrived first", "kept = 1  # for the", "kept = 0  # for the"),
     ),
     *mutants_of(
+        "dflash_backend/triton/submission.py",
+        ("tests/triton/test_submission.py",),
+        ("tenants that fill the queue leave no place", "min(limit, left) if load.of_tenant else limit", "limit"),
+        (
+            "a tenant that has nothing waiting is refused beside others",
+            "(min(limit, left) if load.of_tenant else limit)",
+            "0",
+        ),
+    ),
+    *mutants_of(
         f"{CORE}/step_time.py",
         TESTS,
         (
