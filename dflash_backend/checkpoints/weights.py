@@ -273,9 +273,9 @@ class _CheckpointFiles(WeightSource):
         if bad:
             header = self._headers.get(bad[0])
             more = f", as have {len(bad) - 1} others" if len(bad) > 1 else ""
-            where = "" if header is None else f"{header.file}: "
+            where, name = ("", bad[0]) if header is None else (f"{header.file}: ", header.name)
             raise CheckpointError(
-                f"{where}the tensor {bad[0]} has values that are no numbers (NaN){more}; the checkpoint is damaged"
+                f"{where}the tensor {name} has values that are no numbers (NaN){more}; the checkpoint is damaged"
             )
 
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:

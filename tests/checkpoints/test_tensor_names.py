@@ -17,7 +17,7 @@ from dflash_backend.checkpoints.tensor_names import bare_name, beginnings
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 from dflash_backend.drafters.registry import drafter_class, read_draft
 from dflash_backend.engine.inspection import inspect_target
-from dflash_backend.models import decoder
+from dflash_backend.models import decoder, load_target
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, fp8_rows, gptq, write
@@ -275,6 +275,9 @@ def test_errors_name_a_tensor_as_its_file_does(tmp_path: Path) -> None:
     save_file(tensors | {"module.model.norm.weight": norm[:-1].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor 'module\.model\.norm\.weight' has shape \[31\]"):
         inspect_target(read_target(tmp_path))
+    save_file(tensors | {"module.model.norm.weight": norm * torch.nan}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the tensor module\.model\.norm\.weight has values that are no numbers"):
+        load_target(read_target(tmp_path), 8, torch.float32, CPU)
     extra = {"module.model.norm.weight": norm, "module.model.x": norm.clone()}
     save_file(tensors | extra, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor 'module\.model\.x' of shape \[32\] is not part of this model"):
