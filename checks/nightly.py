@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.structured", "--fits", "20000"),
         "500 answers over 10 schemas and 5 regular expressions parse, and are the target's own",
     ),
+    "grammar_bounds": (
+        ("checks.grammar_bounds", "--count", "400", "--live", "60"),
+        "400 expressions, schemas and grammars of bad shapes: time and memory of each, and another client's stream",
+    ),
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "kv_cache": (("checks.kv_cache",), "a KV cache in FP8: blocks, acceptance, and text without a drafter"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),

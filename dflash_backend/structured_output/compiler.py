@@ -36,7 +36,7 @@ from dflash_backend.structured_output.bounds import (
 )
 from dflash_backend.structured_output.fair_thread import FairThread
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
-from dflash_backend.structured_output.trial import GrammarTrial, bytes_in_use
+from dflash_backend.structured_output.trial import DEAD_END, GrammarTrial, bytes_in_use
 from dflash_backend.structured_output.vocabulary import SpecialTokens, named_tokens, with_ids, without_special_text
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ REFUSED_FOR_S = 300.0
 # Between two of its tokens JSON may have nothing, a space, or a new line with its indentation. Where any white space is
 # allowed, some models never stop writing it.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
-# How llguidance's errors begin where nothing can follow.
-DEAD_END = "NoExtension"
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _SHOWN_LINE = re.compile(r"\s*\d+ \| |\s+\^\s*$")
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
@@ -169,14 +167,15 @@ class GrammarCompiler:
         if time.monotonic() < until:
             raise GrammarError(known)
         verdict = trial.run(text, expressions)
-        if verdict.reason is None:
+        reason = verdict.reason if verdict.error is None else _wrong(verdict.error, text)
+        if reason is None:
             return verdict.num_bytes
         with self._lock:
-            self._refused[key] = verdict.reason, time.monotonic() + REFUSED_FOR_S
+            self._refused[key] = reason, time.monotonic() + REFUSED_FOR_S
             self._refused.move_to_end(key)
             if len(self._refused) > CACHE_SIZE:
                 self._refused.popitem(last=False)
-        raise GrammarError(verdict.reason)
+        raise GrammarError(reason)
 
     def _find(self, key: Key) -> CompiledGrammar | None:
         with self._lock:
@@ -261,11 +260,16 @@ def llguidance_grammar(grammar: StructuredOutputs) -> str:
 def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher whose first mask allows something. Raises `GrammarError`."""
     matcher = compile_grammar(tokenizer, grammar)
-    if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
-        raise GrammarError(f"is wrong or too large: {_reason(matcher.get_error(), grammar)}")
     if matcher.is_error():
-        raise GrammarError("allows no text at all, or none that the target's vocabulary can spell")
+        raise GrammarError(_wrong(matcher.get_error(), grammar))
     return matcher
+
+
+def _wrong(error: str, grammar: str) -> str:
+    """What is wrong with a grammar, for its client."""
+    if error.startswith(DEAD_END):
+        return "allows no text at all, or none that the target's vocabulary can spell"
+    return f"is wrong or too large: {_reason(error, grammar)}"
 
 
 def _reason(error: str, grammar: str) -> str:

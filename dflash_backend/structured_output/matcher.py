@@ -18,6 +18,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from dflash_backend.structured_output.deadline import DeadlineThread
+from dflash_backend.structured_output.trial import bytes_in_use
 
 BITS = 32
 # Of the heavy grammars in a step, in seconds: processor time of one answer's masks, and when no other one's begin.
@@ -25,6 +26,10 @@ MASKS_LIMIT_S = 0.25
 STEP_LIMIT_S = 0.5
 # Seconds that an answer's masks may take in all its steps together, beyond these in each.
 USUAL_S, SLOW_LIMIT_S = 0.02, 2.0
+# What the masks of one answer with a heavy grammar may keep, and those of all in a step.
+ANSWER_BYTES, STEP_BYTES = 128 << 20, 1 << 30
+TOO_SLOW = "takes too long for one token. Make it simpler"
+TOO_LARGE = "takes too much memory within its answer. Make it simpler"
 # Tokens after which an answer that needed no masks gets one. llguidance gives an answer new fuel with each mask only.
 TOKENS_WITHOUT_MASK = 256
 
@@ -76,6 +81,7 @@ class GrammarMatcher:
         self.heavy = heavy
         # What its masks took beyond the usual.
         self._slow_seconds = 0.0
+        self.num_bytes = 0
         self._num_without_mask = 0
         self.status: FailureStatus = "INVALID_ARGUMENT"
         self._matcher = matcher
@@ -221,21 +227,23 @@ class GrammarMatcher:
         reason = " ".join(self._matcher.get_error().split())[:300]
         self.error = f"the grammar of its structured output cannot be followed any further ({reason})"
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, num_bytes: int = 0) -> None:
         """Count what its masks took in a step. Too much in all its steps together is an error."""
         self._slow_seconds += max(0.0, seconds - USUAL_S)
+        self.num_bytes += max(0, num_bytes)
         if self._slow_seconds > SLOW_LIMIT_S:
-            self.give_up()
+            self.give_up(TOO_SLOW)
+        elif self.num_bytes > ANSWER_BYTES:
+            self.give_up(TOO_LARGE)
 
-    def give_up(self, status: FailureStatus = "INVALID_ARGUMENT") -> None:
-        """End it with an error: its masks take too long, or with UNAVAILABLE those of others do. Its state is not to be
-        looked at any more: a thread may still be in it."""
-        self.status = status
-        self.error = (
-            "the grammar of its structured output takes too long for one token. Make it simpler"
-            if status == "INVALID_ARGUMENT"
-            else "the grammars of other answers take all the time that a step has for them; try again later"
-        )
+    def give_up(self, reason: str | None) -> None:
+        """End it with an error: what its grammar does, or None where those of others take too long. Its state is not to
+        be looked at any more: a thread may still be in it."""
+        if reason is None:
+            self.status = "UNAVAILABLE"
+            self.error = "the grammars of other answers take all the time that a step has for them; try again later"
+        else:
+            self.error = f"the grammar of its structured output {reason}"
 
     @property
     def slow_seconds(self) -> float:
@@ -306,24 +314,27 @@ class BitmaskFiller:
         heavy.sort(key=lambda entry: entry[0].slow_seconds)
         # A job that is given up still writes, so each has its own place.
         own = [np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32) for _, _, drafts in heavy]
-        seconds = [0.0] * len(heavy)
-        calls = [self._call(i, each, drafts, own[i], seconds) for i, (each, _, drafts) in enumerate(heavy)]
+        taken = [(0.0, 0)] * len(heavy)
+        calls = [self._call(i, each, drafts, own[i], taken) for i, (each, _, drafts) in enumerate(heavy)]
         late, left = self._deadlines.run(calls)
-        for (each, start, drafts), filled, taken in zip(heavy, own, seconds, strict=True):
+        for (each, start, drafts), filled, (seconds, num_bytes) in zip(heavy, own, taken, strict=True):
             masks[start : start + len(drafts) + 1] = filled
-            each.took(taken)
+            each.took(seconds, num_bytes)
         for i in late:
-            heavy[i][0].give_up()
+            heavy[i][0].give_up(TOO_SLOW)
         for i in left:
-            heavy[i][0].give_up("UNAVAILABLE")
+            heavy[i][0].give_up(None)
+        kept = sorted((each for each, _, _ in heavy if each.error is None), key=lambda each: each.num_bytes)
+        while sum(each.num_bytes for each in kept) > STEP_BYTES:
+            kept.pop().give_up(TOO_LARGE)
 
     def _call(
-        self, number: int, each: GrammarMatcher, drafts: list[int], masks: np.ndarray, seconds: list[float]
+        self, number: int, each: GrammarMatcher, drafts: list[int], masks: np.ndarray, taken: list[tuple[float, int]]
     ) -> Callable[[], None]:
         def call() -> None:
-            began = time.thread_time()
+            before, began = bytes_in_use(), time.thread_time()
             _fill(self._alone, [(each, 0, drafts)], masks)
-            seconds[number] = time.thread_time() - began
+            taken[number] = time.thread_time() - began, bytes_in_use() - before
 
         return call
 

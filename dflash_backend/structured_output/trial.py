@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ START_LIMIT_S = 60.0
 STALLED_S = 5.0
 WALL_LIMIT_S = 60.0
 _POLL_S = 0.5
+# How llguidance's errors begin where nothing can follow.
+DEAD_END = "NoExtension"
 # How a process ends that has run out of memory, or of stack.
 _OUT_OF_MEMORY = (-signal.SIGABRT, -signal.SIGSEGV, 3)
 
@@ -53,10 +55,12 @@ class TrialUnavailable(OSError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """reason: why a grammar takes too much, or None. num_bytes: what it keeps as it is compiled."""
+    """reason: why a grammar takes too much, or None. num_bytes: what it keeps as it is compiled. error: what llguidance
+    says is wrong with it."""
 
     reason: str | None
     num_bytes: int = 0
+    error: str | None = None
 
 
 class _Ended(Exception):
@@ -85,8 +89,8 @@ class GrammarTrial:
         self._read = b""
 
     def run(self, grammar: str, expressions: list[str] | None = None) -> Verdict:
-        """Try a grammar of llguidance's own form, and each of its expressions by itself, of the same form. What else is
-        wrong with it shows when it is compiled for good. Raises `TrialUnavailable`."""
+        """Try a grammar of llguidance's own form, and each of its expressions by itself, of the same form. Raises
+        `TrialUnavailable`."""
         with self._lock:
             code: int | None = None
             for _ in range(2):
@@ -116,7 +120,7 @@ class GrammarTrial:
             self._start()
         self._number += 1
         answer = self._ask({**job, "number": self._number}, WALL_LIMIT_S)
-        return Verdict(answer["reason"], answer["num_bytes"])
+        return Verdict(answer["reason"], answer["num_bytes"], answer["error"])
 
     def _start(self) -> None:
         self.close()
@@ -236,7 +240,7 @@ def main() -> None:
 
 
 def _answer(number: int, verdict: Verdict) -> None:
-    text = json.dumps({"number": number, "reason": verdict.reason, "num_bytes": verdict.num_bytes})
+    text = json.dumps({"number": number, **asdict(verdict)})
     os.write(1, text.encode() + b"\n")
 
 
@@ -257,7 +261,9 @@ def _limit_processor(seconds: float) -> None:
 def _try(tokenizer: LLTokenizer, eos_token_ids: set[int], job: dict[str, Any]) -> Verdict:
     before = bytes_in_use()
     matcher = compile_grammar(tokenizer, job["grammar"])
-    reason = None if matcher.is_error() else follow(matcher, eos_token_ids, NUM_TOKENS)
+    if matcher.is_error():
+        return Verdict(None, error=matcher.get_error())
+    reason = follow(matcher, eos_token_ids, NUM_TOKENS)
     num_bytes = max(0, bytes_in_use() - before)
     if reason is None and num_bytes > MAX_KEPT_BYTES:
         reason = f"takes {num_bytes >> 20} MB; allowed: {MAX_KEPT_BYTES >> 20} MB. Make it simpler"
@@ -292,8 +298,8 @@ def follow(matcher: LLMatcher, eos_token_ids: set[int], num_tokens: int) -> str 
             return f"takes {kept >> 20} MB in an answer; allowed: {MAX_KEPT_BYTES >> 20} MB. Make it simpler"
         if slowest > MASK_LIMIT_S:
             return f"takes {slowest:.1f} s for one token; allowed: {MASK_LIMIT_S:g} s. Make it simpler"
-        if answer.is_error() and "lexer error" in answer.get_error():
-            return f"takes too much within its answers ({answer.get_error().splitlines()[0]}). Make it simpler"
+        if answer.is_error() and not answer.get_error().startswith(DEAD_END):
+            return f"takes too much within its answers ({answer.get_error().splitlines()[0][:200]}). Make it simpler"
     return None
 
 

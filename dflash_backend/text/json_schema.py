@@ -188,7 +188,7 @@ def _bound_properties(schema: dict[str, Any], where: str) -> Schema:
                 f"bounds the number of {len(optional)} optional properties{f' at {where}' if where else ''}, in more "
                 f"than {MAX_ALTERNATIVES} ways; allowed: fewer properties, or required ones"
             )
-    shared = {key: kept[key] for key in ("$defs", "definitions") if key in kept}
+    shared: dict[str, Any] = {key: kept[key] for key in ("$defs", "definitions") if key in kept}
     if not alternatives:
         return False
     return {**shared, "anyOf": [{k: v for k, v in one.items() if k not in shared} for one in alternatives]}

@@ -289,8 +289,18 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "an answer whose turn does not come is blamed",
-            'heavy[i][0].give_up("UNAVAILABLE")',
-            "heavy[i][0].give_up()",
+            "heavy[i][0].give_up(None)",
+            "heavy[i][0].give_up(TOO_SLOW)",
+        ),
+        (
+            "an answer may keep any memory",
+            "elif self.num_bytes > ANSWER_BYTES:",
+            "elif False:",
+        ),
+        (
+            "answers together may keep any memory",
+            "while sum(each.num_bytes for each in kept) > STEP_BYTES:",
+            "while False:",
         ),
         ("the reasoning may end the answer", "            _hide(masks[: plan.free], self._eos)\n", ""),
         (

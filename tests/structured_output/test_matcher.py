@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -14,7 +15,14 @@ import pytest
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output import matcher as matcher_module
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.structured_output.matcher import SLOW_LIMIT_S, USUAL_S, BitmaskFiller, GrammarMatcher, MatcherRules
+from dflash_backend.structured_output.matcher import (
+    ANSWER_BYTES,
+    SLOW_LIMIT_S,
+    USUAL_S,
+    BitmaskFiller,
+    GrammarMatcher,
+    MatcherRules,
+)
 from dflash_backend.text.tokenizer import tokenizer_json
 from tests.byte_tokenizer import EOS, write_byte_tokenizer
 
@@ -279,7 +287,12 @@ def test_an_answer_whose_turn_does_not_come_is_not_at_fault(compiler, monkeypatc
     first.heavy = second.heavy = True
     second.took(0.1)  # so it comes after the other
     fill = matcher_module._fill
-    monkeypatch.setattr(matcher_module, "_fill", lambda *args: (time.sleep(0.1), fill(*args)))
+
+    def slow(*args):
+        time.sleep(0.1)
+        fill(*args)
+
+    monkeypatch.setattr(matcher_module, "_fill", slow)
     filler = BitmaskFiller(VOCAB, 1)
     filler._deadlines._total_limit_s = 0.05
     filler.fill([(second, []), (first, [])])
@@ -297,6 +310,33 @@ def test_an_answer_that_takes_much_in_each_step_fails_in_the_end(compiler):
         matcher.took(USUAL_S + SLOW_LIMIT_S / 9.5)
     assert matcher.error is not None
     assert matcher.status == "INVALID_ARGUMENT"
+
+
+def test_an_answer_that_keeps_too_much_memory_fails(compiler, filler, monkeypatch):
+    def answers(*sizes):
+        """Answers whose masks kept this many bytes, and keep as much again."""
+        found = [matcher_of(compiler, GRAMMARS[1]) for _ in sizes]
+        for each, size in zip(found, sizes, strict=True):
+            each.heavy = True
+            each.took(0, size)
+        total, used, turns = [0], iter(sizes), itertools.cycle([False, True])
+
+        def bytes_in_use():
+            total[0] += next(used) if next(turns) else 0
+            return total[0]
+
+        monkeypatch.setattr(matcher_module, "bytes_in_use", bytes_in_use)
+        filler.fill([(each, []) for each in found])
+        return [(each.num_bytes, each.error, each.status) for each in found]
+
+    wrong = "the grammar of its structured output takes too much memory within its answer. Make it simpler"
+    half = ANSWER_BYTES // 2
+    assert answers(half, half + 1) == [
+        (2 * half, None, "INVALID_ARGUMENT"),
+        (2 * half + 2, wrong, "INVALID_ARGUMENT"),
+    ]
+    monkeypatch.setattr(matcher_module, "STEP_BYTES", 100)
+    assert [error for _, error, _ in answers(20, 30, 10)] == [None, wrong, None]
 
 
 def test_an_answer_that_needs_no_masks_gets_fuel_all_the_same(compiler):
