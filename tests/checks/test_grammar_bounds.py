@@ -16,7 +16,7 @@ def test_the_worst_shapes_keep_their_bounds() -> None:
     assert "too much within its answers" in outcomes["pattern a? x 499"]
     assert "of 60004 characters" in outcomes["pattern a? x 30000"]
     assert "in the terminal T" in outcomes["doubling of 50 terminals"]
-    assert sum(outcome == "followed" for outcome in outcomes.values()) >= 3
+    assert sum(outcome == "followed" for outcome in outcomes.values()) >= 2
 
 
 def test_a_generator_makes_the_same_grammars_by_its_seed() -> None:

@@ -29,6 +29,16 @@ def compiler(tokenizer_text) -> GrammarCompiler:
     return GrammarCompiler(lambda: tokenizer_text, 300)
 
 
+@pytest.fixture(scope="module")
+def shared(tokenizer_text):
+    """One for tests that do not look at what it keeps: its processes that try grammars are started once."""
+    compiler = GrammarCompiler(lambda: tokenizer_text, 300)
+    yield compiler
+    for vocabulary in compiler._vocabularies.values():
+        for trial in vocabulary.trials.values():
+            trial.close()
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "integer"}
     for _ in range(depth):
@@ -68,9 +78,9 @@ ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$re
         (of("choice", "no list"), "is not understood"),
     ],
 )
-def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(compiler, grammar, reason):
+def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(shared, grammar, reason):
     with pytest.raises(GrammarError, match=reason) as error:
-        compiler.compile(grammar, (EOS,))
+        shared.compile(grammar, (EOS,))
     assert len(str(error.value)) < 700
 
 
@@ -88,29 +98,29 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(compiler, 
         of("json", {"type": "string", "maxLength": 100_000_000}),
     ],
 )
-def test_a_large_grammar_costs_a_fraction_of_a_second(compiler, grammar):
-    compiler.compile(of("regex", "warm up"), (EOS,))
+def test_a_large_grammar_costs_a_fraction_of_a_second(shared, grammar):
+    shared.compile(of("regex", "warm up"), (EOS,))
     started = time.process_time()
-    assert compiler.compile(grammar, (EOS,)).matcher(MatcherRules()).error is None
+    assert shared.compile(grammar, (EOS,)).matcher(MatcherRules()).error is None
     assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("text", ["a.b", 'x"y\\z', "two\nlines", "(a|b)*", "a-b & c ~ #/", "é😀", "^$", " ", "<|x|>"])
-def test_a_choice_is_taken_letter_by_letter(compiler, text):
-    matcher = compiler.compile(of("choice", [text]), (EOS,)).matcher(MatcherRules())
+def test_a_choice_is_taken_letter_by_letter(shared, text):
+    matcher = shared.compile(of("choice", [text]), (EOS,)).matcher(MatcherRules())
     assert matcher.legal_drafts([*text.encode(), EOS])[0] == len(text.encode()) + 1
 
 
-def test_json_may_be_on_one_line_or_indented_and_no_more(compiler):
+def test_json_may_be_on_one_line_or_indented_and_no_more(shared):
     grammar = of("json", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     for text, fits in ((b'{"a":1}', True), (b'{ "a" : 1 }', True), (b'{\n  "a": 1\n}', True), (b'{\n\n"a":1}', False)):
-        matcher = compiler.compile(grammar, (EOS,)).matcher(MatcherRules())
+        matcher = shared.compile(grammar, (EOS,)).matcher(MatcherRules())
         assert (matcher.legal_drafts([*text])[0] == len(text)) == fits
 
 
-def test_a_grammar_in_larks_notation_may_have_the_sign_of_ebnf_in_its_text(compiler):
+def test_a_grammar_in_larks_notation_may_have_the_sign_of_ebnf_in_its_text(shared):
     text = "x ::= y"
-    matcher = compiler.compile(of("grammar", f'start: "{text}"'), (EOS,)).matcher(MatcherRules())
+    matcher = shared.compile(of("grammar", f'start: "{text}"'), (EOS,)).matcher(MatcherRules())
     assert matcher.legal_drafts([*text.encode(), EOS])[0] == len(text) + 1
 
 
@@ -145,7 +155,7 @@ def test_grammars_are_kept_as_far_as_their_memory_goes(compiler, monkeypatch):
     assert compiler._num_cached_bytes == large.num_bytes + small[2].num_bytes
 
 
-def test_special_tokens_in_the_text_of_a_grammar_are_text(compiler):
+def test_special_tokens_in_the_text_of_a_grammar_are_text(shared):
     """The tokenizer has `</s>`, which ends answers, and `<s>`."""
     for text in ("x</s>y", "<s>", "</s>"):
         for grammar in (
@@ -153,10 +163,10 @@ def test_special_tokens_in_the_text_of_a_grammar_are_text(compiler):
             of("regex", text.replace("/", "\\/")),
             of("grammar", f"start: {json.dumps(text)}"),
         ):
-            matcher = compiler.compile(grammar, (EOS,)).matcher(MatcherRules())
+            matcher = shared.compile(grammar, (EOS,)).matcher(MatcherRules())
             assert forced(matcher) == [*text.encode(), EOS]
     schema = {"type": "object", "properties": {"</s>": {"const": "<s>"}}, "required": ["</s>"]}
-    matcher = compiler.compile(of("json", {**schema, "additionalProperties": False}), (EOS,)).matcher(MatcherRules())
+    matcher = shared.compile(of("json", {**schema, "additionalProperties": False}), (EOS,)).matcher(MatcherRules())
     assert bytes(forced(matcher)[:-1]).decode() == '{"</s>":"<s>"}'
 
 
@@ -173,20 +183,20 @@ def forced(matcher) -> list[int]:
     return tokens
 
 
-def test_lark_means_a_special_token_by_its_name_or_id(compiler):
+def test_lark_means_a_special_token_by_its_name_or_id(shared):
     for mark in ("<s>", f"<[{START}]>"):
-        matcher = compiler.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,)).matcher(MatcherRules())
+        matcher = shared.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,)).matcher(MatcherRules())
         assert forced(matcher) == [97, START, 98, EOS]
 
 
 @pytest.mark.parametrize("mark", ["</s>", f"<[{EOS}]>", f"<[3,{EOS - 2}-{EOS}]>"])
-def test_lark_that_names_the_end_is_refused(compiler, mark):
+def test_lark_that_names_the_end_is_refused(shared, mark):
     with pytest.raises(GrammarError, match="a token that ends the answer. Leave it out"):
-        compiler.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,))
+        shared.compile(of("grammar", f'start: "a" {mark} "b"'), (EOS,))
 
 
-def test_an_end_that_the_grammar_does_not_accept_ends_no_answer(compiler):
-    matcher = compiler.compile(of("grammar", 'start: "a" <[*]> "b"'), (EOS,)).matcher(MatcherRules())
+def test_an_end_that_the_grammar_does_not_accept_ends_no_answer(shared):
+    matcher = shared.compile(of("grammar", 'start: "a" <[*]> "b"'), (EOS,)).matcher(MatcherRules())
     matcher.advance([97, EOS])
     assert matcher.error is not None
     assert "names a token that ends the answer, where it goes on" in matcher.error
@@ -221,17 +231,17 @@ def test_a_visible_mark_of_a_rule_is_its_token(tmp_path):
         ),
     ],
 )
-def test_an_expression_that_is_too_large_is_refused_before_it_is_compiled(compiler, grammar, words):
+def test_an_expression_that_is_too_large_is_refused_before_it_is_compiled(shared, grammar, words):
     started = time.process_time()
     with pytest.raises(GrammarError, match=words):
-        compiler.compile(grammar, (EOS,))
+        shared.compile(grammar, (EOS,))
     assert time.process_time() - started < 0.5
 
 
-def test_an_error_tells_what_the_line_above_says_that_it_is_about(compiler):
+def test_an_error_tells_what_the_line_above_says_that_it_is_about(shared):
     lark = 'start: "x" a\n# about the parameters of f\na: %json {"uniqueItems": true}\n'
     with pytest.raises(GrammarError) as raised:
-        compiler.compile(of("grammar", lark), (EOS,))
+        shared.compile(of("grammar", lark), (EOS,))
     assert str(raised.value) == (
         'is wrong or too large: the parameters of f: failed to compile JSON schema: Unimplemented keys: ["uniqueItems"]'
     )
@@ -243,19 +253,17 @@ def test_the_error_of_a_grammar_is_that_of_its_future(compiler):
 
 
 def test_a_grammar_that_takes_too_long_is_given_up_and_not_tried_again(tokenizer_text, monkeypatch):
-    monkeypatch.setattr(compiler_module, "TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr(compiler_module, "TIME_LIMIT_S", 0.1)
     compiler = GrammarCompiler(lambda: tokenizer_text, 300)
     endless = of("grammar", "start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(200)))
     slow = compiler.submit(endless, (EOS,))
     assert compiler.submit(of("regex", "not behind it"), (EOS,)).result(20) is not None
-    with pytest.raises(GrammarError, match="takes longer than 1 s of processor time to compile"):
+    with pytest.raises(GrammarError, match="takes longer than 0.1 s of processor time to compile"):
         slow.result(60)
     started = time.process_time()
-    with pytest.raises(GrammarError, match="takes longer than 1 s of processor time to compile"):
+    with pytest.raises(GrammarError, match="takes longer than 0.1 s of processor time to compile"):
         compiler.submit(endless, (EOS,)).result(1)
     assert time.process_time() - started < 0.5
-    # The next one is tried by a process of its own.
-    assert compiler.compile(of("grammar", 'start: "a"'), (EOS,)) is not None
     for trial in compiler._vocabularies[(EOS,)].trials.values():
         trial.close()
 

