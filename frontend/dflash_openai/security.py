@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ssl
+import stat
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +50,23 @@ class ServerTls:
                 f"{self.cert} and {self.key} are not a certificate and its key in PEM, or {self.client_ca} is not an "
                 f"authority's ({error.reason})"
             ) from None
+
+    def warnings(self) -> Iterator[str]:
+        """What is wrong with files that can be used all the same."""
+        # Python's tests read certificates with it; nothing public does.
+        fields = ssl._ssl._test_decode_cert(self.cert)  # type: ignore[attr-defined]
+        if time.time() > ssl.cert_time_to_seconds(fields["notAfter"]):
+            yield f"WARNING: the certificate in {self.cert} expired on {fields['notAfter']}: no client trusts it"
+        elif time.time() < ssl.cert_time_to_seconds(fields["notBefore"]):
+            yield f"WARNING: the certificate in {self.cert} is not valid before {fields['notBefore']}"
+        yield from open_to_others(self.key)
+
+
+def open_to_others(path: str | Path) -> Iterator[str]:
+    """A warning where others than a secret file's owner and group may read it, or others than its owner change it."""
+    mode = Path(path).stat().st_mode
+    if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        yield f"WARNING: other users of this machine may read or change {path}; chmod 600 keeps it to its owner"
 
 
 @dataclass(frozen=True, kw_only=True)

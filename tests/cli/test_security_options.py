@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from time import time as real_time
 
 import pytest
 
@@ -116,6 +117,37 @@ def test_the_operator_is_told_of_a_server_that_is_open_to_others() -> None:
     assert "without a key" in warning
     (warning,) = security_warnings(config("--api-key", KEY, local=False), is_loopback=False)
     assert "in the clear" in warning
+
+
+def test_the_operator_is_told_of_files_that_others_read_and_certificates_out_of_date(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"team-a {KEY}\n")
+    keys.chmod(0o600)
+    certificates.server_key.chmod(0o600)
+    tls = ("--tls-cert", str(certificates.server), "--tls-key", str(certificates.server_key))
+
+    def warnings() -> list[str]:
+        return list(security_warnings(config(*tls, "--api-key-file", str(keys)), is_loopback=True, key_files=[keys]))
+
+    assert warnings() == []
+    for path in (keys, certificates.server_key):
+        path.chmod(0o644)
+        (warning,) = warnings()
+        assert (
+            warning
+            == f"WARNING: other users of this machine may read or change {path}; chmod 600 keeps it to its owner"
+        )
+        path.chmod(0o640)
+        assert warnings() == []
+    years = 365 * 24 * 3600 * 2000
+    monkeypatch.setattr("dflash_openai.security.time.time", lambda: real_time() + years)
+    (warning,) = warnings()
+    assert f"the certificate in {certificates.server} expired on " in warning
+    monkeypatch.setattr("dflash_openai.security.time.time", lambda: 1.0)
+    (warning,) = warnings()
+    assert "is not valid before" in warning
 
 
 @pytest.mark.parametrize(

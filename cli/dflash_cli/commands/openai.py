@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     scheme = "http" if security.tls is None else "https"
     lines = Lines()
-    for warning in security_warnings(security, local):
+    for warning in security_warnings(security, local, arguments.api_key_file):
         lines.say(warning)
     _log_to(lines)
 

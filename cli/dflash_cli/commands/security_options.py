@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,14 @@ def security_config(
     )
 
 
-def security_warnings(config: SecurityConfig, is_loopback: bool) -> Iterator[str]:
-    """What the operator must know before the first request."""
+def security_warnings(config: SecurityConfig, is_loopback: bool, key_files: Sequence[Path] = ()) -> Iterator[str]:
+    """What the operator must know before the first request. key_files: those that the keys came from."""
+    from dflash_openai.security import open_to_others
+
+    if config.tls is not None:
+        yield from config.tls.warnings()
+    for path in key_files:
+        yield from open_to_others(path)
     if is_loopback:
         return
     if not config.api_keys:

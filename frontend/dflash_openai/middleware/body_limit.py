@@ -28,7 +28,9 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_length(Headers(scope=scope).get("content-length"))
+            headers = Headers(scope=scope)
+            _check_encoding(headers)
+            self._check_length(headers.get("content-length"))
             body = await self._read(receive)
         except ApiError as error:
             # The client may have left.
@@ -67,6 +69,19 @@ class BodyLimitMiddleware:
     def _too_large(self, what: str) -> ApiError:
         message = f"{what}; allowed: {self._max_bytes} bytes"
         return ApiError(413, message, code="request_too_large", headers=_CLOSE)
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Raise `ApiError` for a body that is not sent as it is: read as if it were, it would be a wrong one."""
+    for name, plain in (("content-encoding", ("identity",)), ("transfer-encoding", ("chunked", "identity"))):
+        words = [word.strip().lower() for value in headers.getlist(name) for word in value.split(",")]
+        if odd := [word for word in words if word and word not in plain]:
+            raise ApiError(
+                415,
+                f"{name} '{odd[0][:64]}' is not understood; allowed: {', '.join(plain)}",
+                code="unsupported_encoding",
+                headers=_CLOSE,
+            )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

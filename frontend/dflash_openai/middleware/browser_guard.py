@@ -46,6 +46,9 @@ class BrowserGuardMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if len(headers.getlist("host")) > 1:
+            # RFC 9112: a proxy before us may have read the other one.
+            return ApiError(400, "the request has more than one Host header", headers={"connection": "close"})
         host = headers.get("host", "")
         if self._hosts is not None and path not in HEALTH_PATHS and _name(host) not in self._hosts:
             return ApiError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
 from starlette.types import Message
 
 from dflash_openai.middleware.body_limit import BodyLimitMiddleware
@@ -66,3 +67,19 @@ def test_the_application_learns_of_a_client_that_leaves_later() -> None:
     app = BodyLimitMiddleware(watching, max_bytes=10, timeout_s=1)
     asyncio.run(app(http_scope(), receiving(part(b"0", more_body=False), {"type": "http.disconnect"}), collecting([])))
     assert seen == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("content-encoding", "gzip", 415),
+        ("content-encoding", "identity", 200),
+        ("transfer-encoding", "gzip, chunked", 415),
+        ("transfer-encoding", "chunked", 200),
+    ],
+)
+def test_a_body_that_is_not_sent_as_it_is_is_refused(name: str, value: str, status: int) -> None:
+    sent = answer(part(b"0", more_body=False), headers=((name, value),))
+    assert sent[0]["status"] == status
+    if status == 415:
+        assert f"{name} 'gzip' is not understood" in json.loads(sent[1]["body"])["error"]["message"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from dflash_openai.middleware.browser_guard import LOOPBACK_HOSTS, BrowserGuardMiddleware
-from tests.frontend.middleware.asgi import call, echo, error_of
+from tests.frontend.middleware.asgi import call, collecting, echo, error_of, http_scope, receiving
 
 CLOSED = BrowserGuardMiddleware(echo)
 OPEN = BrowserGuardMiddleware(echo, ["https://chat.example"])
@@ -64,3 +67,11 @@ def test_a_local_server_answers_to_no_other_name(host: str) -> None:
     assert response.status_code == 421
     assert error_of(response)["code"] == "host_not_allowed"
     assert call(CLOSED, headers={"host": host}).status_code == 200
+
+
+def test_a_request_for_two_hosts_is_refused() -> None:
+    sent: list[Any] = []
+    scope = http_scope(headers=(("host", "localhost"), ("host", "evil.example")))
+    asyncio.run(CLOSED(scope, receiving(), collecting(sent)))
+    assert sent[0]["status"] == 400
+    assert b"more than one Host header" in sent[1]["body"]
