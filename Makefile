@@ -26,7 +26,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
+.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-report gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -126,6 +126,9 @@ test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, ser
 	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs \
 	  $(if $(shell $(GPU_RUN) -c "import xdist; print(1)" 2>/dev/null),-n $(GPU_JOBS)) \
 	  $(if $(SANITIZER),,-m "not sanitizer") $(GPU_TESTS) $(ARGS)
+
+gpu-report: ## All that a card should tell, in 8 minutes: text, tests, cycles, kernels, starts; ARGS="--rehearse --out DIR" anywhere
+	$(GPU_RUN) -m benchmarks.gpu.card_report $(ARGS)
 
 gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \

@@ -51,13 +51,24 @@ class EngineSizes:
 class RandomEngine:
     """The models of a shape and their KV, from which cores with and without drafts are made."""
 
-    def __init__(self, shape: Shape, sizes: EngineSizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        sizes: EngineSizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantised: str | None = None,
+        fp8_activations: bool = False,
+    ) -> None:
+        """quantised: what the target's projections are in, FP8 or INT4. fp8_activations: as
+        `activation_quantization=fp8`."""
         self.shape, self.sizes, self.device, self.dtype = shape, sizes, device, dtype
         k = shape.num_speculative_tokens
         positions = max_positions(sizes.max_model_len, k)
-        target = TargetWeights.read(target_tensors(shape, dtype, device), shape.target)
+        target = TargetWeights.read(target_tensors(shape, dtype, device, quantised), shape.target)
         draft = DFlashWeights.read(draft_tensors(shape, dtype, device), shape.draft)
-        self.target = DecoderTarget(shape.target, target, positions)
+        ops = select_ops(device, fp8_activations=dtype if fp8_activations else None)
+        self.target = DecoderTarget(shape.target, target, positions, ops)
         self.invariant_target = DecoderTarget(shape.target, target, positions, select_ops(device, batch_invariant=True))
         self.draft = DFlashModel(shape.draft, draft, positions)
         self.kv = PagedKVCache.allocate(

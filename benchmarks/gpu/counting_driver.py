@@ -108,17 +108,29 @@ class _Driver:
 
 def install() -> KernelCounts:
     """Put the driver in place of the GPU's. Raises `RuntimeError` where kernels are interpreted."""
+    counts = KernelCounts()
+    use_driver(counts)
+    _fill_new_tensors()
+    return counts
+
+
+def use_driver(counts: KernelCounts, compiles: bool = False) -> None:
+    """As `install`, over any tensors. compiles: kernels are compiled all the same, into Triton's cache, and launched by
+    nothing."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("with TRITON_INTERPRET=1 no kernel has a compiled form that could be counted")
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    counts = KernelCounts()
-
     driver.set_active(_Driver())
-    JITFunction._do_compile = lambda kernel, *arguments: counts.count_compilation(kernel, *arguments)
-    _fill_new_tensors()
-    return counts
+    really = JITFunction._do_compile
+
+    def compile_one(kernel: Any, key: str, *arguments: Any) -> Any:
+        if compiles:
+            really(kernel, key, *arguments)
+        return counts.count_compilation(kernel, key, *arguments)
+
+    JITFunction._do_compile = compile_one
 
 
 def _fill_new_tensors() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, prompts, reference, sampling, traffic
+from benchmarks.gpu import attention, fake_device, prompts, reference, sampling, traffic
 from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
@@ -23,7 +23,7 @@ from benchmarks.gpu.profile import profile_cell
 from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, Cycle, Recorder, Results, Skipped, StepRun
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.synthetic import SyntheticAcceptance
-from benchmarks.gpu.timing import measure_ceilings
+from benchmarks.gpu.timing import measure_ceilings, scale
 from dflash_backend.core.admission import RequestError
 from dflash_backend.engine.device import prepare_gpu
 
@@ -71,7 +71,7 @@ def run_ceilings(context: Context) -> None:
     context.recorder.write(measure_ceilings(context.device, context.dtype))
     shape = context.shape
     backend = attention_backend(shape, context.device, context.dtype)
-    cases = attention.cases(shape.num_speculative_tokens, ATTENTION_CONTEXT[context.device.type])
+    cases = attention.cases(shape.num_speculative_tokens, ATTENTION_CONTEXT[scale(context.device)])
     for run in attention.measure(shape, backend, cases, context.dtype, context.device):
         context.recorder.write(run)
         if context.out_of_time():
@@ -91,10 +91,10 @@ def run_ceilings(context: Context) -> None:
 
 def run_engine_part(context: Context) -> None:
     """Every cell of the grid with and without drafts, as far as its KV fits."""
-    ceilings = _ceilings(context)
+    ceilings = ceilings_of(context)
     shape, device = context.shape, context.device
-    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
-    grid, sizes = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
+    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[scale(device)]
+    grid, sizes = fitting(context, GRID if scale(device) == "cuda" else CPU_GRID, cycles)
     engine = RandomEngine(shape, sizes, device, context.dtype)
     drafting = engine.core(k, context.acceptance)
     for system, drafts, core, cells in (
@@ -123,13 +123,13 @@ def run_engine_part(context: Context) -> None:
 
 def run_traffic(context: Context) -> None:
     """Prompts, mixed steps, unlike lengths, other numbers of rows, sampled rows, and the start, as far as KV fits."""
-    ceilings, shape, device = _ceilings(context), context.shape, context.device
-    sizes = traffic.SIZES[device.type]
-    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
-    steps = traffic.NUM_MIXED[device.type]
+    ceilings, shape, device = ceilings_of(context), context.shape, context.device
+    sizes = traffic.SIZES[scale(device)]
+    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[scale(device)]
+    steps = traffic.NUM_MIXED[scale(device)]
     batch, positions, _ = sizes.mixed
     fixed = [Cell(1, max(sizes.prompts)), Cell(batch + 1, positions)]
-    fitting, engine_sizes = _fitting(context, [*fixed, *(each.cell for each in sizes.cells)], cycles)
+    cells, engine_sizes = fitting(context, [*fixed, *(each.cell for each in sizes.cells)], cycles)
     engine = RandomEngine(shape, replace(engine_sizes, batches=sizes.row_sizes), device, context.dtype)
     core, started = traffic.start(engine, context.acceptance, sizes.chunk)
     context.recorder.write(started)
@@ -144,7 +144,7 @@ def run_traffic(context: Context) -> None:
         ("mixed steps", partial(traffic.mixed_step, core, shape, sizes.mixed, k, steps, context.dtype, ceilings))
     )
     for each in sizes.cells:
-        if each.cell in fitting:
+        if each.cell in cells:
             run = partial(
                 run_cell, core, shape, each.cell, k, cycles, context.dtype, ceilings, each.system, each.sampling
             )
@@ -165,8 +165,8 @@ def run_references(context: Context) -> None:
     if shape.target.decoder.moe is not None:
         context.skip("plain torch and transformers", "the comparison is written for dense models")
         return
-    grid = REFERENCE_GRID if device.type == "cuda" else CPU_REFERENCE_GRID
-    cycles = REFERENCE_CYCLES[device.type]
+    grid = REFERENCE_GRID if scale(device) == "cuda" else CPU_REFERENCE_GRID
+    cycles = REFERENCE_CYCLES[scale(device)]
     for cell in grid:
         if context.out_of_time():
             context.skip(f"plain torch, batch {cell.batch}, context {cell.context}", "no time was left")
@@ -188,31 +188,31 @@ def run_references(context: Context) -> None:
         context.skip("transformers", f"not available: {error}")
 
 
-def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], EngineSizes]:
+def fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], EngineSizes]:
     """The cells whose KV fits beside the models, and the sizes that they need; the others are recorded."""
     shape, k = context.shape, context.shape.num_speculative_tokens
     block_bytes = kv_bytes_per_token(shape, context.dtype.itemsize) * BLOCK_SIZE
     available = CPU_KV_BYTES
-    if context.device.type == "cuda":
+    if scale(context.device) == "cuda":
         free, _ = torch.cuda.mem_get_info(context.device)
         available = int(KV_SHARE * (free - shape.num_parameters * context.dtype.itemsize))
-    fitting = []
+    found = []
     for cell in grid:
         needed = cell.num_blocks(k, cycles, BLOCK_SIZE) * block_bytes
         if needed <= available:
-            fitting.append(cell)
+            found.append(cell)
         else:
             gib = needed / 2**30, available / 2**30
             context.skip(
                 f"batch {cell.batch}, context {cell.context}",
                 f"its KV takes {gib[0]:.3g} GiB and there is room for {gib[1]:.3g} GiB",
             )
-    longest = max(cell.longest + cell.max_tokens(k, cycles) for cell in fitting)
-    blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in fitting)
-    return fitting, EngineSizes(tuple(sorted({cell.batch for cell in fitting})), longest + 1, blocks)
+    longest = max(cell.longest + cell.max_tokens(k, cycles) for cell in found)
+    blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in found)
+    return found, EngineSizes(tuple(sorted({cell.batch for cell in found})), longest + 1, blocks)
 
 
-def _ceilings(context: Context) -> Ceilings:
+def ceilings_of(context: Context) -> Ceilings:
     """Those that the first part measured. Raises RuntimeError when it did not."""
     results = Results({})
     results.take(context.records.read_text(encoding="utf-8"))
@@ -229,23 +229,26 @@ PARTS: dict[str, Callable[[Context], None]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
+def main(argv: list[str] | None = None, parts: Mapping[str, Callable[[Context], None]] = PARTS) -> int:
+    """Entry point; `parts` are those that there are."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("part", choices=tuple(parts))
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--records", type=Path, required=True, help="file to append results to")
     parser.add_argument("--seconds", type=float, required=True, help="nothing new is begun after so long")
     parser.add_argument("--acceptance-length", type=float, required=True)
+    parser.add_argument("--fake", choices=fake_device.MODES, help="over a GPU that is not there")
     args = parser.parse_args(argv)
+    if args.fake:
+        fake_device.install(args.fake)
     deadline = time.monotonic() + args.seconds
     shape = SHAPES[args.shape]()
     if args.device == "cuda":
         prepare_gpu()  # as an engine that serves
     else:
         torch.set_num_threads(1)  # for tensors this small a second thread costs more than it saves
-    PARTS[args.part](
+    parts[args.part](
         Context(
             shape=shape,
             device=torch.device(args.device),

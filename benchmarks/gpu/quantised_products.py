@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.timing import graph_of, median_seconds
+from benchmarks.gpu.results import ProductRun
+from benchmarks.gpu.timing import num_copies, seconds_each
 from benchmarks.markdown import markdown_table
-from dflash_kernels import moe, quantised_moe
+from dflash_kernels import moe, quantised_moe, scaled_linear
 from dflash_kernels import quantised_linear as products
 from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
 
@@ -43,13 +44,12 @@ class ExpertSizes(NamedTuple):
 CHOICES = 32
 QWEN3_30B_A3B = ExpertSizes(128, 8, 2048, 768)
 TINY_EXPERTS = ExpertSizes(4, 2, 128, 128)
-TOKENS = (1, 16, 64, 256, 2048)
+TOKENS, TINY_TOKENS = (1, 16, 64, 256, 2048), (1, 16)
+# Weights in FP8 with activations that become FP8 before the product.
+FP8_BOTH = "fp8, activations too"
+KINDS = (FP8, FP8_BOTH, INT4)
 GROUP = 128
-# More than the largest cache of a GPU.
-CACHE_BYTES = 256 << 20
 HEADER = ["product", "weights", "tokens", "us", "us in bf16", "times as fast", "GB/s of weights"]
-Product = Callable[[torch.Tensor, QuantisedWeight], torch.Tensor]
-ExpertProduct = Callable[[torch.Tensor, QuantisedWeight, QuantisedWeight, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def random_weight(kind: str, outputs: int, inputs: int, device: torch.device) -> QuantisedWeight:
@@ -63,60 +63,72 @@ def random_weight(kind: str, outputs: int, inputs: int, device: torch.device) ->
     return QuantisedWeight.of_codes(kind, codes, scales, zeros, rows, GROUP)
 
 
-def seconds(device: torch.device, copies: Sequence[Callable[[], object]]) -> float:
-    """The time of one of the products, which run one after the other."""
-
-    def run() -> None:
-        for product in copies:
-            product()
-
-    return median_seconds(device, graph_of(device, run)) / len(copies)
-
-
 def measure(
-    name: str, kind: str, shape: tuple[int, int], tokens: tuple[int, ...], device: torch.device, product: Product
-) -> list[list[str]]:
-    """Rows of the table for one weight."""
+    name: str, kind: str, shape: tuple[int, int], tokens: Sequence[int], device: torch.device
+) -> Iterator[ProductRun]:
+    """One weight, by each number of tokens. kind: FP8, INT4, or `FP8_BOTH` of activations that become FP8 as well."""
     is_cuda = device.type == "cuda"
-    first = random_weight(kind, *shape, device)
-    num_copies = -(-CACHE_BYTES // first.num_bytes) if is_cuda else 1
-    weights = [first, *(random_weight(kind, *shape, device) for _ in range(num_copies - 1))]
+    of_weight = FP8 if kind == FP8_BOTH else kind
+    first = random_weight(of_weight, *shape, device)
+    more = num_copies(device, first.num_bytes) - 1
+    weights = [first, *(random_weight(of_weight, *shape, device) for _ in range(more))]
     dtype = torch.bfloat16 if is_cuda else torch.float32
-    num_plain = -(-CACHE_BYTES // (2 * shape[0] * shape[1])) if is_cuda else 1
-    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(num_plain)]
-    rows = []
+    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(num_copies(device, 2 * shape[0] * shape[1]))]
+    products = [_product(kind, weight, is_cuda) for weight in weights]
     for count in tokens:
         x = torch.randn(count, shape[1], device=device, dtype=dtype)
-        own = seconds(device, [partial(product, x, weight) for weight in weights])
-        other = seconds(device, [partial(F.linear, x, weight) for weight in plain])
-        figures = f"{1e6 * own:.1f}", f"{1e6 * other:.1f}", f"{other / own:.2f}", f"{first.num_bytes / own / 1e9:.0f}"
-        rows.append([name, kind, str(count), *figures])
-    return rows
+        own = seconds_each(device, [partial(product, x) for product in products])
+        other = seconds_each(device, [partial(F.linear, x, weight) for weight in plain])
+        yield ProductRun(name, kind, count, own, other, first.num_bytes / own)
 
 
-def measure_experts(
-    kind: str, sizes: ExpertSizes, tokens: tuple[int, ...], device: torch.device, product: ExpertProduct
-) -> list[list[str]]:
+def _product(kind: str, weight: QuantisedWeight, is_cuda: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What multiplies by a weight, as a server does."""
+    if kind == FP8_BOTH:
+        if not is_cuda:
+            return partial(scaled_linear.scaled_linear_reference, weight=weight)
+        multiply = scaled_linear.product_for(weight, torch.bfloat16)
+        return lambda x: multiply(x, weight, None)
+    product = products.quantised_linear if is_cuda else products.quantised_linear_reference
+    return partial(product, weight=weight)
+
+
+def measure_experts(kind: str, sizes: ExpertSizes, tokens: Sequence[int], device: torch.device) -> Iterator[ProductRun]:
     """As `measure`, of the experts of a layer, beside those of `moe.py` in bfloat16. Of the weights the chosen experts'
     are read."""
     is_cuda = device.type == "cuda"
+    product = quantised_moe.quantised_experts_mlp if is_cuda else quantised_moe.quantised_experts_mlp_reference
     dtype = torch.bfloat16 if is_cuda else torch.float32
     plain_product = moe.experts_mlp if is_cuda else moe.experts_mlp_reference
     into, out_of = (2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)
     gate_up, down = (random_weight(kind, sizes.experts * out, inner, device) for out, inner in (into, out_of))
     plain_into, plain_out = (torch.randn(sizes.experts, *shape, device=device, dtype=dtype) for shape in (into, out_of))
-    rows = []
     for count in tokens:
         x = torch.randn(count, sizes.hidden, device=device, dtype=dtype)
         choices = [torch.rand(count, sizes.experts, device=device).topk(sizes.per_token) for _ in range(CHOICES)]
         routed = [(weights.to(dtype), chosen.int()) for weights, chosen in choices]
-        own = seconds(device, [partial(product, x, gate_up, down, *each) for each in routed])
-        other = seconds(device, [partial(plain_product, x, plain_into, plain_out, *each) for each in routed])
+        own = seconds_each(device, [partial(product, x, gate_up, down, *each) for each in routed])
+        other = seconds_each(device, [partial(plain_product, x, plain_into, plain_out, *each) for each in routed])
         num_read = sum(len(chosen.unique()) for _, chosen in routed) / CHOICES
         num_bytes = (gate_up.num_bytes + down.num_bytes) * num_read / sizes.experts
-        figures = f"{1e6 * own:.1f}", f"{1e6 * other:.1f}", f"{other / own:.2f}", f"{num_bytes / own / 1e9:.0f}"
-        rows.append(["experts", kind, str(count), *figures])
-    return rows
+        yield ProductRun("experts", kind, count, own, other, num_bytes / own)
+
+
+def measure_all(
+    kinds: Sequence[str], tokens: Sequence[int], device: torch.device, tiny: bool = False
+) -> Iterator[ProductRun]:
+    """Every product and the experts, by each kind of weights; `tiny`: those that a CPU runs."""
+    for kind in kinds:
+        for name, shape in (TINY if tiny else QWEN3_8B).items():
+            yield from measure(name, kind, shape, tokens, device)
+        if kind != FP8_BOTH:
+            yield from measure_experts(kind, TINY_EXPERTS if tiny else QWEN3_30B_A3B, tokens, device)
+
+
+def row_of(run: ProductRun) -> list[str]:
+    """A row of the table."""
+    figures = f"{1e6 * run.seconds:.1f}", f"{1e6 * run.plain_seconds:.1f}", f"{run.speedup:.2f}"
+    return [run.product, run.weights, str(run.tokens), *figures, f"{run.bytes_per_s / 1e9:.0f}"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, action="append", help=f"default: {', '.join(map(str, TOKENS))}")
-    parser.add_argument("--weights", choices=(FP8, INT4), action="append", help="default: both")
+    parser.add_argument("--weights", choices=KINDS, action="append", help="default: all")
     args = parser.parse_args(arguments)
     is_cuda = args.device == "cuda"
     if is_cuda and not torch.cuda.is_available():
@@ -133,17 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     device = torch.device(args.device)
-    product: Product = products.quantised_linear if is_cuda else products.quantised_linear_reference
-    of_experts: ExpertProduct = (
-        quantised_moe.quantised_experts_mlp if is_cuda else quantised_moe.quantised_experts_mlp_reference
-    )
-    tokens = tuple(args.tokens or (TOKENS if is_cuda else (1, 16)))
-    rows = []
-    with torch.inference_mode():
-        for kind in args.weights or (FP8, INT4):
-            for name, shape in (QWEN3_8B if is_cuda else TINY).items():
-                rows += measure(name, kind, shape, tokens, device, product)
-            rows += measure_experts(kind, QWEN3_30B_A3B if is_cuda else TINY_EXPERTS, tokens, device, of_experts)
+    tokens = args.tokens or (TOKENS if is_cuda else TINY_TOKENS)
+    rows = [row_of(run) for run in measure_all(args.weights or KINDS, tokens, device, tiny=not is_cuda)]
     print(torch.cuda.get_device_name(device) if is_cuda else "a CPU: these times measure nothing")
     print(markdown_table(HEADER, rows, "llrrrrr"))
     return 0

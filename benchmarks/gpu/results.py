@@ -13,6 +13,7 @@ from benchmarks.gpu.floor import Ceilings
 
 DFLASH = "DFlash"
 INVARIANT = "DFlash, batch_invariant"
+FP8_BOTH = "DFlash, FP8 weights and activations"
 NO_DRAFT = "k = 0"
 SERVING = "DFlash, a server's graphs"
 EQUAL = "DFlash, equal lengths"
@@ -115,13 +116,15 @@ class PromptAttention:
 
 @dataclass(frozen=True)
 class StartRun:
-    """What a server does before its first request: kernels compiled and graphs captured. cached: whether Triton had
-    compiled kernels before."""
+    """What a server does before its first request: kernels compiled and padded steps captured. cached: whether Triton
+    had compiled kernels before. process_s: since the process began; memory_bytes: of the device, for it."""
 
     shape: str
     seconds: float
     num_graphs: int
     cached: bool
+    process_s: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,87 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
+class Fact:
+    """Something about the machine, its packages or a kernel, in words."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """What an engine answered, started in a `way`, to requests of one kind: token ids of each."""
+
+    way: str
+    requests: str
+    answers: list[list[int]]
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """How a test ended: "passed", "failed" or "skipped", and of "all" what pytest says. reason: why it did not pass."""
+
+    test: str
+    outcome: str
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """An operation alone, in a graph with others of its kind. floor_s: by its bytes and operations. others: seconds of
+    other ways to do the same."""
+
+    section: str
+    name: str
+    seconds: float
+    floor_s: float
+    others: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProductRun:
+    """A product by quantised weights beside the same by torch in bfloat16. bytes_per_s: of weights that it reads."""
+
+    product: str
+    weights: str
+    tokens: int
+    seconds: float
+    plain_seconds: float
+    bytes_per_s: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as in bfloat16."""
+        return self.plain_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Kernels of one step, the mean of some: how many, the time in which one ran, and that between two. The profiler's
+    own time lies in `wall_s` and in the gaps. longest: kernels that take the most time, with how often one runs in a
+    step, and its seconds there in all."""
+
+    name: str
+    kernels: float
+    wall_s: float
+    busy_s: float
+    gaps_s: float
+    median_gap_s: float
+    longest: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PartRun:
+    """How a part ended. compiled: kernels that were compiled meanwhile. reason: None when it ended well."""
+
+    part: str
+    seconds: float
+    compiled: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Skipped:
     """Something that was not measured, and why."""
 
@@ -172,6 +256,13 @@ class Results:
     starts: list[StartRun] = field(default_factory=list)
     kernels: list[KernelTime] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    texts: list[TextRun] = field(default_factory=list)
+    checks: list[CheckRun] = field(default_factory=list)
+    kernel_runs: list[KernelRun] = field(default_factory=list)
+    products: list[ProductRun] = field(default_factory=list)
+    profiles: list[StepProfile] = field(default_factory=list)
+    parts: list[PartRun] = field(default_factory=list)
 
     def take(self, lines: str) -> None:
         """Add what a part wrote. A last line that was cut short, by a part that was ended, is left out."""
@@ -186,24 +277,16 @@ class Results:
             self.device = values
         elif kind == "ceilings":
             self.ceilings = Ceilings(**values)
-        elif kind == "cycle":
-            self.cycles.append(Cycle(**values))
-        elif kind == "attention":
-            self.attention.append(AttentionRun(**values))
-        elif kind == "sampling":
-            self.sampling.append(SamplingRun(**values))
-        elif kind == "step":
-            self.steps.append(StepRun(**values))
-        elif kind == "prompt":
-            self.prompts.append(PromptAttention(**values))
-        elif kind == "start":
-            self.starts.append(StartRun(**values))
-        elif kind == "kernel":
-            self.kernels.append(KernelTime(**values))
-        elif kind == "skipped":
-            self.skipped.append(Skipped(**values))
+        elif kind in _LISTS:
+            of_kind, name = _LISTS[kind]
+            getattr(self, name).append(of_kind(**values))
         else:
             raise ValueError(f"a part of the benchmark wrote a record of the unknown kind '{kind}'")
+
+    @property
+    def starts_of_servers(self) -> list[StartRun]:
+        """Those with all that a server compiles and captures, in a process of their own."""
+        return [run for run in self.starts if run.process_s is not None]
 
     def find(self, shape: str, system: str, batch: int, nominal_context: int) -> Cycle | None:
         """The measurement of a system at a batch and context, if there is one."""
@@ -211,17 +294,30 @@ class Results:
         return next((c for c in self.cycles if (c.shape, c.system, c.batch, c.nominal_context) == wanted), None)
 
 
-Record = Ceilings | Cycle | AttentionRun | SamplingRun | StepRun | PromptAttention | StartRun | KernelTime | Skipped
-_KINDS: dict[type[Record], str] = {
-    Ceilings: "ceilings",
-    Cycle: "cycle",
-    AttentionRun: "attention",
-    SamplingRun: "sampling",
-    StepRun: "step",
-    PromptAttention: "prompt",
-    StartRun: "start",
-    KernelTime: "kernel",
-    Skipped: "skipped",
+Record = (
+    Cycle | AttentionRun | StepRun | PromptAttention | StartRun | SamplingRun | KernelTime | Skipped | Fact | TextRun
+    | CheckRun | KernelRun | ProductRun | StepProfile | PartRun
+)  # fmt: skip
+# The list of `Results` that has the records of a kind.
+_LISTS: dict[str, tuple[type[Record], str]] = {
+    "cycle": (Cycle, "cycles"),
+    "attention": (AttentionRun, "attention"),
+    "sampling": (SamplingRun, "sampling"),
+    "step": (StepRun, "steps"),
+    "prompt": (PromptAttention, "prompts"),
+    "start": (StartRun, "starts"),
+    "kernel": (KernelTime, "kernels"),
+    "skipped": (Skipped, "skipped"),
+    "fact": (Fact, "facts"),
+    "text": (TextRun, "texts"),
+    "check": (CheckRun, "checks"),
+    "kernel_run": (KernelRun, "kernel_runs"),
+    "product": (ProductRun, "products"),
+    "profile": (StepProfile, "profiles"),
+    "part": (PartRun, "parts"),
+}
+_KINDS: dict[type[Record | Ceilings], str] = {Ceilings: "ceilings"} | {
+    of_kind: kind for kind, (of_kind, _) in _LISTS.items()
 }
 
 
@@ -231,11 +327,12 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | Ceilings) -> None:
         """Append a result."""
         self.write_raw(_KINDS[type(record)], asdict(record))
 
     def write_raw(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a record of this kind."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **values}) + "\n")
+        """Append a record of this kind. Processes may write to one file at a time: a line is one write."""
+        line = json.dumps({"kind": kind, **values}) + "\n"
+        with self._path.open("ab", buffering=0) as file:
+            file.write(line.encode())

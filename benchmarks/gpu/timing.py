@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
 from benchmarks.gpu.floor import Ceilings
 
+Scale = Literal["cuda", "cpu"]
 # (bytes of the copy, side of the matrices)
 CEILING_SIZES = {"cuda": (4 << 30, 8192), "cpu": (1 << 20, 128)}
 REPEATS = 12
 WARM_UP = 3
+# More than the largest cache of a GPU.
+CACHE_BYTES = 256 << 20
+_scales: list[Scale] = []
+
+
+def use_tiny_sizes() -> None:
+    """From now on everything takes the sizes of a CPU: for a device that is not there (`fake_device`)."""
+    _scales.append("cpu")
+
+
+def scale(device: torch.device) -> Scale:
+    """Whose sizes a measurement takes: a GPU's, or those of a CPU, where nothing is measured."""
+    return "cpu" if _scales or device.type == "cpu" else "cuda"
+
+
+def num_copies(device: torch.device, num_bytes: int) -> int:
+    """How many tensors of this size no cache holds together."""
+    return max(1, min(64, -(-CACHE_BYTES // max(num_bytes, 1)))) if scale(device) == "cuda" else 1
+
+
+def seconds_each(device: torch.device, works: Sequence[Callable[[], object]], repeats: int = REPEATS) -> float:
+    """The time of one of `works`, which run one after the other as one graph."""
+
+    def every() -> None:
+        for work in works:
+            work()
+
+    with torch.inference_mode():
+        return median_seconds(device, graph_of(device, every), repeats) / len(works)
 
 
 def synchronize(device: torch.device) -> None:
@@ -62,7 +93,7 @@ def graph_of(device: torch.device, work: Callable[[], object]) -> Callable[[], o
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """A large copy on the device, counting bytes read and written, and a large product of random matrices."""
-    num_bytes, side = CEILING_SIZES[device.type]
+    num_bytes, side = CEILING_SIZES[scale(device)]
     copy_s = median_seconds(device, _copy(num_bytes, device))
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     product_s = median_seconds(device, lambda: left @ right)

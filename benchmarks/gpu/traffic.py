@@ -86,10 +86,15 @@ SIZES = {
 }
 
 
+def has_compiled_kernels() -> bool:
+    """Whether Triton's cache has any."""
+    directory = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return directory.is_dir() and any(directory.iterdir())
+
+
 def start(engine: RandomEngine, acceptance: SyntheticAcceptance, chunk: int) -> tuple[EngineCore, StartRun]:
     """A core that computes prompts, and how long its start took."""
-    directory = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-    cached = directory.is_dir() and any(directory.iterdir())
+    cached = has_compiled_kernels()
     started = time.perf_counter()
     core = engine.core(engine.shape.num_speculative_tokens, acceptance, prompt_tokens=chunk)
     seconds = time.perf_counter() - started
@@ -104,7 +109,7 @@ def prompt_step(
     worker.computes_prompts = True
     try:
         for number in range(2):
-            core.add_request(_prompt(shape, f"prompt-{tokens}-{number}", tokens))
+            core.add_request(prompt_request(shape, f"prompt-{tokens}-{number}", tokens))
             seconds, device_s, host_s = _timed(core, None)
     finally:
         worker.computes_prompts = False
@@ -128,7 +133,7 @@ def mixed_step(
     with decoding(core, shape, cell, k, num_steps):
         worker.computes_prompts = True
         try:
-            waiting = (_prompt(shape, f"mixed-{number}", tokens) for number in range(num_steps))
+            waiting = (prompt_request(shape, f"mixed-{number}", tokens) for number in range(num_steps))
             seconds, device_s, host_s = _timed(core, waiting)
         finally:
             worker.computes_prompts = False
@@ -149,7 +154,8 @@ def prompt_floor(shape: Shape, begin: int, tokens: int, dtype: torch.dtype, ceil
     return work.seconds(ceilings) + inject_work(shape, own).seconds(ceilings)
 
 
-def _prompt(shape: Shape, name: str, tokens: int) -> GenerationRequest:
+def prompt_request(shape: Shape, name: str, tokens: int) -> GenerationRequest:
+    """A request with a prompt of random tokens, for one token."""
     ids = torch.randint(1, shape.target.vocab_size - 1, (tokens,), generator=torch.Generator().manual_seed(tokens))
     return GenerationRequest(name, ids.tolist(), SamplingParams(max_tokens=1, temperature=0.0), ())
 
