@@ -128,4 +128,4 @@ def _names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return [target.id for target in targets if isinstance(target, ast.Name)]
-    return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []
+    return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else []
