@@ -26,7 +26,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-report gpu-packages mutants load demo-model oracle clean
+.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-report gpu-packages gpu-pack mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -134,6 +134,10 @@ gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine wit
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \
 	  $(addprefix --platform ,manylinux_2_31_x86_64 manylinux_2_28_x86_64 manylinux2014_x86_64) --only-binary=:all: \
 	  --no-deps msgspec safetensors pyzmq llguidance
+
+# ARGS="--python PYTHON": an interpreter of GPU_PYTHON_VERSION with the Triton of the GPU machine.
+gpu-pack: gpu-packages ## The same, with the kernels of `make gpu-report` compiled before: ARGS="--python python3.12 --arch 90"
+	$(GPU_RUN) -m benchmarks.gpu.pack $(ARGS)
 
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)

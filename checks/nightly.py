@@ -171,6 +171,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("benchmarks.gpu.kernel_variants",),
         "200 mixed workloads over all kinds of engines compile no kernel in service",
     ),
+    "gpu_rehearsal": (
+        ("benchmarks.gpu.card_report", "--rehearse"),
+        "every part of make gpu-report over a GPU that is not there: no devices mixed, no wait in a step or a capture",
+    ),
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
 # tests/scale.py

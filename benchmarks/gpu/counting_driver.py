@@ -87,9 +87,12 @@ class _Utils:
 
 
 class _Driver:
-    """An H100 or H200, as far as Triton asks."""
+    """A GPU, as far as Triton asks: by default an H100 or H200."""
 
     utils = _Utils()
+
+    def __init__(self, arch: int = 90) -> None:
+        self._arch = arch
 
     def get_current_device(self) -> int:
         return 0
@@ -100,7 +103,7 @@ class _Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -114,20 +117,20 @@ def install() -> KernelCounts:
     return counts
 
 
-def use_driver(counts: KernelCounts, compiles: bool = False) -> None:
-    """As `install`, over any tensors. compiles: kernels are compiled all the same, into Triton's cache, and launched by
-    nothing."""
+def use_driver(counts: KernelCounts, compiled: Callable[[Any], None] | None = None, arch: int = 90) -> None:
+    """As `install`, over any tensors. With `compiled` kernels are compiled all the same, for a compute capability and
+    into Triton's cache; it is called with each."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("with TRITON_INTERPRET=1 no kernel has a compiled form that could be counted")
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(arch))
     really = JITFunction._do_compile
 
     def compile_one(kernel: Any, key: str, *arguments: Any) -> Any:
-        if compiles:
-            really(kernel, key, *arguments)
+        if compiled is not None:
+            compiled(really(kernel, key, *arguments))
         return counts.count_compilation(kernel, key, *arguments)
 
     JITFunction._do_compile = compile_one

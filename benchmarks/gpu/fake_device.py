@@ -12,6 +12,7 @@ With "compile" every kernel is compiled as on such a GPU, into Triton's cache, a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu import timing
+from benchmarks.gpu.compile_table import GPUS
 from benchmarks.gpu.counting_driver import KernelCounts, use_driver
+from benchmarks.gpu.pack import ARCH_VARIABLE
 
 Mode = Literal["rules", "compile"]
 MODES: tuple[Mode, ...] = ("rules", "compile")
@@ -33,6 +36,8 @@ PROPERTIES = SimpleNamespace(
     name="a GPU that is not there", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB,
     shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10, L2_cache_size=50 << 20,
 )  # fmt: skip
+# Address space of the CPU stands for it, of which nothing is written.
+FREE_BYTES = 24 * GIB
 # Tensors with more elements are not computed where kernels are compiled alone.
 LARGE = 1 << 20
 # What moves data between devices, or asks about a tensor and not for its data.
@@ -405,7 +410,7 @@ CUDA: dict[str, Any] = {
     "get_device_properties": lambda *args: PROPERTIES,
     "get_device_capability": lambda *args: (PROPERTIES.major, PROPERTIES.minor),
     "get_device_name": lambda *args: PROPERTIES.name,
-    "mem_get_info": lambda *args: (70 * GIB, 80 * GIB),
+    "mem_get_info": lambda *args: (FREE_BYTES, PROPERTIES.total_memory),
     "memory_allocated": lambda *args: 0,
     "max_memory_allocated": lambda *args: GIB,
     "memory_reserved": lambda *args: GIB,
@@ -429,6 +434,28 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
+def _be(arch: int) -> None:
+    """Have the properties of a GPU of this compute capability. Raises `ValueError` for one that is not known."""
+    if arch not in GPUS:
+        raise ValueError(f"no GPU of compute capability {arch} is known here; there are {', '.join(map(str, GPUS))}")
+    gpu = GPUS[arch]
+    PROPERTIES.major, PROPERTIES.minor = divmod(arch, 10)
+    PROPERTIES.multi_processor_count = gpu.num_sms
+    PROPERTIES.shared_memory_per_block_optin = gpu.shared_bytes
+    PROPERTIES.shared_memory_per_multiprocessor = gpu.sm_shared_bytes
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Build the module that launches a kernel, where Triton has one for each signature, and do not load it: it needs
+    the driver."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    if hasattr(driver, "make_launcher") and hasattr(build, "_load_module_from_path"):
+        build._load_module_from_path = lambda name, path: SimpleNamespace(launch=None)
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
 def install(mode: Mode) -> None:
     """Put the device in place, for the rest of the process. Sizes become those of a CPU, but where kernels are
     compiled. Raises `RuntimeError` where kernels are interpreted."""
@@ -436,10 +463,13 @@ def install(mode: Mode) -> None:
     from dflash_backend.worker import graphs
     from dflash_backend.worker.runner import ModelRunner
 
-    use_driver(COUNTS, compiles=mode == "compile")
     STATE.mode = mode
     if mode == "rules":
+        use_driver(COUNTS)
         timing.use_tiny_sizes()
+    else:
+        _be(int(os.environ.get(ARCH_VARIABLE, "90")))
+        use_driver(COUNTS, _build_launcher, int(os.environ.get(ARCH_VARIABLE, "90")))
     for name, value in CUDA.items():
         # A function of its own for each name: the profiler loads what looks functions up by what they are.
         setattr(torch.cuda, name, value if isinstance(value, type) else partial(value))

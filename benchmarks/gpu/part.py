@@ -21,7 +21,7 @@ from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
 from benchmarks.gpu.profile import profile_cell
 from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, Cycle, Recorder, Results, Skipped, StepRun
-from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.shapes import SHAPES, Shape, with_layers
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from benchmarks.gpu.timing import measure_ceilings, scale
 from dflash_backend.core.admission import RequestError
@@ -42,6 +42,8 @@ CPU_GRID, CPU_REFERENCE_GRID = [Cell(1, 24), Cell(2, 40), Cell(3, 4096)], [Cell(
 INVARIANT_CELLS = 3
 NUM_CYCLES = {"cuda": 48, "cpu": 3}
 PROFILED_CYCLES = 8
+# Layers have the same kernels.
+COMPILED_LAYERS = 8
 REFERENCE_CYCLES = {"cuda": 16, "cpu": 2}
 ATTENTION_CONTEXT = {"cuda": 32768, "cpu": 64}
 # Of the memory that is free once the models are loaded, what the KV may take; the rest is for graphs and logits.
@@ -244,6 +246,8 @@ def main(argv: list[str] | None = None, parts: Mapping[str, Callable[[Context], 
         fake_device.install(args.fake)
     deadline = time.monotonic() + args.seconds
     shape = SHAPES[args.shape]()
+    if args.fake == "compile":
+        shape = with_layers(shape, COMPILED_LAYERS)
     if args.device == "cuda":
         prepare_gpu()  # as an engine that serves
     else:

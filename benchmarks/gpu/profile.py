@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.engine import Cell, decoding
 from benchmarks.gpu.results import KernelTime, StepProfile
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.timing import synchronize
+from benchmarks.gpu.timing import scale, synchronize
 from dflash_backend.core.engine import EngineCore
 
 NUM_KERNELS = 20
@@ -28,7 +28,7 @@ def profile_cell(
     The profiler itself costs time between kernels, so these are times of kernels and not of cycles. On a CPU they are
     those of torch's operations.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu = scale(device) == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with decoding(core, shape, cell, k, num_cycles), profile(activities=[activity]) as profiler:
         for _ in range(num_cycles):
@@ -56,7 +56,7 @@ def step_profile(name: str, step: Callable[[], object], num_steps: int, device: 
     """The kernels of a step, the mean of `num_steps`; None where the profiler sees none, as on a CPU."""
     synchronize(device)
     started = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA if scale(device) == "cuda" else ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
             step()
         synchronize(device)

@@ -209,6 +209,15 @@ def tiny_moe() -> Shape:
     return Shape("tiny-moe", target, _draft(target, _decoder(1, 32, 48, 4, 2, 16, max_len=512), 4, 2))
 
 
+def with_layers(shape: Shape, count: int) -> Shape:
+    """A shape whose target has this many layers; the drafter's features are of as many of them as before."""
+    decoder = replace(shape.target.decoder, num_layers=count, sliding_windows=(None,) * count)
+    target = replace(shape.target, decoder=decoder)
+    drafter = shape.draft
+    draft = _draft(target, drafter.decoder, drafter.block_size, len(drafter.target_layer_ids))
+    return replace(shape, target=target, draft=draft)
+
+
 SHAPES: dict[str, Callable[[], Shape]] = {
     "qwen3-8b": qwen3_8b,
     "llama-3.1-8b": llama_31_8b,

@@ -206,7 +206,7 @@ def test_the_first_table_holds_each_figure_to_its_floor_and_to_what_is_asked_for
     first = text[:1500]
     assert "Tests: 1 passed, 1 failed, 0 skipped; ended with status 1." in first
     assert "Kernels compiled here: 9." in first
-    assert "Text: not compared." in first
+    assert "Text: not compared; 0 kinds of requests were answered." in first
     assert "| DFlash, 1 rows, over floor | 1.44 | 6.31 / 4.39 ms | at most 1.25 | missed |" in text
     assert "| attention, 8 rows of 2048, over floor | 2.38 | 38.0 / 16.0 us | at most 1.75 | missed |" in text
     assert "- t::b: why" in text
@@ -218,11 +218,19 @@ def test_the_first_table_holds_each_figure_to_its_floor_and_to_what_is_asked_for
 
 
 def test_of_nothing_there_is_no_figure() -> None:
-    text = card_summary.markdown(Results({"shape": SHAPE, "rehearsal": True}))
+    text = card_summary.markdown(Results({"shape": SHAPE}))
     rows = [line for line in text.splitlines() if "| at " in line]
     assert len(rows) > 30
     assert all("| - | - |" in row and row.endswith("| not measured |") for row in rows)
+
+
+def test_a_rehearsal_is_held_to_nothing() -> None:
+    texts = [TextRun("CPU, k = 0", "greedy", [[1]]), TextRun("graphs", "greedy", [[0]])]
+    starts = [StartRun(SHAPE, 1.0, 256, True, 2.0, 0)]
+    text = card_summary.markdown(Results({"shape": SHAPE, "rehearsal": True}, texts=texts, starts=starts))
     assert "no figure here means anything" in text[:300]
+    assert "Text: not compared; 2 kinds of requests were answered." in text
+    assert not any(word in text for word in ("WRONG", " met |", "asked for"))
 
 
 def test_gaps_of_a_step_are_what_no_kernel_covers() -> None:
@@ -269,13 +277,17 @@ def test_outcomes_of_tests_are_recorded_as_they_come(tmp_path: Path, monkeypatch
         "def test_left(): pytest.skip('no card')\n"
     )
     records = tmp_path / "records.jsonl"
+    (tmp_path / "test_packages.py").write_text("import a_package_that_is_not_here\n")
     monkeypatch.setenv(outcomes.VARIABLE, str(records))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     options = ["-q", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "no:xdist"]
-    assert pytest.main([*options, str(tmp_path)], plugins=[outcomes]) == 1
+    assert pytest.main([*options, *card_report.TEST_OPTIONS, str(tmp_path)], plugins=[outcomes]) == 1
     results = Results({})
     results.take(records.read_text())
     found = {run.test.rpartition("::")[2]: run.outcome for run in results.checks}
     expected = {"test_right": "passed", "test_wrong": "failed", "test_left": "skipped", "all": "ended with status 1"}
+    expected["test_packages.py"] = "failed"
     assert found == expected
-    assert "one is not two" in next(run.reason for run in results.checks if run.outcome == "failed")
+    reasons = {run.test.rpartition("::")[2]: run.reason for run in results.checks}
+    assert "one is not two" in reasons["test_wrong"]
+    assert "a_package_that_is_not_here" in reasons["test_packages.py"]

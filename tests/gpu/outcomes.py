@@ -37,7 +37,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A file that cannot be collected."""
     if report.failed:
-        record(report.nodeid, "failed", 0.0, " ".join(str(report.longrepr).split()))
+        # What was missing is at the end.
+        record(report.nodeid, "failed", 0.0, " ".join(str(report.longrepr).split())[-LONGEST_REASON:])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
