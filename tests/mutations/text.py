@@ -26,7 +26,6 @@ TEXT_MUTANTS = (
     *mutants_of(
         f"{TEXT}/time_limit.py",
         TOKENIZER,
-        ("an error that was sent late arrives after its block", "100 if block.is_sent and not has_arrived else 0", "0"),
         (
             "each block takes back what was not sent",
             "            self._blocks.discard(block)\n\n",

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, models, pre_tokenizers
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.text import time_limit as time_limits
 from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, most_chars
 from dflash_backend.text.time_limit import OutOfTime, time_limit
 from dflash_backend.text.tokenizer import PromptError, Tokenizer
@@ -137,6 +140,38 @@ def test_only_the_time_that_a_thread_computes_is_limited() -> None:
             pass
     with pytest.raises(OutOfTime), time_limit(0.02):
         all(True for _ in itertools.repeat(None))
+
+
+PROFILED = """
+import sys
+from dflash_backend.text.time_limit import time_limit
+with time_limit(1.0):
+    pass
+calls = []
+sys.setprofile(lambda frame, event, arg: calls.append(event))
+(lambda: None)()
+sys.setprofile(None)
+print(calls.count("call"))
+"""
+
+
+def test_a_time_limit_leaves_the_interpreter_as_it_was() -> None:
+    """An error that is taken back would have CPython 3.11 never enter a function that is profiled."""
+    command, root = [sys.executable, "-c", PROFILED], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=20)
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
+def test_an_error_that_was_sent_as_its_block_ended_arrives_there_and_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(block: Any) -> None:
+        time_limits._raise_in(block.thread, OutOfTime)
+
+    monkeypatch.setattr(time_limits._WATCH, "remove", remove)
+    for _ in range(3):
+        with pytest.raises(OutOfTime), time_limit(100.0):
+            pass
+        sum(1 for _ in range(1000))
+    time_limits._WATCH._blocks.clear()
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
