@@ -3,6 +3,7 @@
 import itertools
 import json
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
