@@ -82,7 +82,7 @@ PARTS = (
     Part("engine", 70.0),
     Part("traffic", 60.0),
     Part("kernels", 40.0),
-    Part("profile", 30.0),
+    Part("profile", 40.0),
     Part("quantised cycles", 30.0),
     Part("quantised", 40.0),
     Part("start", 60.0),

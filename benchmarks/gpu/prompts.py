@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -58,7 +59,8 @@ def _systems(
 
     yield "torch", by_torch
     if scale(query.device) == "cuda":
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), suppress(RuntimeError):
+            by_torch()  # not on every GPU
             yield CUDNN, by_torch
     for name, module in PACKAGES.items():
         try:

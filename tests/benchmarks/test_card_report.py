@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu import card_report, card_summary, card_texts
+from benchmarks.gpu import card_report, card_summary, card_texts, prompts
+from benchmarks.gpu.build import attention_backend
 from benchmarks.gpu.card_report import Part, Plan, Report
 from benchmarks.gpu.floor import Ceilings
 from benchmarks.gpu.profile import summarise
@@ -33,6 +35,7 @@ from benchmarks.gpu.results import (
     StepRun,
     TextRun,
 )
+from benchmarks.gpu.shapes import tiny
 from tests.gpu import outcomes
 
 SHAPE = "Qwen3-8B"
@@ -251,6 +254,16 @@ def test_what_is_printed_ends_with_a_whole_line_and_says_where_the_rest_is() -> 
     assert lines[-1] == "(more in summary.md)"
     assert text.startswith("\n".join(lines[:-1]) + "\n")
     assert card_report.printed("short\n", Path("summary.md")) == "short\n"
+
+
+def test_a_gpu_without_cudnns_attention_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "scale", lambda device: "cuda")
+    monkeypatch.setitem(prompts.TOKENS, "cuda", (16,))
+    monkeypatch.setattr(prompts, "PACKAGES", {})
+    shape, device = tiny(), torch.device("cpu")
+    backend = attention_backend(shape, device, torch.float32)
+    found = [run.system for run in prompts.measure(shape, backend, torch.float32, device)]
+    assert found == [backend.name, "torch"]
 
 
 def test_files_go_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
