@@ -14,6 +14,7 @@ from benchmarks.gpu.results import Fact, Recorder, Skipped, TextRun
 from benchmarks.gpu.timing import Scale
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
+from dflash_backend.core.admission import RequestError
 
 SETTINGS: dict[Scale, Mapping[str, Any]] = {
     "cuda": {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_gb": 0.25},
@@ -37,6 +38,10 @@ SHORT_PROMPT, SHORT_TOKENS = "Hi", (1, 2, 3, 4, 8)
 # Prompts, and tokens of each answer.
 SIZES: dict[Scale, tuple[int, int]] = {"cuda": (12, 64), "cpu": (2, 8)}
 LONG, LONG_AGAIN = "long", "long, from the prefix cache"
+
+
+# What a device, torch, Triton and the engine raise.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, RequestError)
 
 
 @dataclass(frozen=True)
@@ -118,20 +123,29 @@ def requests(scale: Scale) -> dict[str, tuple[list[str], list[dict[str, Any]]]]:
 
 
 def run_way(name: str, device: torch.device, scale: Scale, recorder: Recorder) -> None:
-    """Start an engine in a way and record what it answers to every kind of request. An engine that fails is recorded,
-    with what it had answered."""
+    """Start an engine in a way and record what it answers to every kind of request. What fails is recorded: the start,
+    or one kind of requests, after which the next one is tried."""
     way = WAYS[name]
     started = time.monotonic()
     try:
         # As keywords of `LLM`, so that a way may say `device`.
         llm = LLM(**{**SETTINGS[scale], "device": device.type, **way.settings})
-        num_steps = 0 if way.on_cpu else llm.engine.runner.graphs.num_steps
-        recorder.write(Fact(f"start, {name}", f"{time.monotonic() - started:.1f} s, {num_steps} padded steps"))
-        for kind, (prompts, params) in requests(scale).items():
+    except FAILURES as error:
+        recorder.write(Skipped(f"text, {name}", _in_a_line(error)))
+        return
+    num_steps = 0 if way.on_cpu else llm.engine.runner.graphs.num_steps
+    recorder.write(Fact(f"start, {name}", f"{time.monotonic() - started:.1f} s, {num_steps} padded steps"))
+    for kind, (prompts, params) in requests(scale).items():
+        try:
             outputs = llm.generate(prompts, params)
+        except FAILURES as error:
+            recorder.write(Skipped(f"text, {name}, {kind}", _in_a_line(error)))
+        else:
             recorder.write(TextRun(name, kind, [list(output.token_ids) for output in outputs]))
-    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
-        recorder.write(Skipped(f"text, {name}", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"))
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from benchmarks.gpu.results import (
     TextRun,
 )
 from benchmarks.gpu.shapes import tiny
+from dflash_backend.core.admission import RequestError
 from tests.gpu import outcomes
 
 SHAPE = "Qwen3-8B"
@@ -126,6 +128,34 @@ def test_every_way_of_running_is_in_one_group_and_has_what_it_is_compared_with()
         assert way.against is None or way.against in card_texts.WAYS
     compared = {name for name, way in card_texts.WAYS.items() if way.against}
     assert {"graphs, overlap", "neither", "n-grams", "fixed k", "batch_invariant", "FP8 KV", "FP8 both"} <= compared
+
+
+def test_requests_that_fail_leave_the_others_of_their_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        """Answers short requests and no others."""
+
+        def __init__(self, **settings: object) -> None:
+            if settings["dtype"] == "bfloat16":
+                raise RuntimeError("CUDA error: out of\n memory")
+            assert settings["device"] == "cpu"
+
+        def generate(self, prompts: list[str], params: list[dict[str, object]]) -> list[object]:
+            if prompts[0] != card_texts.SHORT_PROMPT:
+                raise RequestError("INVALID_ARGUMENT", "no grammar")
+            return [SimpleNamespace(token_ids=(1, 2))] * len(prompts)
+
+    monkeypatch.setattr(card_texts, "LLM", Engine)
+    recorder = Recorder(tmp_path / "records")
+    for way in ("CPU, drafts", "bf16"):
+        card_texts.run_way(way, torch.device("cuda"), "cpu", recorder)
+    results = Results({})
+    results.take((tmp_path / "records").read_text())
+    assert [(run.way, run.requests) for run in results.texts] == [("CPU, drafts", "short")]
+    assert results.texts[0].answers == [[1, 2]] * len(card_texts.SHORT_TOKENS)
+    reasons = {one.what: one.reason for one in results.skipped}
+    assert reasons["text, bf16"] == "RuntimeError: CUDA error: out of memory"
+    assert reasons["text, CPU, drafts, special"] == "RequestError: no grammar"
+    assert len(card_report.problems(results)) == len(reasons) == 6
 
 
 def test_text_that_parts_says_where_and_only_exact_ways_are_wrong() -> None:
