@@ -74,6 +74,8 @@ def _eagle3(config: PairConfig, decoder: Fields) -> Fields:
         },
         "draft_vocab_size": config.shape.vocab_size,
         "target_hidden_size": config.shape.hidden_size,
+        "norm_before_residual": False,
+        "norm_output": False,
         "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",

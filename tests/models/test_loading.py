@@ -43,7 +43,8 @@ def change(directory: Path, added: dict[str, torch.Tensor]) -> None:
 def test_stored_frequencies_and_the_copy_of_a_tied_head_are_left_aside(tmp_path: Path) -> None:
     make_target(tmp_path, architecture="LlamaForCausalLM")
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(5)}
-    change(tmp_path, frequencies | {"lm_head.weight": torch.ones(97, 32)})
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, frequencies | {"lm_head.weight": embedding.clone()})
     target = load_target(read_target(tmp_path), 16, torch.float32, CPU)
     assert target.lm_head.weight is target.embedding  # type: ignore[attr-defined]
 

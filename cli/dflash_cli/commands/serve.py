@@ -24,7 +24,7 @@ from dflash_cli.commands.serve_options import LOOPBACK, SETTING_OPTIONS, add_ser
 if TYPE_CHECKING:
     from dflash_cli.launcher.frontend import FrontendProcess
     from dflash_cli.launcher.restarts import Keeper
-    from dflash_cli.launcher.server import TritonServer
+    from dflash_cli.launcher.server import GrpcTls, TritonServer
 
 EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -98,13 +98,8 @@ def _start_before(server: TritonServer, frontend: FrontendProcess, hang_timeout_
 
 def _server(arguments: argparse.Namespace, log: ServeLog, ready_url: str | None) -> TritonServer:
     """The server that the options ask for; `ready_url` is the front end's. Raises `ConfigError` or `LauncherError`."""
-    from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
+    from dflash_cli.launcher.server import TritonServer
 
-    tls = None
-    if arguments.grpc_tls_cert is not None and arguments.grpc_tls_key is not None:
-        tls = GrpcTls(arguments.grpc_tls_cert, arguments.grpc_tls_key, arguments.grpc_tls_client_ca)
-    elif arguments.grpc_tls_cert or arguments.grpc_tls_key or arguments.grpc_tls_client_ca:
-        raise LauncherError("TLS for gRPC needs both --grpc-tls-cert and --grpc-tls-key")
     return TritonServer(
         _settings(arguments),
         model_name=arguments.model_name,
@@ -115,7 +110,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog, ready_url: str | None)
         metrics_port=arguments.metrics_port,
         explicit=arguments.explicit,
         allow_apis=arguments.allow_api,
-        tls=tls,
+        tls=_grpc_tls(arguments),
         extra_options=arguments.tritonserver_options,
         ready_timeout_s=arguments.load_timeout,
         exit_timeout_s=arguments.exit_timeout,
@@ -126,6 +121,18 @@ def _server(arguments: argparse.Namespace, log: ServeLog, ready_url: str | None)
     )
 
 
+def _grpc_tls(arguments: argparse.Namespace) -> GrpcTls | None:
+    """How gRPC is encrypted, if so. Raises `LauncherError` for half of what that takes."""
+    from dflash_cli.launcher.server import GrpcTls, LauncherError
+
+    given = arguments.grpc_tls_cert, arguments.grpc_tls_key
+    if all(given):
+        return GrpcTls(*given, arguments.grpc_tls_client_ca)
+    if any(given) or arguments.grpc_tls_client_ca:
+        raise LauncherError("TLS for gRPC needs both --grpc-tls-cert and --grpc-tls-key")
+    return None
+
+
 def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> FrontendProcess | None:
     """The OpenAI front end beside the server; None where there is to be none. Raises `LauncherError`."""
     from dflash_cli.launcher.frontend import FrontendProcess
@@ -134,7 +141,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
 
     if arguments.port == 0:
         return None
-    if arguments.grpc_tls_cert is not None:
+    if _grpc_tls(arguments) is not None:
         raise LauncherError(
             "gRPC is encrypted, and serve cannot know for which name; add --port 0 and run the OpenAI front end with: "
             "dflash-triton openai --triton grpcs://NAME:PORT --triton-ca-cert FILE"
