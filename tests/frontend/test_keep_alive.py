@@ -154,6 +154,29 @@ def test_a_comment_that_cannot_be_sent_ends_the_stream(error: Exception) -> None
     assert closed == [True]
 
 
+@pytest.mark.parametrize("ping_first", [True, False])
+def test_a_stream_without_an_event_yet_sends_a_comment_with_its_headers(ping_first: bool) -> None:
+    sent: list[Any] = []
+    before_the_first: list[int] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", message["type"]))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        before_the_first.append(len(sent))
+        yield b"data: 1\n\n"
+
+    async def close() -> None:
+        """Nothing runs."""
+
+    async def run() -> None:
+        await EventStream(events(), close, ping_s=60.0, ping_first=ping_first)({}, send, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert sent == ["http.response.start", *[PING] * ping_first, b"data: 1\n\n", b""]
+    assert before_the_first == [1 + ping_first]
+
+
 def test_parts_of_a_stream_do_not_overtake_a_comment() -> None:
     sent: list[bytes] = []
     is_sending = False
