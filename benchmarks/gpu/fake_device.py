@@ -205,7 +205,7 @@ def _is_in_place(name: str) -> bool:
 def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any], here: bool) -> Any:
     args, kwargs = _map(_plain, args), _map(_plain, kwargs)
     if STATE.mode == "compile" and here:
-        if _is_in_place(name) and args[0].numel() > LARGE:
+        if _is_in_place(name) and args[0].numel() > LARGE and args[0].is_floating_point():
             return args[0]
         if name in COSTLY:
             shapes = _shapes_of(func, args, kwargs)
@@ -214,7 +214,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any], here: bool
                     lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), shapes
                 )
     result = func(*args, **kwargs)
-    if name in EMPTY and result.numel() <= LARGE and not result.is_meta:
+    if name in EMPTY and not (result.numel() > LARGE and result.is_floating_point()) and not result.is_meta:
         result.zero_()  # a kernel would have written it: ids in it are looked up
     return result
 
@@ -232,7 +232,9 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _uninitialised(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    # Integers may be looked up.
+    return made if made.is_floating_point() and made.numel() > LARGE else made.zero_()
 
 
 def _check(name: str, args: Any, kwargs: dict[str, Any], operands: list[torch.Tensor]) -> None:
@@ -314,7 +316,7 @@ def _move(name: str, own: torch.Tensor, rest: list[Any], kwargs: dict[str, Any])
         if not (non_blocking and _is_pinned(own)):
             wait(f"{name} to the device from memory of the host that is not pinned")
     raw = _plain(own)
-    if STATE.mode == "compile" and raw.numel() > LARGE:
+    if STATE.mode == "compile" and raw.numel() > LARGE and raw.is_floating_point():
         copy = torch.empty_like(raw, dtype=dtype or raw.dtype)
     else:
         copy = raw.to(dtype or raw.dtype, copy=True)
