@@ -70,7 +70,8 @@ SIZES = {
             *(TrafficCell(SERVING, Cell(batch, 1024), GREEDY) for batch in (5, 9, 17, 33)),
             *(TrafficCell(SAMPLED, Cell(batch, 1024), SAMPLING) for batch in (1, 8, 32)),
         ),
-        row_sizes=(1, 8, 16, 24, 40),
+        # Those of `capture_sizes` that these cells take, with 15 drafts.
+        row_sizes=(1, 8, 10, 20, 32, 36),
     ),
     "cpu": TrafficSizes(
         prompts=(40, 100),

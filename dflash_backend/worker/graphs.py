@@ -287,10 +287,12 @@ class GraphRunner:
         sampled: bool,
         progress: Progress,
         shapes: Sequence[tuple[int, int]] = (),
+        finest: Sequence[int] = (),
     ) -> None:
         """Make the steps with these numbers of rows, and of verified and proposed drafts for each (`shapes`, by default
         k and k), in place of those that there were: greedy ones, and with `sampled` also those for sampled requests.
-        `progress` is called with `(message, fraction)`.
+        finest: the numbers of rows with the most drafts, by default `sizes`. `progress` is called with
+        `(message, fraction)`.
 
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.
@@ -299,8 +301,9 @@ class GraphRunner:
         shapes = shapes or [(k, k)]
         wanted = [
             (size, shape, kind, shared)
-            for size in sorted(sizes, reverse=True)
+            for size in sorted({*sizes, *finest}, reverse=True)
             for shape in sorted(shapes, reverse=True)
+            if size in (finest if finest and shape == max(shapes) else sizes)
             for kind in (True, False)
             for shared in (True, False)
             if (sampled or not kind) and (not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS))

@@ -140,7 +140,8 @@ class ModelRunner:
         """
         if self.step.ops.on_host:
             return
-        # With many shapes for each number of rows, their numbers of tokens lie close enough.
+        # With many shapes for each number of rows, their numbers of tokens lie close enough, but for the largest.
+        finest = capture_sizes(self._max_padded_rows, self.step.width) if shapes and sizes is None else ()
         sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.step.width)
         if self.device.type == "cuda" and serves:
             progress("compiling kernels", 0.0)
@@ -156,7 +157,7 @@ class ModelRunner:
             make, progress, mixed = partial(EagerStep, self.step), lambda message, done: None, mixed or ()
         try:
             with no_collection() if captures else nullcontext():
-                self.graphs.make(make, sizes, serves, progress, shapes)
+                self.graphs.make(make, sizes, serves, progress, shapes, finest)
                 self.graphs.make_mixed(make, mixed, serves, progress)
         except CaptureError as error:
             self.graphs.clear()

@@ -74,17 +74,19 @@ def test_padding_is_a_quarter_of_a_steps_tokens_at_most_once_they_take_the_time(
     assert capture_sizes(12, 256) == [1, 2, 4, 8, 9, 10, 11, 12]  # a row of more tokens than sizes are apart
 
 
-def test_steps_of_one_shape_have_more_sizes_than_those_whose_drafts_follow_the_load(pair: dict[str, Any]) -> None:
-    found = []
-    for k in (None, 7):
+def test_steps_with_the_most_drafts_have_more_sizes_than_those_with_fewer(pair: dict[str, Any]) -> None:
+    coarse, fine = set(capture_sizes(24)), set(capture_sizes(24, 8))
+    assert fine > coarse
+    for shapes in ([], capture_shapes(7)):
         built = on_device_runner(engine(**pair | {"max_num_seqs": 24}), overlap=False)
         runner = built.runner
         assert isinstance(runner, ModelRunner)
-        shapes = [] if k is None else capture_shapes(k)
         runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes)
-        found.append({step.inputs.num_rows for step in runner.graphs.steps(sampled=False)})
-    assert found == [set(capture_sizes(24, 8)), set(capture_sizes(24))]
-    assert found[0] > found[1]
+        found: dict[tuple[int, int], set[int]] = {}
+        for step in runner.graphs.steps(sampled=False):
+            drafts = step.inputs.num_tokens // step.inputs.num_rows - 1, step.inputs.draft_width or 0
+            found.setdefault(drafts, set()).add(step.inputs.num_rows)
+        assert found == {shape: fine if shape == (7, 7) else coarse for shape in shapes or [(7, 7)]}
 
 
 @pytest.mark.parametrize(("k", "budget"), [(3, None), (7, None), (7, 5)])
