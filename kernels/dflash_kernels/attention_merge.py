@@ -20,9 +20,10 @@ try:
 except ImportError:  # a machine without a GPU needs no merge
     triton = None
 
-# Pieces and lines that a program takes at a time: few tiles have many pieces each, many tiles have few, from where a
-# tile has this many workers on average (one layer of 8 rows: 38 us instead of 45; of one row 14 instead of 21; H200).
-FEW_TILES, MANY_TILES, FEW_WORKERS = (16, 1), (2, 8), 5
+# Pieces and lines that a program takes at a time: few tiles have many pieces each, many tiles have few. Eight rows of
+# 2,048 positions would take 37 us in place of 45 as many tiles do, but one of 32,768 among them has nearly all pieces,
+# and a whole cycle then takes 8 % longer (H200).
+FEW_TILES, MANY_TILES = (16, 1), (2, 8)
 # Programs at most where tiles are many: of those that a captured step with prompts might have, most are not there.
 MAX_PROGRAMS = 8192
 LOG2_E = 1.4426950408889634
@@ -143,7 +144,7 @@ if triton is not None:
         line of results for each of two pieces of a worker, KV head, and line of a tile. heads: constants of kernels.
         sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
         block_m, group = launch.tiling.block_m, heads["GROUP"]
-        pieces, lines = MANY_TILES if launch.num_tiles * FEW_WORKERS > launch.num_workers else FEW_TILES
+        pieces, lines = MANY_TILES if launch.num_tiles * MANY_TILES[0] > launch.num_workers else FEW_TILES
         num_tiles, num_blocks = launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines)
         _merge_kernel[(num_tiles, max(1, min(num_blocks, MAX_PROGRAMS // num_tiles)))](
             rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles, block_m,
