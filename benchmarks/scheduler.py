@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.kv_manager import KVManager
+from dflash_backend.core.kv import KVManager
 from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig

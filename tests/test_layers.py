@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -23,21 +24,13 @@ def read_table() -> dict[str, set[str]]:
         names = set(re.findall(r"`([\w.]+)`", imports)) | (leaves if "leaves" in imports else set())
         if packages.strip() == "leaves":
             leaves = names
-        table |= dict.fromkeys(re.findall(r"`(\w+)`", packages), names)
+        table |= dict.fromkeys(re.findall(r"`([\w.]+)`", packages), names)
     return table
 
 
 ALLOWED = read_table()
-# Modules that count as packages of their own: what others may know of theirs.
-APART = (
-    "core.ending",
-    "core.plan",
-    "core.prefix_cache",
-    "core.scheduler_config",
-    "drafters.published",
-    "drafters.registry",
-    "drafters.resolve",
-)
+# Parts of packages that count as packages: what others may know of theirs, and the folders in them.
+APART = sorted({name for names in (ALLOWED, *ALLOWED.values()) for name in names if "." in name})
 FOLDERS = {
     "kernels": "kernels/dflash_kernels",
     "dflash_client": "client/dflash_client",
@@ -46,26 +39,40 @@ FOLDERS = {
 }
 
 
+def package_of(module: str) -> str:
+    """The package of a module of `dflash_backend`; those of `APART` by themselves."""
+    return next((part for part in APART if f"{module}.".startswith(f"{part}.")), module.partition(".")[0])
+
+
+@functools.cache
+def imported_modules(path: Path) -> list[str]:
+    """The modules that a file imports, by their names."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return names
+
+
 def imported(path: Path) -> set[str]:
     """The packages that a file imports; `APART` by themselves."""
     parts = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            if name.startswith("dflash_backend."):
-                rest = name.removeprefix("dflash_backend.")
-                parts.add(rest if rest in APART else rest.partition(".")[0])
-            elif name.startswith("dflash_kernels"):
-                parts.add("kernels")
-            elif name.partition(".")[0] in ("dflash_client", "dflash_openai", "dflash_cli"):
-                parts.add(name.partition(".")[0])
+    for name in imported_modules(path):
+        if name.startswith("dflash_backend."):
+            parts.add(package_of(name.removeprefix("dflash_backend.")))
+        elif name.startswith("dflash_kernels"):
+            parts.add("kernels")
+        elif name.partition(".")[0] in ("dflash_client", "dflash_openai", "dflash_cli"):
+            parts.add(name.partition(".")[0])
     return parts
 
 
 def files_of(package: str) -> list[Path]:
-    folder = ROOT / FOLDERS.get(package, f"dflash_backend/{package}")
-    return list(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    folder = ROOT / FOLDERS.get(package, f"dflash_backend/{package.replace('.', '/')}")
+    if not folder.is_dir():
+        return [folder.with_suffix(".py")]
+    apart = {file for part in ALLOWED if part.startswith(f"{package}.") for file in files_of(part)}
+    return [file for file in folder.rglob("*.py") if file not in apart]
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -86,8 +93,20 @@ def test_every_package_is_in_the_table() -> None:
 
 def test_the_table_has_no_cycle() -> None:
     below: dict[str, set[str]] = {
-        package: {part for part in parts if "." not in part} for package, parts in ALLOWED.items()
+        package: {part for part in ALLOWED if part in parts or part.startswith(f"{package}.")}
+        for package, parts in ALLOWED.items()
     }
     while ready := {package for package, parts in below.items() if not parts}:
         below = {package: parts - ready for package, parts in below.items() if package not in ready}
     assert not below, f"packages that import each other: {sorted(below)}"
+
+
+@pytest.mark.parametrize(
+    "package", [part for part in APART if (ROOT / "dflash_backend" / part.replace(".", "/")).is_dir()]
+)
+def test_a_package_in_a_package_has_one_door(package: str) -> None:
+    inner = f"dflash_backend.{package}."
+    for other in ALLOWED:
+        for file in files_of(other) if other != package else ():
+            past = [name for name in imported_modules(file) if name.startswith(inner)]
+            assert not past, f"{file.relative_to(ROOT)} imports {past}; others import from {inner.rstrip('.')}"

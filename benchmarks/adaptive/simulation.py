@@ -1,4 +1,4 @@
-"""The rule of `core.speculation` on a device that is not here: a discrete simulation over a table of costs.
+"""The rule of `core.speculation.policy` on a device that is not here: a discrete simulation over a table of costs.
 
 The floors of `benchmarks.gpu.floor` for a shape and a device's data sheet stand in for measured times, with
 `EFFICIENCY` of the peak rates and a fixed time of the host's and of launches in each step. The table that the policy
@@ -21,8 +21,7 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.markdown import markdown_table
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_backend.core.speculation import AdaptiveSpeculation, CostTable, SpeculatingRow, StepShape
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_kernels.verify_budget import verified_lens_reference
 

@@ -34,7 +34,7 @@ def bytes_asked_for(num_rows: int, num_drafts: int, prefix: int, own: int) -> tu
 
 
 def shares(num_rows: int, num_drafts: int, prefix: int) -> bool:
-    """Whether the scheduler would, as `core.shared_prefixes` decides."""
+    """Whether the scheduler would, as `core.kv.cascade` decides."""
     before, after, partial = bytes_asked_for(num_rows, num_drafts, prefix, own=0)
     return num_rows >= MIN_SHARING_ROWS and prefix >= MIN_SHARED_POSITIONS and before - after > 2 * partial
 

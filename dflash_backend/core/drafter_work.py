@@ -1,13 +1,14 @@
-"""What a drafter runs for a number of drafts: its cost is stated in these terms, and `core.step_costs` learns it."""
+"""What a drafter runs for a number of drafts: `core.speculation` learns the cost in these terms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dflash_backend.core.arrays import Counts
+import numpy as np
+import numpy.typing as npt
 
-Number = TypeVar("Number", int, Counts)
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)

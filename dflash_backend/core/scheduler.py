@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_backend.core.kv_manager import KVManager
+from dflash_backend.core.kv import KVManager, share_prefixes
 from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
 from dflash_backend.core.plan_builder import PlanBuilder
 from dflash_backend.core.preemption import latest_of_heaviest, request_to_make_way
@@ -40,7 +40,6 @@ from dflash_backend.core.rows import (
     promised_blocks,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.shared_prefixes import share_prefixes
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 

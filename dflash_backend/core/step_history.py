@@ -9,8 +9,7 @@ from dflash_backend.core.plan_builder import PlanBuilder
 from dflash_backend.core.request import Request
 from dflash_backend.core.rows import prefills_next
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.speculation import AdaptiveSpeculation
-from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_backend.core.speculation import AdaptiveSpeculation, CostTable, StepShape
 from dflash_backend.core.step_time import StepTime
 from dflash_backend.core.tenants import FairQueue
 

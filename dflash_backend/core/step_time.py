@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_backend.core.linear_fit import LinearFit
+from dflash_backend.core.speculation import LinearFit
 
 # `max_step_time_ms` auto: the larger of this many seconds and this many times a step without prompts.
 AUTO_STEP_S = 0.004

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from benchmarks.adaptive.simulation import ALIKE, K, h200_costs, misses, simulation_of
-from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.speculation.policy import AdaptiveSpeculation
 
 # Decisions that hold too long cost 5 percent; the standard error of this mean is 1 percent.
 NUM_SEEDS, NUM_STEPS, LEAST = 24, 1000, 0.975

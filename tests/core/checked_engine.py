@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from toy_engine import Engine, lookup
 from toy_model import expected_output, prefix_states, root_state
 
+from dflash_backend.core.kv.state_snapshots import StateSnapshots
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.state_snapshots import StateSnapshots
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.messages import GenerationRequest, RequestRejected
 

@@ -8,8 +8,8 @@ import numpy as np
 from step_shapes import BLOCKS, decode_shape
 
 from dflash_backend.core.drafter_work import DrafterWork
-from dflash_backend.core.speculation import FIRST_STEPS, AdaptiveSpeculation
-from dflash_backend.core.step_costs import CostTable
+from dflash_backend.core.speculation.costs import CostTable
+from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
 
 K = 7
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.speculation.costs import StepShape
 
 # A drafter with an anchor, which drafts in one pass, and an autoregressive one.
 BLOCKS, PASSES = DrafterWork(), DrafterWork(0, autoregressive=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pytest
 from toy_engine import Engine, make_config, make_request
 
-from dflash_backend.core.draft_budget import MOST_IN_A_ROW, UnevenDrafts
 from dflash_backend.core.request import Request
-from dflash_backend.core.speculation import FIRST_STEPS, AdaptiveSpeculation
-from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.speculation.budget import MOST_IN_A_ROW, UnevenDrafts
+from dflash_backend.core.speculation.costs import StepShape
+from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
 
 K = 6
 

@@ -14,13 +14,13 @@ import pytest
 from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
-from dflash_backend.core import speculation
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.core.speculation import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_backend.core.speculation import policy as policies
+from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
+from dflash_backend.core.speculation.arrays import Floats
+from dflash_backend.core.speculation.budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
+from dflash_backend.core.speculation.costs import CostTable, StepShape
+from dflash_backend.core.speculation.policy import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
 
 K = 6
 # Of the drafts that are made up here: the logit of a chance is this times the confidence, and a constant of the place.
@@ -232,7 +232,7 @@ def test_few_drafts_get_the_budget_that_arrays_give(monkeypatch: pytest.MonkeyPa
         plan = decode_rows(rng.randint(1, K), num_rows, rng.randint(0, K))
         budgets = []
         for few in (32, 0):
-            monkeypatch.setattr(speculation, "FEW_DRAFTS", few)
+            monkeypatch.setattr(policies, "FEW_DRAFTS", few)
             budgets.append(policy.choose_budget(plan, rows))
         assert budgets[0] == budgets[1]
         found.append(budgets[0] is not None)
@@ -272,7 +272,7 @@ def test_blocks_are_longer_where_the_confidence_tells_drafts_apart(monkeypatch: 
         return policy.choose([SpeculatingRow(K, RequestEffect(0.0, 0.0))] * 8, 100.0, 0)[0]
 
     longer = length()
-    monkeypatch.setattr(speculation, "MAX_EXTRA", 0.0)
+    monkeypatch.setattr(policies, "MAX_EXTRA", 0.0)
     assert longer > length() > 0
 
 

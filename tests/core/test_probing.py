@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.core.probing import MAX_STEPS_BETWEEN_PROBES, MIN_STEPS_BETWEEN_PROBES, PROBE_COST, Probes
+from dflash_backend.core.speculation.probing import (
+    MAX_STEPS_BETWEEN_PROBES,
+    MIN_STEPS_BETWEEN_PROBES,
+    PROBE_COST,
+    Probes,
+)
 
 
 def gaps_between(probes: Probes, cost: float, num_probes: int) -> list[int]:

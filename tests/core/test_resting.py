@@ -10,15 +10,15 @@ import pytest
 from policies import K, accepted_of, policy_with
 from step_shapes import BLOCKS, row_of
 
-from dflash_backend.core.acceptance import EFFECT_DRIFT, RequestEffect
-from dflash_backend.core.probing import MAX_STEPS_BETWEEN_PROBES
-from dflash_backend.core.speculation import (
+from dflash_backend.core.speculation.acceptance import EFFECT_DRIFT, RequestEffect
+from dflash_backend.core.speculation.costs import CostTable, StepShape
+from dflash_backend.core.speculation.policy import (
     MOST_STEPS_OF_FEW,
     STEPS_BETWEEN_DECISIONS,
     AdaptiveSpeculation,
     SpeculatingRow,
 )
-from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_backend.core.speculation.probing import MAX_STEPS_BETWEEN_PROBES
 
 
 def simulate(

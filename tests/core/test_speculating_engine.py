@@ -9,8 +9,8 @@ from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core.plan import StepPlan
-from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.speculation.costs import StepShape
+from dflash_backend.core.speculation.policy import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_history import LATER_EVERY
 
 

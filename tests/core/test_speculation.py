@@ -9,12 +9,12 @@ import pytest
 from policies import K, accepted_of, policy_with
 from step_shapes import BLOCKS, PASSES, decode_shape
 
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation import (
+from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
+from dflash_backend.core.speculation.costs import CostTable
+from dflash_backend.core.speculation.policy import (
     TIE,
     SpeculatingRow,
 )
-from dflash_backend.core.step_costs import CostTable
 
 # Acceptance
 

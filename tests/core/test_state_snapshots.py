@@ -7,7 +7,7 @@ import random
 import pytest
 from toy_engine import Engine, make_config, make_request
 
-from dflash_backend.core.state_snapshots import StateSnapshots
+from dflash_backend.core.kv.state_snapshots import StateSnapshots
 from tests.scale import scaled
 
 

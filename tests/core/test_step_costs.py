@@ -8,10 +8,10 @@ import pytest
 from step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 from dflash_backend.core.drafter_work import DrafterWork
-from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_costs import EVERY, FEW, CostTable, StepCosts, StepShape
+from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, StepCosts, StepShape
+from dflash_backend.core.speculation.linear_fit import LinearFit
 from dflash_backend.core.step_history import StepHistory
 
 # The linear model

@@ -8,8 +8,8 @@ from typing import Any
 
 from toy_worker import OverlappingToy, ToyWorker
 
-from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams

@@ -23,7 +23,7 @@ from operator import mul
 from toy_checks import check_shared
 from toy_model import prefix_states, propose, root_state, verify
 
-from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.plan import (
     DraftBudget,
     NewRequest,

@@ -9,7 +9,7 @@ TESTS = ("tests/core/test_budget_cost.py",)
 
 BUDGET_COST_MUTANTS = (
     *mutants_of(
-        f"{CORE}/draft_budget.py",
+        f"{CORE}/speculation/budget.py",
         TESTS,
         (
             "budgets whose steps took long are never tried again",
@@ -34,21 +34,21 @@ BUDGET_COST_MUTANTS = (
     ),
     Mutant(
         "steps without a budget among others are mostly not looked at",
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         "            self.costs.pass_step()\n",
         "",
         TESTS,
     ),
     Mutant(
         "a draft whose confidence is not known is taken for one of a usual confidence",
-        f"{CORE}/acceptance.py",
+        f"{CORE}/speculation/acceptance.py",
         "confidences, slopes = np.zeros(usual.shape), self._slopes",
         "confidences, slopes = np.zeros(usual.shape), np.ones(self.k)",
         ("tests/core/test_draft_budget.py",),
     ),
     Mutant(
         "how much longer steps with a budget take is not learned",
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         "if budgeted and self.uneven.cost and (expected_s",
         "if (expected_s := 0.0) and (expected_s",
         TESTS,

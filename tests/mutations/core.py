@@ -52,7 +52,7 @@ CORE_MUTANTS = (
         INVARIANTS,
     ),
     *mutants_of(
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         INVARIANTS,
         (
             "PUBLISH: a block is published before its last token was run",
@@ -67,13 +67,13 @@ CORE_MUTANTS = (
     ),
     Mutant(
         "a block that is not full is published",
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         NUM_FULL,
         "-(-min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size)",
         RANDOM,
     ),
     *mutants_of(
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         SCHEDULING,
         (
             "the last full block is not published",
@@ -101,7 +101,7 @@ CORE_MUTANTS = (
     ),
     Mutant(
         "a block is published whose last position has no token behind it",
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         NUM_FULL,
         "min(request.num_computed, request.num_tokens) // self._block_size",
         RANDOM,
@@ -117,7 +117,7 @@ CORE_MUTANTS = (
         ("a cache salt's letters beyond ASCII are dropped", '("utf-8", "surrogatepass")', '("ascii", "ignore")'),
     ),
     *mutants_of(
-        f"{CORE}/block_pool.py",
+        f"{CORE}/kv/block_pool.py",
         RANDOM,
         ("no reference is taken on a hit", "self._ref_counts[block_id] += 1", "self._ref_counts[block_id] += 0"),
         (
@@ -139,7 +139,7 @@ CORE_MUTANTS = (
         ("a second block takes over a hash", "        if block_hash in self._cached:\n            return False\n", ""),
     ),
     *mutants_of(
-        f"{CORE}/block_pool.py",
+        f"{CORE}/kv/block_pool.py",
         POOL,
         ("a chain's head is evicted before its tail", "in reversed(block_ids)", "in block_ids"),
         ("a hit does not make a block protected", "self._reused[block_id] = 1", "self._reused[block_id] = 0"),
@@ -147,7 +147,11 @@ CORE_MUTANTS = (
         ("protected blocks may fill the pool", "self._num_protected > self._max_protected", "self._num_protected < 0"),
     ),
     Mutant(
-        "the newest cold block is evicted", f"{CORE}/block_lists.py", "return self._next[", "return self._prev[", POOL
+        "the newest cold block is evicted",
+        f"{CORE}/kv/block_lists.py",
+        "return self._next[",
+        "return self._prev[",
+        POOL,
     ),
     *mutants_of(
         f"{CORE}/engine.py",

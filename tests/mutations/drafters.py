@@ -263,7 +263,7 @@ DRAFTERS_MUTANTS = (
         "config.block_size, config.reads_next_tokens)",
         "config.block_size)",
         (SEAM + "test_a_hit_ends_where_its_context_would_be_that_of_another_text",),
-        (("dflash_backend/core/kv_manager.py", "int(config.reads_next_tokens)", "0"),),
+        (("dflash_backend/core/kv/manager.py", "int(config.reads_next_tokens)", "0"),),
     ),
     Mutant(
         "the drafter is given each position's own token for the next one",

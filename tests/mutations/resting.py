@@ -14,7 +14,7 @@ TESTS = (
 
 RESTING_MUTANTS = (
     *mutants_of(
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         TESTS,
         (
             "decisions stay as frequent while drafting rests",
@@ -38,7 +38,7 @@ RESTING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/probing.py",
+        f"{CORE}/speculation/probing.py",
         TESTS,
         ("the same row probes each time", "self._next = (self._next + num_probing) % num_rows", "pass"),
         (

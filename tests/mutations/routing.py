@@ -80,7 +80,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "evicted blocks are not reported",
-        "dflash_backend/core/block_pool.py",
+        "dflash_backend/core/kv/block_pool.py",
         "if self._events is not None:",
         "if False:",
         EVENTS,
@@ -124,7 +124,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("tests/triton/test_metrics.py",),
     ),
     *mutants_of(
-        "dflash_backend/core/kv_events.py",
+        "dflash_backend/core/kv/events.py",
         EVENTS,
         ("events lose their order", "self._removed = None\n\n    def removed", "pass\n\n    def removed"),
         ("a stored block has the wrong parent", "last.block_hashes[-1] == parent:", "True:"),

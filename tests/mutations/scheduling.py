@@ -64,7 +64,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "free blocks of a hit are counted twice at admission",
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         "> self.pool.num_free - hit_from_free",
         "> self.pool.num_free",
         RANDOM,
@@ -181,7 +181,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "what prompts have yet to take counts as free",
-        f"{CORE}/kv_manager.py",
+        f"{CORE}/kv/manager.py",
         "- hit_from_free - num_promised",
         "- hit_from_free",
         TENANTS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CORE = "dflash_backend/core/state_snapshots.py"
-MANAGER = "dflash_backend/core/kv_manager.py"
+CORE = "dflash_backend/core/kv/state_snapshots.py"
+MANAGER = "dflash_backend/core/kv/manager.py"
 STATE = "dflash_backend/models/recurrent_state.py"
 RUNNER = "dflash_backend/worker/runner.py"
 OF_CORE = ("tests/core/test_state_snapshots.py", "tests/core/test_core_random.py")

@@ -19,7 +19,7 @@ SHARED_ATTENTION = (
 
 SPECULATION_MUTANTS = (
     *mutants_of(
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         TESTS,
         (
             "a budget goes to drafts that are no prefixes of their rows",
@@ -75,7 +75,7 @@ SPECULATION_MUTANTS = (
         ("a request drafts more than its own k", "min(row.k, self._lengths[group])", "self._lengths[group]"),
     ),
     *mutants_of(
-        f"{CORE}/acceptance.py",
+        f"{CORE}/speculation/acceptance.py",
         TESTS,
         (
             "the estimate is fed with its own prediction",
@@ -100,7 +100,7 @@ SPECULATION_MUTANTS = (
         ("a request's effect stays", "effect.value + gain * unexpected", "effect.value"),
     ),
     *mutants_of(
-        f"{CORE}/acceptance.py",
+        f"{CORE}/speculation/acceptance.py",
         BUDGET_TESTS,
         (
             "what a confidence is worth is learned from its own prediction",
@@ -119,7 +119,7 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/draft_budget.py",
+        f"{CORE}/speculation/budget.py",
         BUDGET_TESTS,
         ("the likeliest drafts come last", "np.sort(chances)[::-1]", "np.sort(chances)"),
         ("drafts without confidences get a budget", "return has_confidence", "return True"),
@@ -128,13 +128,13 @@ SPECULATION_MUTANTS = (
     ),
     Mutant(
         "a decision to draft holds on, however many drafts it is for",
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         "goes_on = self._lengths == before and len(rows) <= FEW_ROWS",
         "goes_on = any(before.values()) and len(rows) <= FEW_ROWS",
         ("tests/benchmarks/test_adaptive_simulation.py",),
     ),
     *mutants_of(
-        f"{CORE}/speculation.py",
+        f"{CORE}/speculation/policy.py",
         BUDGET_TESTS,
         (
             "a probe is not verified",
@@ -285,7 +285,7 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/step_costs.py",
+        f"{CORE}/speculation/costs.py",
         TESTS,
         (
             "the longest time of a size counts",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CORE = "dflash_backend/core/window_blocks.py"
+CORE = "dflash_backend/core/kv/window_blocks.py"
 GROUP = "dflash_backend/core/cache_group.py"
-MANAGER = "dflash_backend/core/kv_manager.py"
+MANAGER = "dflash_backend/core/kv/manager.py"
 PLACES = "dflash_backend/worker/layouts.py"
 OF_CORE = (
     "tests/core/test_window_blocks.py",

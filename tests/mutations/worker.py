@@ -105,7 +105,7 @@ WORKER_MUTANTS = (
     ),
     Mutant(
         "a prompt's log-probabilities begin behind a prefix hit",
-        "dflash_backend/core/kv_manager.py",
+        "dflash_backend/core/kv/manager.py",
         "if not self._caching or request.wants_prompt_logprobs:",
         "if not self._caching:",
         ("tests/test_prompt_logprobs.py",),

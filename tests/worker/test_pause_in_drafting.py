@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.speculation.policy import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.spec_stats import SpecDecodingStats
 from tests.worker.engines import Outputs, engine
 

@@ -14,7 +14,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
-from dflash_backend.core.speculation import SpeculatingRow
+from dflash_backend.core.speculation.policy import SpeculatingRow
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine

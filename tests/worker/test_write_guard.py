@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.core.kv_manager import KVManager
+from dflash_backend.core.kv.manager import KVManager
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.runner import ModelRunner

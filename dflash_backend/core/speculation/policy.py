@@ -14,8 +14,8 @@ is drafted the drafter's confidence tells likely drafts from others, and the ste
 of drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be
 without it, since the budget leaves out what is not likely.
 
-Both estimates need variety. Where drafting does not pay it is tried now and then (`core.probing`), and while the time
-of a step without drafts is not known, one is run. Both take at most a small part of the time.
+Both estimates need variety. Where drafting does not pay it is tried now and then (`probing.py`), and while the time of
+a step without drafts is not known, one is run. Both take at most a small part of the time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from operator import add
 
 import numpy as np
 
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.core.probing import MAX_UNCERTAINTY, PROBE_DRAFTS, Probes, Trials
-from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
+from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
+from dflash_backend.core.speculation.arrays import Floats
+from dflash_backend.core.speculation.budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
+from dflash_backend.core.speculation.costs import CostTable, StepCosts, StepLine, StepShape
+from dflash_backend.core.speculation.probing import MAX_UNCERTAINTY, PROBE_DRAFTS, Probes, Trials
 from dflash_backend.messages import SpeculationStats
 
 Candidate = tuple[float, int, int]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from dflash_backend.core.block_lists import BlockLists
-from dflash_backend.core.kv_events import KVEventLog
+from dflash_backend.core.kv.block_lists import BlockLists
+from dflash_backend.core.kv.events import KVEventLog
 
 # The two lists of evictable blocks, by whether a request has reused them since they were cached.
 PROBATIONARY, PROTECTED = 0, 1

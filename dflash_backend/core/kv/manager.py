@@ -27,13 +27,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.kv_events import KVEventLog
+from dflash_backend.core.kv.block_pool import BlockPool
+from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.state_snapshots import StateSnapshots
+from dflash_backend.core.kv.window_blocks import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.state_snapshots import StateSnapshots
-from dflash_backend.core.window_blocks import WindowBlocks
 
 # A state that covers fewer blocks is not worth a copy: they are soon computed anew.
 MIN_SNAPSHOT_BLOCKS = 4

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_backend.core.arrays import Counts, Floats
 from dflash_backend.core.drafter_work import DrafterWork
-from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
+from dflash_backend.core.speculation.arrays import Counts, Floats
+from dflash_backend.core.speculation.linear_fit import LinearFit
 
 # Before a step has shown it: this part of a step's time does not depend on its tokens.
 FIXED_SHARE = 0.5

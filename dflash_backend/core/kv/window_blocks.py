@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.cache_group import WindowGroup
+from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.request import Request
 
 

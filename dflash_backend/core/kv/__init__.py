@@ -1,0 +1,6 @@
+"""KV blocks: which request holds which, the prefix cache, and rows that share a prefix. Others import from here."""
+
+from dflash_backend.core.kv.cascade import share_prefixes
+from dflash_backend.core.kv.manager import KVManager
+
+__all__ = ["KVManager", "share_prefixes"]
