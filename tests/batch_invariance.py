@@ -10,7 +10,7 @@ import torch
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.batch import StepInputs
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_tensors import Prepared
+from dflash_backend.worker.step_ops import Prepared
 from tests.worker.engines import Outputs
 
 MAX_TOKENS = 12

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import RequestOutput
-from dflash_backend.worker import prompt_logprobs
+from dflash_backend.worker import logits
 from tests.scale import scaled
 
 TEXT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep? " * 3
@@ -52,7 +52,7 @@ def assert_right(output: RequestOutput, num_top: int = NUM_TOP) -> None:
 def test_they_are_the_models_own_however_many_positions_are_computed_at_a_time(
     llm: LLM, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_logprobs, "POSITIONS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(logits, "POSITIONS_AT_A_TIME", at_a_time)
     output = llm.generate(TEXT, max_tokens=3, temperature=0, prompt_logprobs=NUM_TOP)[0]
     assert_right(output)
     plain = llm.generate(TEXT, max_tokens=3, temperature=0)[0]

@@ -56,7 +56,7 @@ _current: Walk | None = None
 
 
 def seen(called: Any) -> Any:
-    """Note `called` if it is a class of the project; stands around the function of each call."""
+    """Note `called` if it is a class of the project: put around the function of each call."""
     if _current is not None and isinstance(called, type) and called.__module__.startswith("dflash"):
         _current.classes.add(f"{called.__module__}.{called.__qualname__}")
     return called

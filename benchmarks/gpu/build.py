@@ -25,8 +25,7 @@ from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
-from dflash_backend.worker.step_ops import select_step_ops
-from dflash_backend.worker.step_tensors import Prepared
+from dflash_backend.worker.step_ops import Prepared, select_step_ops
 
 BLOCK_SIZE = 16
 # Drawn acceptances in the table that a captured step looks them up in; a power of two.

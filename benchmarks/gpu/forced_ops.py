@@ -12,8 +12,7 @@ import torch
 
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.step_tensors import Accepted, Prepared
+from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
 
 ForcedAcceptance = Callable[[DeviceBatch, Prepared], torch.Tensor]
 """How many drafts of each row are accepted: int32 `[R]` on the device, 0 to k, no more than the row has. It is captured

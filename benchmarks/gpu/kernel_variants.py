@@ -54,13 +54,12 @@ from dflash_backend.models.ops import select_ops
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.text.tokenizer import tokenizer_json
-from dflash_backend.worker.graphs import capture_shapes
+from dflash_backend.worker.graphs import capture_shapes, warm_up
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
-from dflash_backend.worker.warm_up import warm_up
 from dflash_kernels import scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT4, MXFP4
 

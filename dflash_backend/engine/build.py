@@ -58,9 +58,8 @@ from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
-from dflash_backend.worker.graphs import capture_shapes
+from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.measured_steps import measured_steps
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep

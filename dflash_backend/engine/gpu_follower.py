@@ -24,9 +24,8 @@ from dflash_backend.engine.gpu_peers import (
 from dflash_backend.heap import freeze_heap
 from dflash_backend.models.parallel import Follower
 from dflash_backend.models.vocabulary import Sums
-from dflash_backend.worker.graphs import no_collection
+from dflash_backend.worker.graphs import every_kernel, no_collection
 from dflash_backend.worker.memory import MemoryProbe
-from dflash_backend.worker.warm_up import every_kernel
 
 
 class Graph(Protocol):

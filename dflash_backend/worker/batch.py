@@ -1,23 +1,28 @@
 """The layout of a step: from a plan's rows to what the host and the device must know of them.
 
 The tokens of a step's rows lie behind one another. A padded step has a fixed number of rows and of tokens, some of them
-padding at the end, which is what a captured graph runs; within it rows may have any length.
+padding at the end, which is what a captured graph runs; within it rows may have any length. On a GPU the layouts of
+steps lie in one buffer (`LayoutBuffer`), whose address is always the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dflash_backend.attention import SharedPrefixes
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SharedPrefix
-from dflash_backend.worker.ended_rows import DraftingRow
-from dflash_backend.worker.shared_rows import shared_numbers, shared_rows
-from dflash_backend.worker.state import RequestStates
-from dflash_backend.worker.transfers import ALIGNMENT
+from dflash_backend.attention import AttentionBatch, SharedPrefixes
+from dflash_backend.core.ending import EndRule
+from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, ScheduledRequest, SharedPrefix
+from dflash_backend.drafters.base import DraftQueries
+from dflash_backend.models.interface import WindowSlots
+from dflash_backend.worker.state import RequestStates, StateTensors
+from dflash_backend.worker.transfers import ALIGNMENT, Uploader
+from dflash_kernels import one_row
+from dflash_kernels.shared_prefix import SharedRows
 
 # A ragged step on a GPU has a multiple of this number of rows: Triton compiles a kernel anew for a number that is 1.
 ROW_MULTIPLE = 4
@@ -109,6 +114,15 @@ class DeviceBatch:
             )
         fields = buffer[:num_fields].view(len(_ROW_FIELDS), -1)[:, :num_rows]
         return cls(**dict(zip(_ROW_FIELDS, fields.unbind(0), strict=True)), token_row=buffer[num_fields:])
+
+
+class DraftingRow(NamedTuple):
+    """A row that yields tokens and drafts: its number in the step, where its request's answer begins, and what ends
+    it."""
+
+    number: int
+    num_prompt_tokens: int
+    rule: EndRule
 
 
 @dataclass(frozen=True)
@@ -363,3 +377,129 @@ def _aligned(num_rows: int) -> int:
 
 def rounded(num_rows: int, multiple: int) -> int:
     return -(-num_rows // multiple) * multiple
+
+
+_NUM_GROUP_NUMBERS = 3 * MAX_SHARED_PREFIXES
+
+
+def num_shared_numbers(num_rows: int) -> int:
+    """Numbers of `shared_numbers`."""
+    return _NUM_GROUP_NUMBERS + num_rows
+
+
+def shared_numbers(shared: Sequence[SharedPrefix], num_rows: int, block_size: int) -> np.ndarray:
+    """What `shared_rows` reads, int32, for a step of `num_rows` rows, padding rows at the end included."""
+    numbers = np.zeros(num_shared_numbers(num_rows), dtype=np.int32)
+    groups, of_row = numbers[:_NUM_GROUP_NUMBERS].reshape(3, -1), numbers[_NUM_GROUP_NUMBERS:]
+    for i, prefix in enumerate(shared):
+        positions = prefix.num_blocks * block_size
+        groups[:, i] = prefix.first_row, prefix.num_rows, positions
+        of_row[prefix.first_row : prefix.first_row + prefix.num_rows] = positions
+    return numbers
+
+
+def shared_rows(numbers: torch.Tensor) -> SharedRows:
+    """Views of `numbers`: first row, rows and positions of each group, then of each row the positions that it
+    shares."""
+    leader, num_rows, positions = numbers[:_NUM_GROUP_NUMBERS].view(3, -1).unbind(0)
+    return SharedRows(leader, num_rows, positions, numbers[_NUM_GROUP_NUMBERS:])
+
+
+def window_slots(
+    batch: DeviceBatch, positions: torch.Tensor, slots: torch.Tensor, layout: AttentionBatch, state: StateTensors
+) -> WindowSlots | None:
+    """The tokens and rows of a pass by the block table of these layers; None where there is no such table. A token
+    whose slot in the other layers is below 0 has none here either. Waits for nothing, so that graphs can capture it.
+
+    positions, slots: int64 `[T]`.
+    """
+    if state.window_blocks is None:
+        return None
+    req_idx = batch.req_idx.clamp(min=0)
+    tables = state.window_blocks[:, : layout.block_tables.shape[1]].index_select(0, req_idx)
+    of_token = req_idx.index_select(0, batch.token_row.clamp(min=0)).long()
+    blocks = state.window_blocks[of_token, positions // state.block_size].long()
+    own = blocks * state.block_size + positions % state.block_size
+    return WindowSlots(torch.where(slots < 0, slots, own), replace(layout, block_tables=tables))
+
+
+def exact_layout(
+    req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors
+) -> AttentionBatch:
+    """The rows as attention runs them when their lengths are known."""
+    width = max(1, -(-int(seq_lens.max()) // state.block_size))
+    tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
+    return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
+
+
+def draft_width(inputs: StepInputs, state: StateTensors) -> int:
+    """Drafts that a row of the step proposes at most."""
+    return state.k if inputs.draft_width is None else inputs.draft_width
+
+
+def draft_of_row(
+    batch: DeviceBatch, state: StateTensors, placeholder_id: int, lookahead_base: int
+) -> DraftQueries | None:
+    """What the drafter's model runs for the single row of a step, which drafts; None where its blocks do not hold the
+    queries. As `worker.step_ops.HostStepOps.prepare_draft`."""
+    index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
+    anchor = state.computed.numpy().item(index)
+    queries = one_row.prepare_draft(
+        state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
+    )
+    if queries is None:
+        return None
+    layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
+    return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
+
+
+class LayoutBuffer:
+    """Where the layouts of steps lie on a GPU, always at the same address: a captured graph reads it there."""
+
+    def __init__(self, max_rows: int, max_tokens: int, k: int, device: torch.device, block_size: int = 1) -> None:
+        """For steps of at most that many rows and tokens, and blocks of at most k drafts. block_size: positions of a
+        KV block."""
+        self.k, self.block_size = k, block_size
+        # Rows of any step, padding included.
+        self.max_rows = rounded(max_rows, ROW_MULTIPLE)
+        numbers = DeviceBatch.buffer_size(self.max_rows, max_tokens)
+        # Besides, two numbers for each row of logits, of which there are no more than tokens, and the budget's.
+        numbers += 2 * max_tokens + 2 + k + self.max_rows
+        # And the prefixes that rows share.
+        numbers += num_shared_numbers(self.max_rows)
+        self._uploader = Uploader(4 * numbers + 5 * ALIGNMENT, device)
+
+    def padded(self, num_rows: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
+        """The layout and the budget of padded steps with that many rows and tokens: what the last `send_padded` of this
+        shape sent, whenever the device reads it."""
+        size = 4 * DeviceBatch.buffer_size(num_rows, num_tokens)
+        first = round_bytes(size)
+        buffer = self._uploader.buffer
+        budget = buffer[first : first + 4 * (2 + self.k + num_rows)].view(torch.float32)
+        return DeviceBatch.over(buffer[:size].view(torch.int32), num_rows), budget
+
+    def padded_shared(self, num_rows: int, num_tokens: int, max_len: int) -> SharedPrefixes:
+        """The prefixes that rows of padded steps share, as `padded` has the layout. max_len: positions of a row."""
+        first = round_bytes(4 * DeviceBatch.buffer_size(num_rows, num_tokens))
+        first += round_bytes(4 * (2 + self.k + num_rows))
+        numbers = self._uploader.buffer[first : first + 4 * num_shared_numbers(num_rows)].view(torch.int32)
+        return SharedPrefixes(shared_rows(numbers), num_tokens, max_len)
+
+    def send_padded(self, batch: HostBatch, num_rows: int, num_tokens: int) -> None:
+        """Send the layout of rows in a padded step. Where their tokens and logits lie is decided on the device. With a
+        budget as many drafts are verified as there are tokens, since these run in any case."""
+        nowhere = np.zeros(len(batch.req_idx), dtype=np.int64)
+        numbers = batch.numbers(num_rows, nowhere, np.where(batch.sample, 0, -1), np.full(num_tokens, -1))
+        budget = batch.budget_numbers(self.k, num_rows, num_tokens - int(batch.num_new.sum()))
+        self._uploader.send([numbers, budget, shared_numbers(batch.shared, num_rows, self.block_size)])
+
+    def send_nothing(self, num_rows: int, num_tokens: int) -> None:
+        """Send the layout of padding rows alone, to run a padded step that changes nothing."""
+        none = np.zeros(0, dtype=np.int64)
+        flags = none.astype(bool)
+        batch = HostBatch([], *(none,) * 6, sample=flags, traits=BatchTraits(False, False))
+        self.send_padded(batch, num_rows, num_tokens)
+
+    def send_ragged(self, batch: HostBatch) -> StepInputs:
+        """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
+        return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k, self.block_size)

@@ -5,9 +5,14 @@ of each row or, where the number of drafts follows the load, for those of `captu
 tokens is filled up with padding, which reads and writes nothing. There are two kinds: for steps of greedy requests
 alone, and for steps with sampled ones. The first graph ends with the target's own token for each of its logits, so
 that those of rows that ask for more, as for penalties or a grammar, can be chosen again before the second begins
-(`special_rows`). Rows of prompts have steps of their own (`mixed_steps`); long prompts are run without a graph.
+(`logits.SpecialRows`). Rows of prompts have steps of their own, of a number of tokens that any mix of rows shares; long
+prompts are run without a graph. Without graphs the same padded steps run operation by operation.
 
-Without graphs the same padded steps run operation by operation.
+`warm_up` compiles, before the first request, every kernel that a step can need: Triton compiles one when it is first
+launched, which takes up to seconds, and all requests would wait. Steps of padding rows alone run under the bounds of
+real ones; they read and write nothing. What a kernel is compiled for is enumerated: tiles of attention, of experts and
+of quantised weights, draft widths, rows of a budget, dtypes of logits. The counting driver of
+`benchmarks.gpu.kernel_variants` shows that no workload adds a kernel.
 """
 
 from __future__ import annotations
@@ -15,19 +20,24 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import MIN_SHARING_ROWS
+from dflash_backend.attention import AttentionBackend
+from dflash_backend.core.plan import MIN_SHARING_ROWS, MeasuredStep
 from dflash_backend.models.peers import ALONE
-from dflash_backend.worker.batch import BatchTraits, HostBatch, LengthBounds, StepInputs
-from dflash_backend.worker.layout_buffer import LayoutBuffer
-from dflash_backend.worker.mixed_steps import mixed_inputs, smallest_mixed
+from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, StepInputs
 from dflash_backend.worker.step import ModelStep, Verified
+from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
+from dflash_kernels.moe import TILES
+from dflash_kernels.moe_routing import FEW_ENTRIES
+from dflash_kernels.penalties import NUMBERS, PenalisedRows
+from dflash_kernels.quantised_linear import every_tile
+from dflash_kernels.token_bitmask import num_words
 
 logger = logging.getLogger(__name__)
 
@@ -384,3 +394,193 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# Tokens of the steps that there are. Above the last a GPU takes longer for a step's products than a host for its
+# launches; a stride as fine as this costs a fifth of the arithmetic at most.
+MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512)
+# Rows at most, since attention has a tile for each that all of the tokens might be.
+MAX_MIXED_ROWS = 64
+# A step is padded to this many times its tokens at most, or to the first of the sizes.
+MOST_PADDING = 1.34
+
+
+def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, int]]:
+    """Rows and tokens of each mixed step, of an engine whose steps have at most that many, and whose decode rows have
+    `width` tokens: as many rows as have tokens when all of them decode."""
+    return [
+        (max(1, min(max_rows, tokens // width, MAX_MIXED_ROWS)), tokens)
+        for tokens in MIXED_TOKENS
+        if tokens <= max_tokens and tokens >= 2 * width
+    ]
+
+
+def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_tokens: int, sampled: bool) -> StepInputs:
+    """Of a mixed step over the layout buffer: any row may have any of the tokens and any positions behind them, and
+    those that sample have up to k + 1 logits."""
+    state, device = step.state, step.device
+    longest = np.full(num_rows, state.max_len)
+    batch, budget = layouts.padded(num_rows, num_tokens)
+    # Where logits lie is decided on the device; this says how many there may be.
+    nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=device)
+    return StepInputs(
+        batch=batch,
+        logits_token=nowhere,
+        logits_row=nowhere,
+        bounds=LengthBounds(np.full(num_rows, num_tokens), longest, longest, max_overestimate=state.max_len),
+        traits=BatchTraits(sampled, step.drafter is not None and state.k > 0),
+        budget=budget,
+    )
+
+
+def smallest_mixed(steps: Sequence[StepInputs], batch: HostBatch) -> int | None:
+    """The index of the smallest of these steps that can run `batch`, not of decode rows alone; None when there is none,
+    or none that is worth its padding."""
+    count = len(batch.req_idx)
+    num_tokens = int(batch.num_new.sum()) + batch.num_verified
+    most = max(MOST_PADDING * num_tokens, MIXED_TOKENS[0])
+    # A step that proposes nothing, as where drafting does not pay, must not run the drafter; and one in which no row
+    # chooses a token needs no logits.
+    drafts = bool(batch.num_next.any())
+    fitting = [
+        (inputs.num_tokens, number)
+        for number, inputs in enumerate(steps)
+        if count <= inputs.num_rows
+        and num_tokens <= inputs.num_tokens <= most
+        and inputs.traits.drafts == drafts
+        and batch.traits.chooses
+    ]
+    return min(fitting)[1] if fitting else None
+
+
+REPEATS = 3
+
+
+@torch.inference_mode()
+def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[PaddedStep]) -> list[MeasuredStep]:
+    """The times of padded steps, the shortest of a few runs each. Their rows are padding, so their contexts are empty:
+    what is left of a step's time is mostly reading weights and multiplying."""
+    found = []
+    for each in padded:
+        inputs = each.inputs
+        times = []
+        for _ in range(REPEATS):
+            layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
+            times.append(step.unpacked(replay(each).cpu().numpy(), inputs.num_rows).times)
+        target_ns = min(marks[-2] - marks[0] for marks in times)
+        draft_ns = min(marks[-1] - marks[-2] for marks in times)
+        width = inputs.draft_width or 0
+        found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, width, target_ns / 1e9, draft_ns / 1e9))
+    return found
+
+
+# Tokens of a prefill chunk that takes the tallest tiles of attention, whatever the heads.
+CHUNK = 256
+# Of different lengths, so that attention maps tiles to rows as it does in a ragged step.
+NUM_ROWS = 4
+
+
+def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_widths: Sequence[int] = ()) -> None:
+    """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
+    row where that is not always k."""
+    longest = min(CHUNK, max_tokens)
+    with _every_variant(step):
+        step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
+        if step.shares_prefixes:
+            inputs = _padding_under_bounds(step, layouts, longest, sampled=False)
+            shared = layouts.padded_shared(inputs.num_rows, inputs.num_tokens, step.state.max_len)
+            step.run(replace(inputs, shared=shared))
+    for num_tokens in _token_counts(step, max_tokens):
+        step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
+    for width in {step.state.k, *draft_widths}:
+        for sampled in (False, True):
+            with _every_variant(step):
+                step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
+    for num_rows in _powers_of_two(layouts.max_rows):
+        step.ops.lay_out(_padding_under_bounds(step, layouts, 1, num_rows=num_rows), step.state)
+    _choose_tokens(step, layouts)
+
+
+@contextmanager
+def _every_variant(step: ModelStep) -> Iterator[None]:
+    """In this block the attention of both models, and products of quantised weights, run every kernel that they
+    have."""
+    draft_backend, peers = step.draft_backend or step.backend, step.target.peers
+    with peers.every_variant(), every_kernel(step.backend, draft_backend):
+        yield
+
+
+@contextmanager
+def every_kernel(*backends: AttentionBackend) -> Iterator[None]:
+    """In this block attention of these backends, and products of quantised weights, run every kernel that they have."""
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(backend.every_variant())
+        stack.enter_context(every_tile())
+        yield
+
+
+def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
+    """Masks and samples logits of the target's dtype, and of float32, which logits processors give."""
+    inputs = _padding_under_bounds(step, layouts, 1, sampled=True)
+    prepared = step.ops.prepare(inputs, step.state)
+    vocab_size, device = step.target.spec.vocab_size, step.device
+    bitmask = torch.full((1, num_words(vocab_size)), -1, dtype=torch.int32, device=device)
+    row = torch.zeros(1, dtype=torch.int32, device=device)
+    for dtype in (step.dtype, torch.float32):
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        step.ops.apply_token_bitmask(logits, bitmask, row)
+        step.ops.argmax(logits)
+        step.ops.target_tokens(logits, inputs, prepared, step.state)
+    # Logits before the first token of request 0, which has no penalties yet.
+    numbers = torch.zeros(NUMBERS, 1, dtype=torch.int64, device=device)
+    rows = PenalisedRows(numbers, torch.zeros(1, dtype=torch.int64, device=device), 0)
+    step.ops.penalise(torch.zeros(1, vocab_size, device=device), rows, step.state)
+
+
+def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
+    """Numbers of tokens that together take every tile of the experts, every form of their grouping, and the form of
+    the delta rule for blocks of more tokens than a row of few drafts has."""
+    counts = {min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()
+    moe = step.target.spec.decoder.moe
+    if moe is None:
+        return sorted(counts)
+    entries = [tile.rows * moe.num_experts for tile in TILES] + [FEW_ENTRIES]
+    last = {count // moe.experts_per_token for count in entries}
+    counts |= {1, *last, *(count + 1 for count in last)}
+    return sorted(count for count in counts if 1 <= count <= max_tokens)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    """Those up to the first that is not below `most`, and never more than `most`."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _padding_under_bounds(
+    step: ModelStep,
+    layouts: LayoutBuffer,
+    num_tokens: int,
+    sampled: bool = False,
+    draft_width: int | None = None,
+    num_rows: int = NUM_ROWS,
+) -> StepInputs:
+    """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens of a long context."""
+    device, longest = step.device, step.state.max_len
+    size = num_rows * -(-num_tokens // num_rows)
+    layouts.send_nothing(num_rows, size)
+    batch, budget = layouts.padded(num_rows, size)
+    lens, ends = np.zeros((2, num_rows), dtype=np.int64)
+    lens[0], ends[0] = num_tokens, longest
+    return StepInputs(
+        batch=batch,
+        logits_token=torch.zeros(1, dtype=torch.int32, device=device),
+        logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
+        bounds=LengthBounds(lens, ends, ends, max_overestimate=longest),
+        traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and draft_width != 0 and step.state.k > 0),
+        budget=budget,
+        draft_width=draft_width,
+    )

@@ -16,7 +16,7 @@ import torch
 
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_tensors import FinalTokens, Prepared
+from dflash_backend.worker.step_ops import FinalTokens, Prepared
 from dflash_kernels import one_row
 
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.

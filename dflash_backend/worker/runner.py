@@ -32,9 +32,8 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import ErrorStatus, TokenLogprobs
 from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.worker.batch import HostBatch
+from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
-from dflash_backend.worker.ended_rows import drafting_rows
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
     CaptureError,
@@ -46,19 +45,15 @@ from dflash_backend.worker.graphs import (
     PaddedStep,
     Progress,
     capture_sizes,
+    mixed_shapes,
     no_collection,
+    warm_up,
 )
-from dflash_backend.worker.layout_buffer import LayoutBuffer
-from dflash_backend.worker.logits import LogitsProcessors
-from dflash_backend.worker.logprobs import PendingLogprobs
-from dflash_backend.worker.mixed_steps import mixed_shapes
-from dflash_backend.worker.prompt_logprobs import PromptLogprobs
-from dflash_backend.worker.special_rows import SpecialRows
+from dflash_backend.worker.logits import LogitsProcessors, PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import HostStepOps, drafting_rows
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
-from dflash_backend.worker.warm_up import warm_up
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 

@@ -20,16 +20,12 @@ from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, PendingLogits, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
-from dflash_backend.worker.ended_rows import ended_rows
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.logits import LogitsProcessors
-from dflash_backend.worker.logprobs import PendingLogprobs
+from dflash_backend.worker.logits import LogitsProcessors, PendingLogprobs, PromptLogprobs
 from dflash_backend.worker.pending_context import Context, PendingContext
-from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.step_tensors import Accepted, Prepared
+from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps, ended_rows
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 

@@ -8,20 +8,26 @@ the kernels' references, on exact lengths, so that nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
-from dflash_backend.core.plan import DraftBudget
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
-from dflash_backend.models.interface import Choice, Filters, PendingLogits
-from dflash_backend.worker.batch import DeviceBatch, StepInputs
-from dflash_backend.worker.layouts import draft_of_row, draft_width, exact_layout, window_slots
-from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_tensors import Accepted, FinalTokens, Prepared
+from dflash_backend.models.interface import Choice, Filters, PendingLogits, WindowSlots
+from dflash_backend.worker.batch import (
+    DeviceBatch,
+    DraftingRow,
+    StepInputs,
+    draft_of_row,
+    draft_width,
+    exact_layout,
+    window_slots,
+)
+from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_kernels import (
     accept,
     argmax,
@@ -398,3 +404,71 @@ StepOps = DeviceStepOps
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
     """The operations for `device`, as `dflash_kernels.dispatch.use_triton` chooses, which also raises."""
     return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the target runs. token_ids, positions, slots: int64 `[T]`. starts, seq_lens: int32 `[R]`, 0 for padding.
+    layout: the rows as attention runs them. padded: whether slots may be -1. windows: where the KV of layers with a
+    window lies, if these have block ids of their own.
+
+    A padding token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and
+    position 0. `seq_lens` never goes past a row's blocks either.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    layout: AttentionBatch
+    padded: bool
+    windows: WindowSlots | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the accept phase decided. count: int32 `[R]`, accepted drafts. tokens: int64 `[R, k + 1]`, those drafts and
+    the token that follows, then 0; all 0 for a row that does not sample."""
+
+    count: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FinalTokens:
+    """The tokens whose context KV is written: positions and slots int64 `[n]`; index: int64 `[n]` or a slice, their
+    places among the step's tokens, None for all of them. padded: whether slots may be -1, where nothing is kept."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    index: torch.Tensor | slice | None = None
+    padded: bool = False
+
+
+def drafting_rows(rows: Sequence[ScheduledRequest], requests: RequestStates) -> list[DraftingRow]:
+    """Those of a step's rows. What a row yields that does not sample has no meaning, so it has no place here."""
+    found = []
+    for number, row in enumerate(rows):
+        if row.sample and row.num_next_draft:
+            record = requests.records[row.request_id]
+            found.append(DraftingRow(number, record.num_prompt_tokens, record.ending))
+    return found
+
+
+def ended_rows(
+    req_idx: torch.Tensor, accepted: Accepted, state: StateTensors, rows: Sequence[DraftingRow]
+) -> list[int]:
+    """The numbers of those of `rows` whose answers end with the tokens that they yield; after `accept`, on the host.
+    req_idx: int32 `[R]`, the index of each row's request."""
+    if not rows:
+        return []
+    counts, tokens, indices = accepted.count.tolist(), accepted.tokens.tolist(), req_idx.tolist()
+    computed = state.computed.numpy()
+    found = []
+    for number, num_prompt_tokens, rule in rows:
+        num_new = counts[number] + 1
+        num_before = computed.item(indices[number]) + 1 - num_new - num_prompt_tokens
+        if rule.apply(tokens[number][:num_new], num_before)[1] is not None:
+            found.append(number)
+    return found

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.forced_ops import force_acceptance
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.batch_parallel import one_thread
-from dflash_backend.worker.step_tensors import Prepared
+from dflash_backend.worker.step_ops import Prepared
 from tests.tiny_models import make_pair
 from tests.worker.engines import ReferenceStepOps, engine, on_device_runner, outputs_of
 

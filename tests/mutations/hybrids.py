@@ -144,7 +144,7 @@ HYBRID_MUTANTS = (
     ),
     Mutant(
         "blocks of more tokens than few are not compiled at the start",
-        "dflash_backend/worker/warm_up.py",
+        "dflash_backend/worker/graphs.py",
         "{min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()",
         "set()",
         ("tests/benchmarks/test_kernel_variants.py",),

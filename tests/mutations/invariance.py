@@ -93,7 +93,7 @@ INVARIANCE_MUTANTS = (
     ),
     Mutant(
         "which of equally likely tokens are reported follows what neighbours ask for",
-        "dflash_backend/worker/logprobs.py",
+        "dflash_backend/worker/logits.py",
         "(ordered * 2**32 - columns).topk(count, dim=1)",
         "scores.topk(count, dim=1)",
         ("tests/worker/test_logits.py",),

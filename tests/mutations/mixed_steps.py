@@ -8,7 +8,7 @@ TESTS = ("tests/worker/test_mixed_steps.py",)
 
 MIXED_STEP_MUTANTS = (
     *mutants_of(
-        "dflash_backend/worker/layout_buffer.py",
+        "dflash_backend/worker/batch.py",
         TESTS,
         ("a chunk that does not end a prompt has logits", "np.where(batch.sample, 0, -1)", "nowhere"),
         (
@@ -18,7 +18,7 @@ MIXED_STEP_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/worker/mixed_steps.py",
+        "dflash_backend/worker/graphs.py",
         TESTS,
         (
             "a mixed step has a row's logits for one token",
@@ -31,7 +31,7 @@ MIXED_STEP_MUTANTS = (
             "LengthBounds(np.full(num_rows, step.width), longest",
         ),
         ("a mixed step drafts where none of its rows does", "and inputs.traits.drafts == drafts", ""),
-        ("a mixed step is padded to any size", "<= inputs.num_tokens <= most", "<= inputs.num_tokens"),
+        ("a mixed step is padded to any size", "<= inputs.num_tokens <= most\n", "<= inputs.num_tokens\n"),
         ("chunks that choose nothing pay for logits", "and batch.traits.chooses", ""),
     ),
     *mutants_of(

@@ -9,7 +9,7 @@ SPECIAL = ("tests/worker/test_special_rows.py",)
 
 SPECIAL_MUTANTS = (
     *mutants_of(
-        f"{WORKER}/special_rows.py",
+        f"{WORKER}/logits.py",
         SPECIAL,
         (
             "special tokens are chosen and not put in place",
@@ -45,7 +45,7 @@ SPECIAL_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{WORKER}/logprobs.py",
+        f"{WORKER}/logits.py",
         ("tests/worker/test_logits.py",),
         (
             "log-probabilities of rejected drafts count as those of the next row",

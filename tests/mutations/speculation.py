@@ -249,7 +249,7 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/worker/warm_up.py",
+        "dflash_backend/worker/graphs.py",
         ("tests/benchmarks/test_kernel_variants.py",),
         (
             "logits of logits processors are masked by a kernel that is compiled in service",

@@ -7,7 +7,7 @@ from tests.mutations.mutant import Mutant, mutants_of
 CORE = "dflash_backend/core/kv/window_blocks.py"
 GROUP = "dflash_backend/core/cache_group.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
-PLACES = "dflash_backend/worker/layouts.py"
+PLACES = "dflash_backend/worker/batch.py"
 OF_CORE = (
     "tests/core/test_window_blocks.py",
     "tests/core/test_core_random.py::test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic",

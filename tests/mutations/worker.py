@@ -14,7 +14,7 @@ LOGITS = ("tests/worker/test_logits.py",)
 
 WORKER_MUTANTS = (
     *mutants_of(
-        f"{WORKER}/ended_rows.py",
+        f"{WORKER}/step_ops.py",
         ENDED_ROWS,
         (
             "rows that have ended draft",
@@ -71,7 +71,7 @@ WORKER_MUTANTS = (
         ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
     ),
     *mutants_of(
-        f"{WORKER}/token_masks.py",
+        f"{WORKER}/state.py",
         LOGITS,
         (
             "bad words do not count drafts",
@@ -90,7 +90,7 @@ WORKER_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{WORKER}/prompt_logprobs.py",
+        f"{WORKER}/logits.py",
         ("tests/test_prompt_logprobs.py",),
         (
             "a prompt's log-probabilities are those of the token before",

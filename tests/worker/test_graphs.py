@@ -15,9 +15,8 @@ from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.models.peers import Peers
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
-from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay
+from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay, warm_up
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.warm_up import warm_up
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

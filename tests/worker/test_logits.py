@@ -10,9 +10,8 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.messages import SamplingParams, TokenLogprobs
-from dflash_backend.worker.logits import SamplingMetadata
+from dflash_backend.worker.logits import PendingLogprobs, SamplingMetadata, most_likely, ranked_logprobs
 from dflash_backend.worker.logits import apply_processors as apply_with
-from dflash_backend.worker.logprobs import PendingLogprobs, most_likely, ranked_logprobs
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.step_ops import HostStepOps
 

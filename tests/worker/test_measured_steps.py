@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.engine.build import _with_padded_steps
-from dflash_backend.worker.graphs import capture_shapes
-from dflash_backend.worker.measured_steps import measured_steps
+from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

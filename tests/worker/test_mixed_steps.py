@@ -11,8 +11,7 @@ import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan
 from dflash_backend.worker.batch import HostBatch
-from dflash_backend.worker.graphs import PaddedStep, replay
-from dflash_backend.worker.mixed_steps import MIXED_TOKENS, mixed_shapes, smallest_mixed
+from dflash_backend.worker.graphs import MIXED_TOKENS, PaddedStep, mixed_shapes, replay, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.scale import SCALE
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged
@@ -146,7 +145,7 @@ def test_which_steps_run_without_a_graph(
 ) -> None:
     """Much padding, more tokens than any graph has, logits that nobody asks for, drafts that nobody proposes."""
     runner, _ = mixed_plan(pair)
-    monkeypatch.setattr("dflash_backend.worker.mixed_steps.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
     found = runner.graphs.find(HostBatch.of([chunk(**changes)], runner.requests))
     assert (found and found.inputs.num_tokens) == expected
 
@@ -206,7 +205,7 @@ def test_text_is_the_same_with_mixed_steps(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch, adaptive: bool
 ) -> None:
     """Special rows among them, with steps in flight."""
-    monkeypatch.setattr("dflash_backend.worker.mixed_steps.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
     sizes = pair | {"kv_write_guard": False, "adaptive_speculation": adaptive}
     expected = run(engine(**sizes))
     built = on_device_runner(engine(**sizes), mixed=SHAPES)
@@ -220,7 +219,7 @@ def test_text_is_the_same_with_mixed_steps(
 
 @pytest.mark.slow
 def test_text_is_the_same_with_interpreted_kernels(few_layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_backend.worker.mixed_steps.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
     sizes = few_layers | SIZES | {"kv_write_guard": False}
     some = (REQUESTS, 9) if SCALE >= 4 else ("abdg", 5)
     expected = run(engine(**sizes), *some)
