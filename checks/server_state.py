@@ -16,7 +16,7 @@ T = TypeVar("T")
 MODEL = "dflash"
 ROLES = {
     "dflash_backend.engine.process": "engine",
-    "dflash_backend.engine.rank_process": "rank",
+    "dflash_backend.parallel.rank_process": "rank",
     "triton_python_backend_stub": "stub",
     "tritonserver": "server",
 }

@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
-from dflash_backend.engine import shared_target
-from dflash_backend.engine.ranks import RankGroup
-from dflash_backend.engine.shared_target import vocabulary_bytes
-from dflash_backend.models.parallel import SharedTarget
+from dflash_backend.parallel import shared_target
+from dflash_backend.parallel.ranks import RankGroup
+from dflash_backend.parallel.shared_target import vocabulary_bytes
+from dflash_backend.parallel.target import SharedTarget
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

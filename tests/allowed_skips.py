@@ -9,7 +9,7 @@ import re
 # Beginnings of node ids, a pattern of the reason that pytest prints, and why nothing can be done about it here.
 ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/gpu/", "GPU", "`make test-gpu` runs these on a machine with an NVIDIA GPU"),
-    ("tests/engine/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
+    ("tests/parallel/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_timestamp.py::", "needs an NVIDIA GPU", "the timer that it reads is a register of the GPU"),

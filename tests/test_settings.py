@@ -72,8 +72,8 @@ ELSEWHERE = {
     "draft_revision": "tests/checkpoints/test_hub.py",
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/engine/test_build.py",
-    "tensor_parallel_size": "tests/engine/test_ranks.py",
-    "distributed_executor": "tests/engine/test_remote_ranks.py",
+    "tensor_parallel_size": "tests/parallel/test_ranks.py",
+    "distributed_executor": "tests/parallel/test_remote_ranks.py",
     "routing": "tests/triton/test_replicas.py",
     **dict.fromkeys(
         ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"), "tests/triton/test_kv_events.py"

@@ -461,7 +461,7 @@ def _build_launcher(kernel: Any) -> None:
 def install(mode: Mode) -> None:
     """Put the device in place, for the rest of the process. Sizes become those of a CPU, but where kernels are
     compiled. Raises `RuntimeError` where kernels are interpreted."""
-    from dflash_backend.engine import device
+    from dflash_backend import device
     from dflash_backend.worker import graphs
     from dflash_backend.worker.runner import ModelRunner
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.shapes import SHAPES, Shape, with_layers
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from benchmarks.gpu.timing import measure_ceilings, scale
 from dflash_backend.core.admission import RequestError
-from dflash_backend.engine.device import prepare_gpu
+from dflash_backend.device import prepare_gpu
 
 # In the order of what matters most: the promises first, then the grid of batches and contexts.
 GRID = [

@@ -19,10 +19,10 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
+from dflash_backend.device import choose_device, num_cores, share_cores
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.engine.device import choose_device, num_cores, share_cores
 from dflash_backend.engine.quantised import (
     check_activation_quantization,
     check_quantization,
@@ -31,11 +31,9 @@ from dflash_backend.engine.quantised import (
     target_kv_dtype,
 )
 from dflash_backend.engine.rank_sizing import measured_sizes, sized_pair, take_kv
-from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
-from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
+from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots, num_states
 from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
-from dflash_backend.engine.shared_target import load_shared_target, num_rank_0_threads, own_part, rank_group
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -52,7 +50,10 @@ from dflash_backend.heap import keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops, use_dependent_launch
-from dflash_backend.models.parallel import SharedTarget
+from dflash_backend.parallel.rank_messages import RankSetup
+from dflash_backend.parallel.ranks import RankGroup, check_tensor_parallel
+from dflash_backend.parallel.shared_target import load_shared_target, num_rank_0_threads, own_part, rank_group
+from dflash_backend.parallel.target import SharedTarget
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
@@ -125,7 +126,9 @@ def build_engine(
     dtype = _dtype(config, pair.target, device)
     report_pair(pair, dtype, report)
     _check_pair(config, pair, dtype, device, report)
-    ranks = rank_group(config, pair, dtype, device)
+    ranks = None
+    if config.tensor_parallel_size > 1:
+        ranks = rank_group(config, pair.target, loaded_bytes(pair, dtype), dtype, device)
     device = device if ranks is None else ranks.device
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
@@ -188,8 +191,8 @@ def _load_models(
     target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant, fp8_activations)
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
     if ranks is not None:
-        blocks = sizes.num_blocks
-        target = load_shared_target(config, pair, ranks, needs, num_positions, blocks, dtype, progress, target_ops)
+        setup = _rank_setup(config, pair.target, ranks, needs, num_positions, sizes.num_blocks)
+        target = load_shared_target(ranks, setup, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
@@ -202,6 +205,31 @@ def _load_models(
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype)
+
+
+def _rank_setup(
+    config: EngineConfig,
+    spec: TargetSpec,
+    ranks: RankGroup,
+    needs: Requirements,
+    max_positions: int,
+    num_blocks: int,
+) -> RankSetup:
+    """As rank 0 has it."""
+    return RankSetup(
+        spec=spec,
+        max_positions=max_positions,
+        num_blocks=num_blocks,
+        num_states=num_states(config),
+        block_size=config.kv_block_size,
+        fp8=config.quantization == "fp8",
+        log_level=config.log_level,
+        attention=config.attention_backend,
+        needs=needs,
+        dependent_launch=config.enable_dependent_launch,
+        shard=ranks.shard,
+        device=ranks.device,
+    )
 
 
 def _measured_sizes(
@@ -280,7 +308,7 @@ def _runner(
     if config.tensor_parallel_size == 1:
         threads = BatchThreads(num_batch_threads(size, num_cores(config)), config.batch_invariant, size)
     else:  # passes over all ranks come one after the other
-        threads = BatchThreads(1, op_threads=num_rank_0_threads(config, target))
+        threads = BatchThreads(1, op_threads=num_rank_0_threads(target))
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
 

@@ -11,10 +11,10 @@ import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
-from dflash_backend.engine.gpu_peers import GpuPeers
-from dflash_backend.engine.shared_target import own_part
 from dflash_backend.engine.sizing import Sizes, gpu_budget, kv_bytes, settle_sizes
 from dflash_backend.models.interface import TargetModel
+from dflash_backend.parallel.gpu_peers import GpuPeers
+from dflash_backend.parallel.shared_target import own_part
 from dflash_backend.worker.memory import GIB, MemoryUse
 
 

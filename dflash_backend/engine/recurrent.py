@@ -12,8 +12,8 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.models import TargetModel
-from dflash_backend.models.parallel import SharedTarget
 from dflash_backend.models.recurrent_state import MAX_ROW_TOKENS, StatePool, pool_bytes
+from dflash_backend.parallel.target import SharedTarget
 from dflash_backend.worker.memory import GIB
 
 MIB = 1024**2

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 
+class RankLostError(Exception):
+    """A rank has ended or hangs, or a pass failed on one of them, after which they are out of step. No step can run any
+    more: the engine must start anew."""
+
+
 class Peers:
     """As of a target that one process has alone: there is no other."""
 
     def check(self) -> None:
-        """Raises `parallel.RankLostError` when a process is lost, so that nothing a step gave may be used."""
+        """Raises `RankLostError` when a process is lost, so that nothing a step gave may be used."""
 
     def every_variant(self) -> AbstractContextManager[None]:
         """In this block passes run every kernel that they may ever need, as of `AttentionBackend.every_variant`."""

@@ -19,7 +19,7 @@ from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemo
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
-from dflash_backend.models.parallel import RankLostError
+from dflash_backend.models.peers import RankLostError
 
 GIB = 1024**3
 

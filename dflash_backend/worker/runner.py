@@ -30,7 +30,7 @@ from dflash_backend.core.plan import (
 )
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import ErrorStatus, TokenLogprobs
-from dflash_backend.models.parallel import RankLostError
+from dflash_backend.models.peers import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads

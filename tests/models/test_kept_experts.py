@@ -27,8 +27,8 @@ from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, QuantisedLinear
 from dflash_backend.models.mlp import SharedExpertMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps
-from dflash_backend.models.parallel import load_shard
-from dflash_backend.models.shard import Shard
+from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.target import load_shard
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MXFP4, QuantisedWeight
 from tests.models.test_kept_weights import (
     CT_INT4,

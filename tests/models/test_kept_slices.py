@@ -17,8 +17,8 @@ from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import Linear, QuantisedLinear
 from dflash_backend.models.ops import select_ops
-from dflash_backend.models.parallel import SummedLinear, load_shard
-from dflash_backend.models.shard import Shard
+from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.target import SummedLinear, load_shard
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.quantised import (

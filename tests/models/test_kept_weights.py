@@ -19,8 +19,8 @@ from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import Linear, QuantisedLinear
 from dflash_backend.models.ops import LayerOps, select_ops
-from dflash_backend.models.parallel import load_shard
-from dflash_backend.models.shard import Shard
+from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.target import load_shard
 from dflash_kernels.quantised_weight import FP8, INT4, INT8
 from tests.oracle.compressed_tensors_library import config, library
 from tests.paged import block_tables, caches, context

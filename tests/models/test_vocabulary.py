@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dflash_backend.models.filtered_choice import NUM_CANDIDATES, ROUNDING, filtered_tokens, largest_logits
 from dflash_backend.models.interface import Choice, Filters
-from dflash_backend.models.shard import Shard
 from dflash_backend.models.vocabulary import argmax_over_ranks
+from dflash_backend.parallel.shard import Shard
 from dflash_kernels.log_odds import log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
 from dflash_kernels.noisy_scores import noisy_scores_reference

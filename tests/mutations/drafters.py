@@ -154,7 +154,7 @@ DRAFTERS_MUTANTS = (
         "dflash_backend/models/vocabulary.py",
         "self._target.embed(task.token_ids, task.scaled)",
         "self._target.embed(task.token_ids)",
-        ("tests/models/test_parallel.py::test_ranks_give_a_drafter_the_rows_that_it_asks_for",),
+        ("tests/parallel/test_shards.py::test_ranks_give_a_drafter_the_rows_that_it_asks_for",),
     ),
     Mutant(
         "a drafter in vain is not warned of",
@@ -168,7 +168,7 @@ DRAFTERS_MUTANTS = (
         DRAFTER,
         "isinstance(head, SlicedHead) and sampler.ops.on_host",
         "isinstance(head, SlicedHead)",
-        ("tests/engine/test_vocabulary_ranks.py::test_the_steps_of_a_gpu_gather_the_logits",),
+        ("tests/parallel/test_vocabulary_ranks.py::test_the_steps_of_a_gpu_gather_the_logits",),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/tensor_names.py",

@@ -104,9 +104,9 @@ FP8_KV_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/rank.py",
+        "dflash_backend/parallel/rank.py",
         RANKS,
-        ("other ranks keep KV in the model's dtype", "kv_dtype = setup.kv_dtype", "kv_dtype = None"),
+        ("other ranks keep KV in the model's dtype", "device, needs.kv_dtype).target", "device, None).target"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/paged_attention_launch.py",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-PEERS = "dflash_backend/engine/gpu_peers.py"
-FOLLOWER = "dflash_backend/engine/gpu_follower.py"
-MESSAGES = "dflash_backend/engine/device_messages.py"
-SUM = "dflash_backend/engine/gpu_sum.py"
-NCCL = "dflash_backend/engine/nccl.py"
+PEERS = "dflash_backend/parallel/gpu_peers.py"
+FOLLOWER = "dflash_backend/parallel/gpu_follower.py"
+MESSAGES = "dflash_backend/parallel/device_messages.py"
+SUM = "dflash_backend/parallel/gpu_sum.py"
+NCCL = "dflash_backend/parallel/nccl.py"
 SIZING = "dflash_backend/engine/rank_sizing.py"
 GRAPHS = "dflash_backend/worker/graphs.py"
-RANK = "dflash_backend/engine/rank.py"
-LOCAL = "dflash_backend/engine/local_ranks.py"
-ENGINES = "tests/engine/test_gpu_ranks.py::"
+RANK = "dflash_backend/parallel/rank.py"
+LOCAL = "dflash_backend/parallel/local_ranks.py"
+ENGINES = "tests/parallel/test_gpu_ranks.py::"
 TEXT = (f"{ENGINES}test_replayed_graphs_of_two_ranks_give_the_text_of_one",)
-SUM_TESTS = ("tests/engine/test_gpu_sum.py",)
-START = "tests/engine/test_gpu_start.py::"
+SUM_TESTS = ("tests/parallel/test_gpu_sum.py",)
+START = "tests/parallel/test_gpu_start.py::"
 BLOCKS = (
     f"{ENGINES}test_all_ranks_have_as_many_blocks_as_the_one_with_the_least_memory_holds",
     f"{ENGINES}test_a_named_size_is_the_whole_caches_and_must_fit_on_each_rank",
@@ -88,14 +88,14 @@ GPU_RANK_MUTANTS = (
         NCCL,
         "torch.float32: 7,",
         "torch.float32: 6,",
-        ("tests/engine/test_nccl.py",),
+        ("tests/parallel/test_nccl.py",),
     ),
     Mutant(
         "a group of ranks that was ended is asked all the same",
         NCCL,
         "if self._is_aborted:",
         "if False:",
-        ("tests/engine/test_nccl.py",),
+        ("tests/parallel/test_nccl.py",),
     ),
     *mutants_of(
         SIZING,

@@ -115,7 +115,7 @@ KEPT_MXFP4_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/checkpoints/weights.py",
-        ("tests/models/test_parallel.py::test_weights_that_a_border_cuts_are_said_once",),
+        ("tests/parallel/test_shards.py::test_weights_that_a_border_cuts_are_said_once",),
         ("every weight that a border splits is said", "self._split_reported = True", "pass"),
     ),
 )

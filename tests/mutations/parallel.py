@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-LAYERS = ("tests/models/test_parallel.py::test_shared_layers_compute_what_the_whole_target_does",)
+LAYERS = ("tests/parallel/test_shards.py::test_shared_layers_compute_what_the_whole_target_does",)
 
-SUMS = "dflash_backend/models/parallel.py"
-SHARD = "dflash_backend/models/shard.py"
-QUANTISED = ("tests/models/test_parallel.py::test_ranks_read_their_part_of_quantised_weights",)
+SUMS = "dflash_backend/parallel/target.py"
+SHARD = "dflash_backend/parallel/shard.py"
+QUANTISED = ("tests/parallel/test_shards.py::test_ranks_read_their_part_of_quantised_weights",)
 KEPT = ("tests/models/test_kept_slices.py",)
-HYBRID = ("tests/engine/test_ranks.py::test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does",)
+HYBRID = ("tests/parallel/test_ranks.py::test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does",)
 
 PARALLEL_MUTANTS = (
     *mutants_of(
@@ -150,8 +150,8 @@ PARALLEL_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/sums.py",
-        ("tests/engine/test_sums.py",),
+        "dflash_backend/parallel/sums.py",
+        ("tests/parallel/test_sums.py",),
         ("a sum overwrites what a slow rank has not read", "views[self._count % 2]", "views[0]"),
         ("a rank does not wait for the last one", "in range(self._shard.size):", "in range(self._shard.size - 1):"),
         ("terms of 16 bits are rounded after each", "total = terms[0].float()", "total = terms[0].clone()"),
@@ -160,31 +160,31 @@ PARALLEL_MUTANTS = (
     ),
     Mutant(
         "a rank that was killed while it started is taken for a fault of the settings",
-        "dflash_backend/engine/ranks.py",
+        "dflash_backend/parallel/ranks.py",
         'raise RuntimeError(f"{what}: {error}") from None',
         'raise ConfigError(f"{what}: {error}") from None',
-        ("tests/engine/test_ranks.py::test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings",),
+        ("tests/parallel/test_ranks.py::test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings",),
     ),
     Mutant(
         "what a remote rank said is lost where its end shows first",
-        "dflash_backend/engine/remote_ranks.py",
+        "dflash_backend/parallel/remote_ranks.py",
         "if words := self._last_words(rank):",
         'if words := "":',
-        ("tests/engine/test_remote_ranks.py::test_a_rank_that_cannot_load_says_why_and_where",),
+        ("tests/parallel/test_remote_ranks.py::test_a_rank_that_cannot_load_says_why_and_where",),
     ),
     Mutant(
         "a rank that says nothing while it starts is taken for ready",
-        "dflash_backend/engine/local_ranks.py",
+        "dflash_backend/parallel/local_ranks.py",
         'raise RuntimeError(f"it has said nothing for {silence_s:g} s")',
         'return ""',
-        ("tests/engine/test_ranks.py::test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended",),
+        ("tests/parallel/test_ranks.py::test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended",),
     ),
     Mutant(
         "a view is sent with all of its table",
-        "dflash_backend/engine/rank_messages.py",
+        "dflash_backend/parallel/rank_messages.py",
         "if isinstance(value, torch.Tensor):",
         "if False:",
-        ("tests/engine/test_sums.py",),
+        ("tests/parallel/test_sums.py",),
     ),
     Mutant(
         "FP8 at load has a scale for a rank's part of a row",
@@ -192,27 +192,27 @@ PARALLEL_MUTANTS = (
         "self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))\n"
         "        _take(whole, out, dim, parts, num_parts)",
         "self._plain.read_projection_slice(name, out, dim, parts, num_parts)\n        round_to_fp8(name, out)",
-        ("tests/models/test_parallel.py::test_fp8_at_load_rounds_whole_rows",),
+        ("tests/parallel/test_shards.py::test_fp8_at_load_rounds_whole_rows",),
     ),
     Mutant(
         "a rank has gates of experts alone, another ups",
         SHARD,
         "(rank, size + rank), 2 * size",
         "(2 * rank, 2 * rank + 1), 2 * size",
-        ("tests/models/test_parallel.py::test_experts_in_one_tensor_are_shared",),
+        ("tests/parallel/test_shards.py::test_experts_in_one_tensor_are_shared",),
     ),
     Mutant(
         "a rank takes the first parts of experts in place of its own",
         SHARD,
         "Slice(GPT_OSS_EXPERTS[kind], (rank,), size)",
         "Slice(GPT_OSS_EXPERTS[kind], (0,), size)",
-        ("tests/models/test_parallel.py::test_experts_in_mxfp4_are_shared",),
+        ("tests/parallel/test_shards.py::test_experts_in_mxfp4_are_shared",),
     ),
     Mutant(
         "an engine goes on without a rank",
         "dflash_backend/worker/runner.py",
         "KVWriteError, RankLostError):",
         "KVWriteError):",
-        ("tests/engine/test_ranks.py::test_a_rank_that_is_lost_ends_the_engine",),
+        ("tests/parallel/test_ranks.py::test_a_rank_that_is_lost_ends_the_engine",),
     ),
 )

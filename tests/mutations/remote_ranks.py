@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CHANNEL = "dflash_backend/engine/rank_channel.py"
-REMOTE = "dflash_backend/engine/remote_ranks.py"
-SUM = "dflash_backend/engine/network_sum.py"
-RAY = "dflash_backend/engine/ray_ranks.py"
-CHANNEL_TESTS = ("tests/engine/test_rank_channel.py",)
-SUM_TESTS = ("tests/engine/test_network_sum.py",)
-RANKS = "tests/engine/test_remote_ranks.py::"
-RAY_TESTS = "tests/engine/test_ray_ranks.py::"
+CHANNEL = "dflash_backend/parallel/rank_channel.py"
+REMOTE = "dflash_backend/parallel/remote_ranks.py"
+SUM = "dflash_backend/parallel/network_sum.py"
+RAY = "dflash_backend/parallel/ray_ranks.py"
+CHANNEL_TESTS = ("tests/parallel/test_rank_channel.py",)
+SUM_TESTS = ("tests/parallel/test_network_sum.py",)
+RANKS = "tests/parallel/test_remote_ranks.py::"
+RAY_TESTS = "tests/parallel/test_ray_ranks.py::"
 
 REMOTE_RANK_MUTANTS = (
     *mutants_of(
@@ -67,21 +67,21 @@ REMOTE_RANK_MUTANTS = (
     ),
     Mutant(
         "a rank that is slow is lost",
-        "dflash_backend/engine/rank_links.py",
+        "dflash_backend/parallel/rank_links.py",
         "HANG_S = 10.0",
         "HANG_S = 3.5",
         (f"{RANKS}test_a_rank_that_is_only_slow_is_not_lost",),
     ),
     Mutant(
         "a rank outlives its engine",
-        "dflash_backend/engine/remote_rank.py",
+        "dflash_backend/parallel/remote_rank.py",
         "    os._exit(1)\n",
         "    return\n",
         (f"{RANKS}test_ranks_end_with_an_engine_that_is_killed",),
     ),
     Mutant(
         "why a rank failed stays on its machine",
-        "dflash_backend/engine/rank.py",
+        "dflash_backend/parallel/rank.py",
         'rank_zero.send(RankFailed(f"{type(error).__name__}: {error}"))',
         "pass",
         (f"{RANKS}test_what_a_rank_fails_of_is_told",),
@@ -109,16 +109,16 @@ REMOTE_RANK_MUTANTS = (
     ),
     Mutant(
         "rank 0 takes all cores of its machine",
-        "dflash_backend/engine/ranks.py",
-        "self._num_sharers(config, 0))",
+        "dflash_backend/parallel/ranks.py",
+        "self._num_sharers(0))",
         "1)",
         (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),
     ),
     Mutant(
         "a rank's cores are those of a machine that it is not on",
-        "dflash_backend/engine/ranks.py",
-        "self._num_sharers(config, rank),",
-        "self._num_sharers(config, 0),",
+        "dflash_backend/parallel/ranks.py",
+        "self._num_sharers(rank),",
+        "self._num_sharers(0),",
         (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),
     ),
     Mutant(

@@ -71,8 +71,8 @@ SERVING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/rank.py",
-        ("tests/engine/test_gpu_ranks.py",),
+        "dflash_backend/parallel/rank.py",
+        ("tests/parallel/test_gpu_ranks.py",),
         ("a rank gives its steps' buffers back", "    keep_step_buffers()\n", ""),
     ),
     *mutants_of(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 CHOICE = ("tests/models/test_vocabulary.py",)
-TEXTS = ("tests/engine/test_vocabulary_ranks.py::test_ranks_that_split_the_vocabulary_give_the_text_of_one",)
-DRAFTS = ("tests/engine/test_vocabulary_ranks.py::test_drafts_are_those_that_one_process_proposes",)
-ROWS = ("tests/models/test_parallel.py::test_ranks_that_split_the_vocabulary_hold_their_rows",)
-RULE = ("tests/engine/test_vocabulary_ranks.py::test_a_small_vocabulary_stays_on_rank_0",)
+TEXTS = ("tests/parallel/test_vocabulary_ranks.py::test_ranks_that_split_the_vocabulary_give_the_text_of_one",)
+DRAFTS = ("tests/parallel/test_vocabulary_ranks.py::test_drafts_are_those_that_one_process_proposes",)
+ROWS = ("tests/parallel/test_shards.py::test_ranks_that_split_the_vocabulary_hold_their_rows",)
+RULE = ("tests/parallel/test_vocabulary_ranks.py::test_a_small_vocabulary_stays_on_rank_0",)
 
 VOCABULARY = "dflash_backend/models/vocabulary.py"
 
@@ -118,7 +118,7 @@ VOCABULARY_MUTANTS = (
         "dflash_backend/worker/step.py",
         "not isinstance(logits, torch.Tensor) and grammars is None:",
         "not isinstance(logits, torch.Tensor):",
-        ("tests/engine/test_vocabulary_ranks.py::test_a_grammar_holds_for_ranks_that_split_the_vocabulary",),
+        ("tests/parallel/test_vocabulary_ranks.py::test_a_grammar_holds_for_ranks_that_split_the_vocabulary",),
     ),
     Mutant(
         "tokens of other ranks have the embedding of a border",
@@ -129,7 +129,7 @@ VOCABULARY_MUTANTS = (
     ),
     Mutant(
         "a vocabulary that ranks do not divide loses its last tokens",
-        "dflash_backend/models/shard.py",
+        "dflash_backend/parallel/shard.py",
         "range(self.rank * vocab_size // self.size, (self.rank + 1) * vocab_size // self.size)",
         "range(self.rank * (vocab_size // self.size), (self.rank + 1) * (vocab_size // self.size))",
         CHOICE,
@@ -139,27 +139,27 @@ VOCABULARY_MUTANTS = (
         "dflash_backend/checkpoints/quantization/slices.py",
         "if found and sum(found[-1]) == part:",
         "if False:",
-        ("tests/models/test_parallel.py::test_a_slice_of_rows_is_read_at_once",),
+        ("tests/parallel/test_shards.py::test_a_slice_of_rows_is_read_at_once",),
     ),
     Mutant(
         "the other ranks' slices of logits depend on the batch",
-        "dflash_backend/engine/rank.py",
-        "ops=select_ops(device, wanted_ops, setup.batch_invariant)",
+        "dflash_backend/parallel/rank.py",
+        "ops=select_ops(device, wanted_ops, needs.batch_invariant)",
         "ops=select_ops(device, wanted_ops, False)",
-        ("tests/engine/test_vocabulary_ranks.py::test_text_depends_neither_on_the_batch_nor_on_what_is_gathered",),
+        ("tests/parallel/test_vocabulary_ranks.py::test_text_depends_neither_on_the_batch_nor_on_what_is_gathered",),
     ),
     Mutant(
         "a tied head counts twice",
-        "dflash_backend/engine/shared_target.py",
+        "dflash_backend/parallel/shared_target.py",
         "(1 if spec.tie_word_embeddings else 2) *",
         "2 *",
         RULE,
     ),
     Mutant(
         "a long tensor is gathered into its beginning",
-        "dflash_backend/engine/sums.py",
+        "dflash_backend/parallel/sums.py",
         "whole.view(-1)[first : first + step] = term",
         "whole.view(-1)[: len(term)] = term",
-        ("tests/engine/test_sums.py::test_rank_0_alone_gets_what_each_has",),
+        ("tests/parallel/test_sums.py::test_rank_0_alone_gets_what_each_has",),
     ),
 )

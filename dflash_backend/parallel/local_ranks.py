@@ -1,0 +1,113 @@
+"""The other ranks as processes of this machine, with sums in memory that they share."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+
+from dflash_backend.parallel import rank_links
+from dflash_backend.parallel.gpu_sum import GpuSum
+from dflash_backend.parallel.rank_links import BEAT_S, HANG_S, Reduce
+from dflash_backend.parallel.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
+from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.sums import SharedSum, sum_memory
+
+
+class LocalRanks:
+    """As `RankLinks`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.lost = ""
+        self._ended = False
+        self._gpu_sum: GpuSum | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._size = shard.size
+        self._memory = sum_memory(shard.size)
+        self.reduce: Reduce = SharedSum(self._memory, shard, lambda: self.lost)
+
+    def sum_by(self, gpu_sum: GpuSum) -> None:
+        self.reduce = self._gpu_sum = gpu_sum
+
+    def start(self, setups: Sequence[RankSetup]) -> None:
+        for setup in setups:
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "dflash_backend.parallel.rank_process"]
+            with theirs:
+                self.processes.append(
+                    subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, pass_fds=(self._memory,))
+                )
+            self._connections.append(Connection(ours.detach()))
+            with suppress(OSError):  # `start_error` says that it has ended
+                self._connections[-1].send_bytes(pickle.dumps(LocalRank(setup, self._memory, os.getpid())))
+        os.close(self._memory)  # each process has it mapped, or has its own descriptor
+
+    def num_beside(self, rank: int) -> int:
+        return self._size
+
+    def device_index(self, rank: int) -> int:
+        return rank
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def start_error(self, rank: int) -> str:
+        connection, silence_s = self._connections[rank - 1], rank_links.START_SILENCE_S
+        try:
+            while connection.poll(silence_s):
+                message = pickle.loads(connection.recv_bytes())
+                if isinstance(message, RankReady | RankFailed):
+                    return message.error
+        except (EOFError, OSError):
+            raise RuntimeError("it ended; the log says why") from None
+        raise RuntimeError(f"it has said nothing for {silence_s:g} s")
+
+    def serve(self) -> None:
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        if self._gpu_sum is not None:
+            self._gpu_sum.join(lambda: self.lost)
+
+    def send(self, data: bytes) -> None:
+        for connection in self._connections:
+            connection.send_bytes(data)
+
+    def end(self) -> None:
+        self._ended = True
+        self.lost = self.lost or "the engine has ended"
+        for process in self.processes:
+            with suppress(OSError):
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _watch(self) -> None:
+        last = dict.fromkeys(range(len(self._connections)), time.monotonic())
+        while not self.lost:
+            ready = wait(self._connections, BEAT_S)
+            now = time.monotonic()
+            for index, connection in enumerate(self._connections):
+                if connection in ready:
+                    self.lost = self.lost or self._end_of(index + 1, connection)
+                    last[index] = now
+                elif now - last[index] > HANG_S:
+                    self.lost = f"{self.name(index + 1)} has not answered for {HANG_S:g} s"
+        was_ended = self._ended
+        self.end()
+        if self._gpu_sum is not None and not was_ended:
+            self._gpu_sum.abort()
+
+    def _end_of(self, rank: int, connection: Connection) -> str:
+        """Why a rank that has something to say has ended, empty when it lives."""
+        try:
+            message = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return f"{self.name(rank)} has ended"
+        return "" if isinstance(message, Beat) else f"{self.name(rank)} failed: {message.error}"

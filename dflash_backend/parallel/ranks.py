@@ -1,0 +1,184 @@
+"""The other ranks of a shared target, as rank 0 has them: it starts them, gives them its passes, and ends with them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass, replace
+
+import torch
+
+from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.device import num_rank_threads
+from dflash_backend.models.peers import ALONE, Peers
+from dflash_backend.parallel.device_messages import DeviceMessages
+from dflash_backend.parallel.gpu_peers import Control, GpuPeers
+from dflash_backend.parallel.gpu_sum import GpuSum
+from dflash_backend.parallel.local_ranks import LocalRanks
+from dflash_backend.parallel.nccl import load_nccl
+from dflash_backend.parallel.rank_links import RankLinks, cause_of
+from dflash_backend.parallel.rank_messages import HostMessages, RankSetup
+from dflash_backend.parallel.ray_ranks import ray_ranks
+from dflash_backend.parallel.shard import Shard, unsupported
+from dflash_backend.parallel.target import Shared, SharedPass
+
+
+def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.device) -> None:
+    """Raises `ConfigError` for what cannot be served with `tensor_parallel_size` ranks, with what can."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    reason = unsupported(spec, size)
+    if reason is not None:
+        raise ConfigError(
+            f"setting 'tensor_parallel_size' is {size}, which the target in {spec.path} cannot have: {reason}"
+        )
+    if device.type == "cuda" and config.distributed_executor != "ray":
+        _check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _check_gpus(size: int, count: int, visible: str | None) -> None:
+    """Raises `ConfigError` where there are fewer GPUs than ranks."""
+    if count < size:
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise ConfigError(
+            f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees {count}"
+            f"{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of KIND_GPU, which "
+            "shows one, or set distributed_executor=ray for GPUs of several machines"
+        )
+
+
+@dataclass
+class Traffic:
+    """What rank 0 has sent: passes, and bytes of messages to all other ranks."""
+
+    num_passes: int = 0
+    message_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GpuRanks:
+    """What ranks on GPUs have in common. device: rank 0's. nccl_id: by which they find each other."""
+
+    device: torch.device
+    sums: GpuSum
+    nccl_id: bytes
+
+    @classmethod
+    def of(cls, size: int, ordered: bool, index: int) -> GpuRanks:
+        """Of `size` ranks; rank 0, which is this process, is on the GPU of that index, and allocates there from now
+        on. ordered: as of `GpuSum`. Raises `ConfigError` without NCCL."""
+        nccl = load_nccl()
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        nccl_id = nccl.unique_id()
+        return cls(device, GpuSum.by_nccl(Shard(0, size), device, nccl, nccl_id, ordered), nccl_id)
+
+
+class RankGroup:
+    """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
+
+    def __init__(
+        self,
+        links: RankLinks,
+        size: int,
+        weight_bytes: int,
+        splits_vocabulary: bool = False,
+        gpu: GpuRanks | None = None,
+        num_engines: int = 1,
+    ) -> None:
+        """links: of a group of `size` ranks. weight_bytes: of all models. splits_vocabulary: as of `Shard`. gpu: of
+        ranks on GPUs. num_engines: how many engines share the machine's cores."""
+        self.shard = Shard(0, size, splits_vocabulary)
+        self.links = links
+        self._weight_bytes = weight_bytes
+        self._num_engines = num_engines
+        self.reduce = links.reduce
+        self.traffic = Traffic()
+        self.num_sent = 0
+        self.device = torch.device("cpu") if gpu is None else gpu.device
+        self.peers: Peers = ALONE if gpu is None else GpuPeers(self, links.reduce, gpu.device)
+        self._nccl_id = b"" if gpu is None else gpu.nccl_id
+        self._messages = HostMessages() if gpu is None else DeviceMessages(gpu.sums, gpu.device)
+        self._end = weakref.finalize(self, links.end)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False, on_gpus: bool = False
+    ) -> RankGroup:
+        """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
+        size = config.tensor_parallel_size
+        by_ray = config.distributed_executor == "ray"
+        links: RankLinks = ray_ranks(size, on_gpus) if by_ray else LocalRanks(Shard(0, size))
+        gpu = None
+        if on_gpus:
+            gpu = GpuRanks.of(size, config.batch_invariant, links.device_index(0))
+            links.sum_by(gpu.sums)
+        return cls(links, size, weight_bytes, splits_vocabulary, gpu, config.data_parallel_size)
+
+    def start(self, setup: RankSetup) -> None:
+        """Start the ranks, which load their parts meanwhile. setup: what is the same for all of them. Raises
+        `ConfigError` where they cannot be started."""
+        self.links.start(
+            [
+                replace(
+                    setup,
+                    shard=replace(self.shard, rank=rank),
+                    weight_bytes=self._weight_bytes,
+                    num_sharers=self._num_sharers(rank),
+                    device=self._device_of(rank),
+                    nccl_id=self._nccl_id,
+                )
+                for rank in range(1, self.shard.size)
+            ]
+        )
+
+    def _device_of(self, rank: int) -> torch.device:
+        kind = self.device.type
+        return self.device if kind == "cpu" else torch.device(kind, self.links.device_index(rank))
+
+    def num_threads(self) -> int:
+        """Of an operation in this process."""
+        return num_rank_threads(self._weight_bytes, self._num_sharers(0))
+
+    def _num_sharers(self, rank: int) -> int:
+        """How many processes share the cores of a rank's machine: the other engines' are taken to be there too."""
+        return self.links.num_beside(rank) * self._num_engines
+
+    def connect(self) -> None:
+        """Wait until all ranks have loaded. Raises `ConfigError` when one says that it cannot, so that a person has to
+        change something, and `RuntimeError` when one is lost."""
+        for rank in range(1, self.shard.size):
+            what = f"{self.links.name(rank)} of {self.shard.size} could not start"
+            try:
+                words = self.links.start_error(rank)
+            except RuntimeError as error:
+                self._end()
+                raise RuntimeError(f"{what}: {error}") from None
+            if words:
+                self._end()
+                raise ConfigError(f"{what}: {words}")
+        try:
+            self.links.serve()
+        except RuntimeError as error:
+            cause = cause_of(self.links)
+            self._end()
+            raise RuntimeError(f"the {self.shard.size} ranks could not start: {cause or error}") from error
+
+    @property
+    def lost(self) -> str:
+        """Why a rank is lost, empty while none is."""
+        return self.links.lost
+
+    def send(self, step: Shared | Control) -> None:
+        """Give it to all other ranks. Raises `RuntimeError` when one is lost."""
+        if self.links.lost:
+            raise RuntimeError(self.links.lost)
+        self.num_sent += 1
+        self.traffic.num_passes += isinstance(step, SharedPass)
+        try:
+            num_bytes = self._messages.send(step, self.links.send)
+            self.traffic.message_bytes += num_bytes * (self.shard.size - 1)
+        except OSError as error:
+            raise RuntimeError(cause_of(self.links) or f"a rank has ended ({error})") from error

@@ -1,0 +1,185 @@
+"""The other ranks where they may run on other machines: passes by ZeroMQ with keys, sums by gloo."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from dflash_backend.parallel import rank_links
+from dflash_backend.parallel.gpu_sum import GpuSum
+from dflash_backend.parallel.network_sum import NetworkSum
+from dflash_backend.parallel.rank_channel import Endpoint
+from dflash_backend.parallel.rank_links import BEAT_S, CAUSE_S, HANG_S, NETWORK_SILENCE_S, Reduce, cause_of
+from dflash_backend.parallel.rank_messages import Beat, RankFailed, RankReady, RankSetup, RemoteRank
+from dflash_backend.parallel.remote_rank import RankAddress
+from dflash_backend.parallel.shard import Shard
+
+GONE = "it has ended, or its machine does not answer any more; the log says why"
+
+
+class Launcher(Protocol):
+    """What starts processes of ranks on machines. host: this machine's address, by which they reach it."""
+
+    host: str
+
+    def num_beside(self, rank: int) -> int:
+        """As `RankLinks.num_beside`."""
+
+    def device_index(self, rank: int) -> int:
+        """As `RankLinks.device_index`."""
+
+    def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
+        """Start a process for each rank, which takes passes from the process with that key. Raises `ConfigError`."""
+
+    def run(self, setups: Sequence[RemoteRank]) -> None:
+        """Let each rank load and serve."""
+
+    def ended(self, rank: int) -> str:
+        """Why the process of a rank has ended, in words; empty while it is not known to have."""
+
+    def end(self) -> None:
+        """End them all. It may be called twice."""
+
+
+class RemoteRanks:
+    """As `RankLinks`. The thread that watches receives; sending is for the engine's."""
+
+    def __init__(self, shard: Shard, launcher: Launcher) -> None:
+        self.lost = ""
+        self._ended = False
+        self._gpu_sum: GpuSum | None = None
+        self._network_sum = NetworkSum(shard, lambda: self.lost, lambda: cause_of(self))
+        self.reduce: Reduce = self._network_sum
+        self._num_others = shard.size - 1
+        self._launcher = launcher
+        self._endpoint = Endpoint()
+        self._beats, self._beats_port = self._endpoint.bind(launcher.host)
+        self._poller = zmq.Poller()
+        self._poller.register(self._beats, zmq.POLLIN)
+        self._addresses: list[RankAddress] = []
+        self._passes: list[zmq.Socket[bytes]] = []
+        # The sockets by which a rank's connection is known to have ended, with its number.
+        self._ends: dict[zmq.Socket[bytes], int] = {}
+        self._started: dict[int, str] = {}
+        self._heard: set[int] = set()  # those that have said something since it was last asked for
+        self._watching: threading.Thread | None = None
+
+    def sum_by(self, gpu_sum: GpuSum) -> None:
+        self.reduce = self._gpu_sum = gpu_sum
+
+    def start(self, setups: Sequence[RankSetup]) -> None:
+        port = 0 if self._gpu_sum is not None else self._network_sum.serve_store(self._launcher.host)
+        key = self._endpoint.keys.public
+        self._addresses = self._launcher.open(len(setups), key)
+        for rank, address in enumerate(self._addresses, 1):
+            self._endpoint.known.keys.add(address.key)
+            passes, ended = self._endpoint.connect(address.host, address.port, address.key, NETWORK_SILENCE_S)
+            self._passes.append(passes)
+            self._ends[ended] = rank
+            self._poller.register(ended, zmq.POLLIN)
+        self._launcher.run([RemoteRank(setup, self._launcher.host, self._beats_port, key, port) for setup in setups])
+
+    def num_beside(self, rank: int) -> int:
+        return self._launcher.num_beside(rank)
+
+    def device_index(self, rank: int) -> int:
+        return self._launcher.device_index(rank)
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self._addresses[rank - 1].node}"
+
+    def start_error(self, rank: int) -> str:
+        silence_s = rank_links.START_SILENCE_S
+        last = time.monotonic()
+        while not self._has_started(rank):
+            if rank in self._heard:
+                self._heard.discard(rank)
+                last = time.monotonic()
+            if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and GONE):
+                if words := self._last_words(rank):
+                    return words
+                raise RuntimeError(reason)
+            if time.monotonic() - last > silence_s:
+                raise RuntimeError(f"it has said nothing for {silence_s:g} s")
+        return self._started[rank]
+
+    def _has_started(self, rank: int) -> bool:
+        """Whether the rank has said that it has loaded, or why not; waits up to a beat."""
+        if rank not in self._started:
+            for each, message in self._receive():
+                self._heard.add(each)
+                if isinstance(message, RankReady | RankFailed):
+                    self._started[each] = message.error
+        return rank in self._started
+
+    def _last_words(self, rank: int) -> str:
+        """Why a rank that has ended did not load: it says so on a connection of its own, which may be slower than the
+        end. Empty where it said nothing."""
+        deadline = time.monotonic() + CAUSE_S
+        while not self._has_started(rank) and time.monotonic() < deadline:
+            time.sleep(CAUSE_S / 50)
+        return self._started.get(rank, "")
+
+    def serve(self) -> None:
+        self._watching = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watching.start()
+        if self._gpu_sum is not None:
+            self._gpu_sum.join(lambda: self.lost)
+        else:
+            self._network_sum.join(self._launcher.host)
+
+    def send(self, data: bytes) -> None:
+        for passes in self._passes:
+            try:
+                passes.send(data, zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise OSError(str(error)) from error
+
+    def end(self) -> None:
+        self._ended = True
+        self.lost = self.lost or "the engine has ended"
+        self._launcher.end()
+        watching = self._watching
+        if watching is not None and watching.is_alive():
+            if watching is threading.current_thread():
+                return  # a socket is closed by its own thread, or with the process
+            watching.join(2 * BEAT_S)
+        self._endpoint.close()
+
+    def _watch(self) -> None:
+        last = dict.fromkeys(range(1, self._num_others + 1), time.monotonic())
+        while not self.lost:
+            messages = self._receive()
+            now = time.monotonic()
+            for rank, message in messages:
+                last[rank] = now
+                if isinstance(message, RankFailed):
+                    self.lost = self.lost or f"{self.name(rank)} failed: {message.error}"
+            if rank := self._ended_rank():
+                # The heartbeats end a connection too, and then the beats have been missing as long.
+                is_silent = now - last[rank] > NETWORK_SILENCE_S - BEAT_S
+                how = f"has not answered for {NETWORK_SILENCE_S:g} s" if is_silent else "has ended"
+                self.lost = self.lost or f"{self.name(rank)} {how}"
+            for rank, at in last.items():
+                if now - at > HANG_S:
+                    self.lost = self.lost or f"{self.name(rank)} has not answered for {HANG_S:g} s"
+        self._launcher.end()
+        if self._gpu_sum is not None and not self._ended:
+            self._gpu_sum.abort()
+
+    def _receive(self) -> list[tuple[int, Beat | RankReady | RankFailed]]:
+        """What ranks have said, waiting up to a beat for the first of it, or for the end of a connection."""
+        messages = []
+        if self._beats in dict(self._poller.poll(int(BEAT_S * 1000))):
+            while self._beats.poll(0):
+                messages.append(pickle.loads(self._beats.recv()))
+        return messages
+
+    def _ended_rank(self) -> int:
+        """A rank whose connection has ended; 0 if none is known to have."""
+        return next((rank for ended, rank in self._ends.items() if ended.poll(0)), 0)

@@ -1,0 +1,225 @@
+"""How ranks on GPUs start and end: each on its own GPU before it allocates, errors by name, an end of what waits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.checkpoints import read_target
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.parallel import local_ranks, rank, ranks, ray_ranks
+from dflash_backend.parallel.gpu_sum import GpuSum
+from dflash_backend.parallel.local_ranks import LocalRanks
+from dflash_backend.parallel.rank_messages import RankReady
+from dflash_backend.parallel.ranks import GpuRanks, RankGroup, check_tensor_parallel
+from dflash_backend.parallel.shard import Shard
+from dflash_backend.worker import graphs
+from dflash_backend.worker.graphs import CapturedStep
+from tests.tiny_models import make_target
+from tests.waiting import eventually
+
+GPU_1 = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is done with GPUs and NCCL, in order."""
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(("set_device", device)))
+    nccl = SimpleNamespace(unique_id=lambda: found.append("unique_id") or b"id")
+    monkeypatch.setattr(ranks, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(rank, "load_nccl", lambda: nccl)
+    return found
+
+
+def test_a_rank_is_on_its_gpu_before_it_loads(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    setup: Any = SimpleNamespace(device=GPU_1, weight_bytes=0, num_sharers=1)
+
+    def load(setup: Any, sums: Any) -> Any:
+        calls.append("load")
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(rank, "_load", load)
+    monkeypatch.setattr(rank, "_beat", lambda send: None)
+    said: list[Any] = []
+    rank.run(setup, SimpleNamespace(send=said.append), sums=None)  # type: ignore[arg-type]
+    assert calls == [("set_device", GPU_1), "load"]
+    assert said == [RankReady("CUDA out of memory")]
+
+
+def test_each_rank_of_a_machine_has_the_gpu_of_its_number(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "DeviceMessages", lambda sums, device: None)
+    group = RankGroup.of(EngineConfig(tensor_parallel_size=3), 0, False, on_gpus=True)
+    assert calls == [("set_device", torch.device("cuda", 0)), "unique_id"]
+    assert group.device == torch.device("cuda", 0)
+    assert [group._device_of(number) for number in (1, 2)] == [GPU_1, torch.device("cuda", 2)]
+    assert isinstance(group.reduce, GpuSum)
+    assert group.links.reduce is group.reduce
+
+
+def test_a_rank_meets_the_others_by_rank_0s_id_and_on_its_own_gpu(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that connects has a current device of its own."""
+    monkeypatch.setattr("dflash_backend.parallel.gpu_sum.Communicator", lambda *arguments: calls.append(arguments))
+    needs = SimpleNamespace(batch_invariant=False)
+    setup: Any = SimpleNamespace(device=GPU_1, shard=Shard(1, 4), nccl_id=b"id", needs=needs)
+    sums, join = rank.sums_of(setup, on_cpus=lambda: pytest.fail("sums of CPUs"))
+    assert join is not None
+    monkeypatch.setattr(sums, "_check", lambda: None)
+    join()
+    (_, bound), (_, unique_id, own, size) = calls
+    assert (bound, unique_id, own, size) == (GPU_1, b"id", 1, 4)
+
+
+def test_fewer_gpus_than_ranks_are_refused_with_what_would_work(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_target(tmp_path)
+    spec = read_target(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    words = r"is 2, which takes a GPU for each rank, and this process sees 1 \(CUDA_VISIBLE_DEVICES=3\): .*KIND_MODEL"
+    with pytest.raises(ConfigError, match=words):
+        check_tensor_parallel(EngineConfig(tensor_parallel_size=2), spec, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_tensor_parallel(EngineConfig(tensor_parallel_size=2), spec, torch.device("cuda"))
+
+
+class Recorder:
+    """As `Collectives`, as far as an end goes."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def links_of(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> tuple[LocalRanks, Recorder]:
+    """Ranks that are processes of another program, and what ends their exchanges."""
+    links, group = LocalRanks(Shard(0, 2)), Recorder()
+    sums = GpuSum(Shard(0, 2), torch.device("cpu"), lambda: group)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(sums, "_check", lambda: None)
+    links.sum_by(sums)
+    popen = local_ranks.subprocess.Popen
+    monkeypatch.setattr(
+        local_ranks, "subprocess", SimpleNamespace(Popen=lambda _, **options: popen(command, **options))
+    )
+    links.start([None])  # type: ignore[list-item]
+    return links, group
+
+
+def test_what_waits_for_a_killed_rank_on_the_gpu_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of NCCL would wait for ever, and the engine for it."""
+    links, group = links_of(monkeypatch, ["sleep", "60"])
+    links.serve()
+    links.processes[0].send_signal(signal.SIGKILL)
+    assert group.aborted.wait(5)
+    assert links.lost == "rank 1 has ended"
+
+
+def test_a_silent_rank_is_noticed_on_a_gpu_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "HANG_S", 0.2)
+    monkeypatch.setattr(local_ranks, "BEAT_S", 0.05)
+    links, group = links_of(monkeypatch, ["sleep", "60"])
+    links.serve()
+    assert group.aborted.wait(5)
+    assert links.lost == "rank 1 has not answered for 0.2 s"
+    assert links.processes[0].poll() is not None
+
+
+def test_an_engine_that_ends_leaves_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end the exchanges of a group whose ranks were ended in order could wait for them."""
+    monkeypatch.setattr(local_ranks, "BEAT_S", 0.05)
+    links, group = links_of(monkeypatch, ["sleep", "60"])
+    links.serve()
+    links.end()
+    eventually(lambda: not any(thread.name == "rank-watch" for thread in threading.enumerate()))
+    assert not group.aborted.is_set()
+
+
+class Events(list[Any]):
+    """What a captured step does, in order."""
+
+    def block(self, name: str, gives: Any = None) -> Any:
+        events = self
+
+        class Block:
+            def __enter__(self) -> Any:
+                events.append(f"begin {name}")
+                return gives
+
+            def __exit__(self, *error: object) -> None:
+                events.append(f"end {name}")
+
+        return Block()
+
+
+def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a collective allocates at its first use may not be allocated within a capture; and a message that came
+    behind the launch would wait for a device that waits for it."""
+    events = Events()
+    halves = iter(("first", "second"))
+
+    def capturing() -> Any:
+        half = next(halves)
+        return events.block(f"there {half}", lambda: events.append(f"replay there {half}"))
+
+    def graph() -> Any:
+        name = f"graph {sum(isinstance(event, str) and event.startswith('new') for event in events)}"
+        events.append(f"new {name}")
+        return SimpleNamespace(name=name, replay=lambda: events.append(f"replay {name}"))
+
+    cuda = SimpleNamespace(
+        CUDAGraph=graph,
+        graph=lambda graph, pool, stream: events.block(graph.name),
+        stream=lambda stream: events.block("stream"),
+    )
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    forwarded = SimpleNamespace(logits=torch.zeros(2, 2).T)
+    step: Any = SimpleNamespace(
+        target=SimpleNamespace(peers=SimpleNamespace(capturing=capturing)),
+        verify=lambda inputs: events.append("verify"),
+        forward=lambda inputs: events.append("forward") or forwarded,
+        choose=lambda forwarded: SimpleNamespace(target_tokens=None),
+        finish=lambda verified: events.append("finish") or SimpleNamespace(numbers=None),
+    )
+    stream: Any = SimpleNamespace(synchronize=lambda: events.append("synchronize"))
+    captured = CapturedStep(step, None, None, stream)  # type: ignore[arg-type]
+    captured.verify()
+    captured.finish()
+    assert [event for event in events if not event.startswith("new")] == [
+        *("begin stream", "verify", "finish", "end stream", "synchronize"),
+        *("begin there first", "begin graph 0", "forward", "end graph 0", "end there first"),
+        *("begin there second", "begin graph 1", "finish", "end graph 1", "end there second"),
+        *("replay there first", "replay graph 0", "replay there second", "replay graph 1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "index"), [("3", None, 3), ("3", "2,3", 1), ("GPU-8f", "GPU-1a, GPU-8f", 1), ("0", "0", 0)]
+)
+def test_rank_0_of_a_ray_cluster_has_the_gpu_that_ray_holds_for_it(gpu: str, visible: str | None, index: int) -> None:
+    assert ray_ranks.visible_index(gpu, visible) == index
+
+
+@pytest.mark.parametrize("visible", ["2,3", ""])
+def test_a_gpu_of_ray_that_the_server_does_not_see_is_named(visible: str) -> None:
+    with pytest.raises(ConfigError, match=f"gives rank 0 the GPU 1 .*CUDA_VISIBLE_DEVICES={visible} does not show it"):
+        ray_ranks.visible_index("1", visible)
+
+
+def test_nccl_is_asked_for_before_a_gpu_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ConfigError("ranks on GPUs take their sums by NCCL, and it cannot be used here")
+
+    monkeypatch.setattr(ranks, "load_nccl", missing)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("bound"))
+    with pytest.raises(ConfigError, match="by NCCL, and it cannot be used here"):
+        GpuRanks.of(2, ordered=False, index=0)
