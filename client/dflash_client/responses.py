@@ -8,6 +8,7 @@ other.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,8 +53,8 @@ class ResponseReader:
                 steps=_steps(_parsed(outputs, "steps", index)),
                 stop_reason=_parsed(outputs, "stop_reason", index),
             )
-            if self._is_news(delta):
-                yield delta
+            if (news := self._news(delta)) is not None:
+                yield news
 
     @staticmethod
     def takes_long(outputs: Outputs) -> bool:
@@ -61,14 +62,16 @@ class ResponseReader:
         texts = [*outputs.get("logprobs", ()), *outputs.get("prompt_logprobs", ())]
         return any(len(text) > LARGE_CHARS for text in texts)
 
-    def _is_news(self, delta: Delta) -> bool:
-        """A completion that has ended is sent again, empty, while others go on."""
-        ended_before = delta.index in self._finished
-        if delta.finish_reason is not None:
+    def _news(self, delta: Delta) -> Delta | None:
+        """What of a delta was not sent before, None for nothing: a completion that has ended is sent again, empty and
+        with its reasons, while others go on, and its statistics come with the last of them."""
+        if delta.index in self._finished:
+            delta = dataclasses.replace(delta, finish_reason=None, stop_reason=None)
+        elif delta.finish_reason is not None:
             self._finished.add(delta.index)
-        ended = delta.finish_reason is not None and not ended_before
         has_output = bool(delta.text or delta.num_output_tokens or delta.prompt_logprobs)
-        return ended or has_output or delta.spec_stats is not None
+        is_news = has_output or delta.finish_reason is not None or delta.spec_stats is not None
+        return delta if is_news else None
 
 
 def description(text: str) -> dict[str, Any]:

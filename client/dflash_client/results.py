@@ -33,8 +33,9 @@ class Step(NamedTuple):
 class Delta:
     """What one response of the server has that is new for one completion: text, and the tokens that it came from.
 
-    `index` numbers the completions of a request, 0 to n - 1. `finish_reason` and `spec_stats` are set on the last delta
-    of a completion only. `num_output_tokens` counts `token_ids`; `logprobs` has an entry for each of them, if they
+    `index` numbers the completions of a request, 0 to n - 1. `finish_reason` is set on the last delta of a completion
+    that has output, and on no other; `spec_stats` come with it or, where other completions go on, in a delta of their
+    own after it. `num_output_tokens` counts `token_ids`; `logprobs` has an entry for each of them, if they
     were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields
     that the server sends, such as `acceptance_length` and `num_cached_tokens`. `prompt_logprobs`, of the first
     completion's deltas, has an entry for each token of the prompt, the first of which is None, if they were asked for.
@@ -54,6 +55,12 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     steps: tuple[Step, ...] | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def is_statistics(self) -> bool:
+        """Whether it has nothing but `spec_stats`, of a completion that ended before."""
+        has_output = self.text or self.num_output_tokens or self.logprobs or self.prompt_logprobs
+        return not has_output and self.finish_reason is None
 
 
 @dataclass(frozen=True, slots=True)

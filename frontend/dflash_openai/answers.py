@@ -77,7 +77,8 @@ class Answer(ABC):
         """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""
         try:
             async for item in items:
-                yield self._of(item)
+                if events := self._of(item):
+                    yield events
         except ClientGone:
             return
         except ApiError as error:
@@ -91,6 +92,9 @@ class Answer(ABC):
     def _of(self, item: Item) -> bytes:
         prompt, delta = item
         self.usage.add(delta)
+        if delta.is_statistics:
+            # Of a choice whose end was sent.
+            return b""
         usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         if self._continuous_usage:
             usage = {"usage": self.usage.usage()}

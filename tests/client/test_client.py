@@ -153,6 +153,15 @@ def test_the_deltas_of_a_completion_that_ended_do_not_come_again(connect: Connec
     assert seen == [(0, "a"), (1, "a"), (0, "b"), (1, "b")]
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_completion_of_a_stream_ends_once_with_its_own_last_text(connect: Connect, n: int) -> None:
+    deltas = list(connect().stream("abcd", n=n))
+    ends = [(delta.index, delta.text) for delta in deltas if delta.finish_reason is not None]
+    assert sorted(ends) == [(index, "abcd"[3 - index]) for index in range(n)]
+    late = [delta for delta in deltas if delta.is_statistics]
+    assert [(delta.index, delta.spec_stats is not None) for delta in late] == [(index, True) for index in range(1, n)]
+
+
 def test_log_probabilities_come_for_each_token_when_asked_for(connect: Connect) -> None:
     result = connect().generate("hi", logprobs=1)
     assert result.logprobs == ({104: Logprob(-0.5, 1, "h")}, {105: Logprob(-0.5, 1, "i")})

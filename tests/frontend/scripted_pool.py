@@ -42,7 +42,8 @@ class Script:
     """What the model answers: texts that come one after the other for each completion, then `error` or the end.
 
     With `endless`, the texts come over and over until the request is cancelled. With `ends_with_text`, the last text
-    comes together with the end. encode: gives the token ids of a text.
+    comes together with the end; with `stats_apart` the statistics of each completion come after the end of all, as
+    where one goes on longer than the others. encode: gives the token ids of a text.
     """
 
     texts: Sequence[str] = ("Hel", "lo", "!")
@@ -53,6 +54,7 @@ class Script:
     wait_s: float = 0.0
     ends_with_text: bool = False
     stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
+    stats_apart: bool = False
     logprobs: Sequence[Any] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
     encode: Callable[[str], Sequence[int]] = str.encode
@@ -97,10 +99,13 @@ class ScriptedRequest:
             yield Delta(
                 text,
                 finish_reason=script.finish_reason,
-                spec_stats=dict(script.stats),
+                spec_stats=None if script.stats_apart else dict(script.stats),
                 index=index,
                 stop_reason=script.stop_reason,
             )
+        if script.stats_apart:
+            for index in range(n):
+                yield Delta("", spec_stats=dict(script.stats), index=index)
 
     def _delta(self, text: str, place: int, index: int) -> Delta:
         ids = tuple(self._script.encode(text))

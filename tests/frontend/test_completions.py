@@ -245,3 +245,30 @@ def test_what_stopped_an_answer_is_told(path: str, stream: bool, http: TestClien
         choices = [choice for event in events for choice in event["choices"]]
         assert choices[-1]["stop_reason"] == reason
         assert all("stop_reason" not in choice for choice in choices[:-1])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}])
+def test_each_choice_of_a_stream_ends_once(
+    path: str, fields: dict[str, Any], more: dict[str, Any], n: int, http: TestClient, pool: ScriptedPool
+) -> None:
+    pool.script = Script(stats_apart=True)
+    asked = {**fields, **more, "n": n, "stream": True, "stream_options": {"include_usage": True}}
+    answer = http.post(path, json=asked).text.removesuffix("data: [DONE]\n\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
+    choices = [choice for event in events for choice in event["choices"]]
+    num_choices = n * (2 if isinstance(fields.get("prompt"), list) else 1)
+    ends = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
+    assert sorted(ends) == list(range(num_choices))
+    # Nothing of a choice comes after its end.
+    for index in range(num_choices):
+        assert [c["finish_reason"] for c in choices if c["index"] == index][-1] == "stop"
+    assert events[-1]["choices"] == []
