@@ -20,6 +20,9 @@ ErrorStatus = Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"]
 DEFAULT_PRIORITY = 100
 # All tenants together may have this many times what one tenant may have waiting.
 TENANTS_IN_QUEUE = 4
+# What may be between two tokens of JSON in an answer: nothing, a space, or a new line with its indentation. Where any
+# white space is allowed, some models never stop writing it.
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from dflash_backend.error_text import ABOUT_NEXT_LINE, first_line
-from dflash_backend.messages import StructuredOutputs
+from dflash_backend.messages import JSON_WHITESPACE, StructuredOutputs
 from dflash_backend.structured_output.bounds import (
     BoundError,
     check_bounds,
@@ -54,9 +54,7 @@ MAX_CACHED_BYTES = 256 << 20
 LEAST_BYTES, MOST_UNTRIED_BYTES = 16 << 10, 4 << 20
 # How long a grammar that used its processor time or memory up is refused without another trial, in seconds.
 REFUSED_FOR_S = 300.0
-# Between two of its tokens JSON may have nothing, a space, or a new line with its indentation. Where any white space is
-# allowed, some models never stop writing it.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _SHOWN_LINE = re.compile(r"\s*\d+ \| |\s+\^\s*$")
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")

@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import texts
+from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
 from dflash_openai.errors import invalid
+from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse
 
 # The tokens at a prompt's end in which a chat template's mark of reasoning is looked for.
 TAIL_TOKENS = 32
+# The model's parameters that give an answer a format; a request has one of them at most.
+FORMATS = ("response_format", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,11 @@ async def prepare(draft: Draft) -> Conversation:
     else:
         tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     sampling = dict(sampling)
-    if use.forced:
-        given = sampling
-        # Python builds it, which for hundreds of tools takes long.
-        grammar = await asyncio.to_thread(lambda: _forced_grammar(model, use, given))
-        sampling["structured_outputs"] = {"grammar": grammar}
-        names = {**names, "structured_outputs": "tools"}
+    if grammar := await _grammar(draft, sampling):
+        name = next((name for name in FORMATS if name in sampling), "tools")
+        names = {**names, "structured_outputs": "tools" if use.forced else names.get(name, name)}
+        sampling = {key: value for key, value in sampling.items() if key not in FORMATS}
+        sampling["structured_outputs"] = grammar
     output = model.output_format
     # The grammar of a forced call in harmony has the reasoning in it.
     in_grammar = use.forced and output.is_harmony
@@ -80,17 +84,45 @@ async def prepare(draft: Draft) -> Conversation:
     return Conversation(model, prompt, sampling, use, tail, names)
 
 
-def _forced_grammar(model: Model, use: ToolUse, sampling: Mapping[str, Any]) -> str:
-    if not model.description.structured_outputs:
-        raise invalid("'tool_choice' can be auto or none: this model's server cannot force a tool call", "tool_choice")
-    if "response_format" in sampling or "structured_outputs" in sampling:
-        raise invalid("a tool call is forced by 'tool_choice', so the answer cannot have another format", "tool_choice")
-    return use.grammar(model.output_format, model.tokenizer.special_token_ids)
+async def _grammar(draft: Draft, sampling: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The grammar of an answer that must call a tool, or that calls tools or else has the format that the request asks
+    for; None where neither is so. Raises `ApiError`."""
+    model, use = draft.model, draft.use
+    given = next((name for name in FORMATS if name in sampling), None)
+    if use.forced:
+        if not model.description.structured_outputs:
+            raise invalid(
+                "'tool_choice' can be auto or none: this model's server cannot force a tool call", "tool_choice"
+            )
+        if given is not None:
+            log_once(f"'tool_choice' forces a tool call: '{draft.names.get(given, given)}' is ignored there")
+        wanted = None
+    elif not use.offered or given is None or draft.continue_final_message or model.output_format.is_harmony:
+        # In harmony a format begins with the final message, and calls are messages of their own before it.
+        return None
+    elif (wanted := _wanted(given, sampling[given], draft.names)) is None:
+        return None
+    # Python builds it, which for hundreds of tools takes long.
+    special = model.tokenizer.special_token_ids
+    grammar: dict[str, Any] = {"grammar": await asyncio.to_thread(use.grammar, model.output_format, special, wanted)}
+    if wanted is not None and wanted.after_reasoning:
+        grammar["after_reasoning"] = wanted.after_reasoning
+    return grammar
+
+
+def _wanted(name: str, value: Any, names: Mapping[str, str]) -> StructuredOutputs | None:
+    """The format that a parameter asks for. Raises `ApiError`."""
+    read = read_response_format if name == "response_format" else read_structured_outputs
+    try:
+        return read(value)
+    except FormatError as error:
+        name = names.get(name, name)
+        raise invalid(f"parameter '{name}' {error}", name) from None
 
 
 def _begin_after_reasoning(sampling: dict[str, Any], marker: Sequence[int]) -> None:
     """Let a grammar begin when the reasoning has ended, which is at these tokens. It stays in the parameter that named
     it, which an error of the grammar names too."""
-    for name in ("response_format", "structured_outputs"):
+    for name in FORMATS:
         if isinstance(sampling.get(name), Mapping):
             sampling[name] = {**sampling[name], "after_reasoning": list(marker)}

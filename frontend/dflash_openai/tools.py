@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.tools import ToolError, read_tools
 from dflash_openai.errors import invalid
 from dflash_openai.parsing import OutputFormat
-from dflash_openai.parsing.grammar import NoGrammar, forced_calls
+from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
 from dflash_openai.schemas import ChatRequest
 
 _CHOICES = (
@@ -29,14 +30,18 @@ class ToolUse:
     parallel: bool = True
     named: bool = False
 
-    def grammar(self, output: OutputFormat, special_token_ids: Mapping[str, int]) -> str:
-        """The grammar of an answer that must call a tool. Raises `ApiError`."""
+    def grammar(
+        self, output: OutputFormat, special_token_ids: Mapping[str, int], wanted: StructuredOutputs | None = None
+    ) -> str:
+        """The grammar of an answer that must call a tool, or else be as `wanted`. Raises `ApiError`."""
         assert output.tools is not None
         functions = [tool["function"] for tool in self.offered]
         try:
+            if wanted is not None:
+                return calls_or_format(output.tools, functions, self.parallel, special_token_ids, wanted)
             return forced_calls(output.tools, functions, self.parallel, special_token_ids)
         except NoGrammar as error:
-            raise invalid(str(error), "tool_choice") from None
+            raise invalid(str(error), "tools" if wanted else "tool_choice") from None
 
 
 NO_TOOLS = ToolUse()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.compiler import GrammarError, _matcher
-from dflash_openai.parsing import OutputFormat, ToolCallDelta
-from dflash_openai.parsing.grammar import NoGrammar, forced_calls
+from dflash_openai.parsing import OutputFormat, ToolCallDelta, harmony
+from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
 
 llguidance = pytest.importorskip("llguidance")
@@ -72,8 +74,108 @@ def test_marks_that_are_special_tokens_are_those_tokens() -> None:
 
 
 def test_a_format_without_a_grammar_says_so() -> None:
-    with pytest.raises(NoGrammar, match="writes calls as 'qwen3_coder'; set tool_choice to auto"):
-        forced_calls(QWEN3_CODER, FUNCTIONS, True, {})
+    with pytest.raises(NoGrammar, match="writes calls as 'openai'; set tool_choice to auto"):
+        forced_calls(harmony.TOOLS, FUNCTIONS, True, {})
+
+
+FILE: dict[str, Any] = {
+    "name": "write_file",
+    "parameters": {
+        "type": "object",
+        "$defs": {"mode": {"type": "string", "enum": ["a", "w"]}},
+        "properties": {
+            "path": {"type": "string"},
+            "size": {"type": ["integer", "null"]},
+            "how": {"type": "object", "properties": {"mode": {"$ref": "#/$defs/mode"}}, "required": ["mode"]},
+        },
+        "required": ["path"],
+    },
+}
+
+
+def tagged(*parameters: tuple[str, str]) -> str:
+    """A call in the form of Qwen3-Coder."""
+    values = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    return f"<tool_call>\n<function=write_file>\n{values}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (tagged(("path", "a\n</b>\n\n")), {"path": "a\n</b>\n\n"}),
+        (tagged(("path", "1"), ("size", "12")), {"path": "1", "size": 12}),
+        (tagged(("path", ""), ("how", '{"mode": "w"}')), {"path": "", "how": {"mode": "w"}}),
+    ],
+)
+def test_a_forced_call_with_tags_is_one_that_the_parser_reads(text: str, arguments: dict[str, Any]) -> None:
+    assert takes(forced_calls(QWEN3_CODER, [FILE], True, {}), text)
+    parser = OutputFormat(QWEN3_CODER).parser("", [{"type": "function", "function": FILE}], forced=True)
+    (event,) = [*parser.feed(text), *parser.finish()]
+    assert isinstance(event, ToolCallDelta)
+    assert (event.name, json.loads(event.arguments)) == ("write_file", arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        tagged(),
+        tagged(("size", "1"), ("path", "a")),
+        tagged(("path", "a"), ("size", "many")),
+        tagged(("path", "a"), ("how", '{"mode": "x"}')),
+        tagged(("path", "a"), ("other", "b")),
+    ],
+)
+def test_no_other_call_with_tags_is_taken(text: str) -> None:
+    assert not takes(forced_calls(QWEN3_CODER, [FILE], True, {}), text)
+
+
+ANY_CITY = HERMES_CALL.replace('"city"', '"town"')
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answers", "others"),
+    [
+        (
+            StructuredOutputs("json", json.dumps(CITY)),
+            ['{"city": "Oslo"}', '{\n  "city": "Oslo"\n}'],
+            ['{"town": "Oslo"}', '{"city":' + " " * 50 + '"Oslo"}'],
+        ),
+        (StructuredOutputs("json", '{"type":"object"}'), ["{}", '{"a": 1}'], ["[]"]),
+        (StructuredOutputs("json", "true"), ["[1]"], ["[1"]),
+        (StructuredOutputs("regex", r"a/b\/[/c]\d"), ["a/b/c1"], ["a/b/c"]),
+        (StructuredOutputs("choice", '["yes", "a \\"no\\"\\n"]'), ["yes", 'a "no"\n'], ["no"]),
+        (
+            StructuredOutputs("grammar", 'start: calls one // start\none: "start" /x\\/start/\ncalls: "one"\n'),
+            ["onestartx/start"],
+            ["startx/startone"],
+        ),
+    ],
+)
+def test_an_answer_calls_a_tool_or_has_its_format(
+    wanted: StructuredOutputs, answers: list[str], others: list[str]
+) -> None:
+    grammar = calls_or_format(HERMES, FUNCTIONS, True, {}, wanted)
+    for text in (HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}", ANY_CITY, *answers):
+        assert takes(grammar, text), text
+    for text in ("Hello", HERMES_CALL + answers[0], HERMES_CALL.replace("get_weather", "other"), *others):
+        assert not takes(grammar, text), text
+
+
+@pytest.mark.parametrize(("strict", "takes_any"), [(None, True), (False, True), (True, False)])
+def test_the_arguments_of_a_call_that_the_model_chooses_follow_a_strict_schema_alone(
+    strict: bool | None, takes_any: bool
+) -> None:
+    wanted = StructuredOutputs("json", '{"type":"object"}')
+    grammar = calls_or_format(HERMES, [{**FUNCTIONS[0], "strict": strict}], True, {}, wanted)
+    assert takes(grammar, HERMES_CALL)
+    assert takes(grammar, ANY_CITY) == takes_any
+
+
+def test_a_schema_that_cannot_be_held_keeps_nobody_from_a_format() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    wanted = StructuredOutputs("json", '{"type":"object"}')
+    grammar = calls_or_format(HERMES, [{"name": "f", "parameters": parameters}], True, {}, wanted)
+    assert takes(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1]}}\n</tool_call>')
 
 
 @pytest.mark.parametrize(

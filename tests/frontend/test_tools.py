@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
+from dflash_openai import notices
 from tests.frontend.scripted_pool import Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
 
@@ -167,20 +168,67 @@ def test_a_forced_call_is_asked_for_by_a_grammar_that_begins_after_the_reasoning
     assert caught.value.param == "tools"
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+FORMATS: list[tuple[str, Any]] = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", SCHEMA),
+    ("structured_outputs", {"choice": ["a", "b"]}),
+    ("guided_regex", "a+"),
+    ("guided_json", CITY),
+]
+
+
 @pytest.mark.usefixtures("forcing")
-def test_a_forced_call_has_no_other_format(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot have another format"):
-        ask(client, tool_choice="required", response_format={"type": "json_object"})
+@pytest.mark.parametrize(("name", "value"), FORMATS)
+def test_a_forced_call_wins_over_a_format_and_the_log_says_so(
+    client: openai.OpenAI, pool: ScriptedPool, caplog: pytest.LogCaptureFixture, name: str, value: Any
+) -> None:
+    notices._logged.clear()
+    ask(client, tool_choice="required")
+    ask(client, tool_choice="required", extra_body={name: value})
+    alone, both = (asked.sampling for asked in pool.asked)
+    assert both == alone
+    assert list(both["structured_outputs"]) == ["grammar", "after_reasoning"]
+    assert f"'tool_choice' forces a tool call: '{name}' is ignored there" in caplog.messages
+
+
+@pytest.mark.parametrize(("name", "value"), FORMATS)
+@pytest.mark.parametrize("choice", [None, "auto", {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER, NOW]}])
+def test_a_model_that_may_call_tools_calls_them_or_answers_in_the_format(
+    client: openai.OpenAI, pool: ScriptedPool, name: str, value: Any, choice: Any
+) -> None:
+    more = {} if choice is None else {"tool_choice": choice}
+    pool.script = Script((CALL,))
+    answer = ask(client, extra_body={name: value}, **more)
+    asked = pool.asked[0].sampling
+    assert "response_format" not in asked
+    assert asked["structured_outputs"]["grammar"].startswith("start: calls | format\n")
+    assert asked["structured_outputs"]["after_reasoning"] == list(b"</think>")
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_weather"]
+    pool.script = Script(texts=(), error=InvalidArgument("the grammar in 'structured_outputs' is wrong"))
+    with pytest.raises(openai.BadRequestError, match=f"the grammar in '{name}' is wrong"):
+        ask(client, extra_body={name: value}, **more)
+
+
+def test_a_format_that_is_none_is_refused_beside_tools_too(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="needs {.json_schema") as caught:
+        ask(client, response_format={"type": "json_schema"})
+    assert caught.value.param == "response_format"
+
+
+def test_without_tools_to_call_a_format_stays_as_it_was_sent(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    ask(client, response_format=SCHEMA, tool_choice="none", reasoning_effort="none")
+    ask(client, response_format=SCHEMA, tools=[], reasoning_effort="none")
+    begun = [*HELLO, {"role": "assistant", "content": "{"}]
+    ask(client, response_format=SCHEMA, messages=begun, extra_body={"continue_final_message": True})
+    assert [asked.sampling["response_format"] for asked in pool.asked] == [SCHEMA] * 3
 
 
 def test_a_response_format_begins_after_the_reasoning(client: openai.OpenAI, pool: ScriptedPool) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
-    ask(client, response_format=schema)
+    ask(client, tools=[], response_format=SCHEMA)
     # In its own parameter: an error of the grammar names what the client sent.
-    assert pool.asked[0].sampling["response_format"] == {**schema, "after_reasoning": list(b"</think>")}
+    assert pool.asked[0].sampling["response_format"] == {**SCHEMA, "after_reasoning": list(b"</think>")}
     assert "structured_outputs" not in pool.asked[0].sampling
-    ask(client, response_format=schema, reasoning_effort="none")
-    assert pool.asked[1].sampling["response_format"] == schema
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,16 @@ FRONT_END_MUTANTS = (
         ("a comment counts as a first event", 'and not message.get("body", b"").startswith(PING)', ""),
     ),
     *mutants_of(
+        f"{FRONTEND}/answers.py",
+        (f"{TESTS}/test_completions.py",),
+        ("statistics of a choice that ended are an event", "if delta.is_statistics:", "if False:"),
+    ),
+    *mutants_of(
+        "client/dflash_client/responses.py",
+        ("tests/client/test_client.py",),
+        ("a completion ends again with the last one", "if delta.index in self._finished:", "if False:"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/health.py",
         (f"{TESTS}/test_endpoints.py",),
         ("each probe asks the servers", "if self._asking is None:", "if True:"),
@@ -98,8 +108,8 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_tools.py",),
         (
             "an error of a forced call's grammar names a parameter that nobody sent",
-            'names = {**names, "structured_outputs": "tools"}',
-            "names = {**names}",
+            '"tools" if use.forced else',
+            '"structured_outputs" if use.forced else',
         ),
     ),
     *mutants_of(

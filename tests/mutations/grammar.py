@@ -187,9 +187,18 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "a function's schema chooses how JSON is written",
-            "{**_parameters(function), **_JSON_STYLE}",
-            "{**_JSON_STYLE, **(function.get('parameters') or {})}",
+            "json.dumps({**schema, **_JSON_STYLE}, ensure_ascii=False)",
+            "json.dumps({**_JSON_STYLE, **(function.get('parameters') or {})}, ensure_ascii=False)",
         ),
+        (
+            "what a client's grammar calls its rules is ours too",
+            "_new_name(name, taken) for name in (",
+            "name for name in (",
+        ),
+        ("a regular expression beside tools ends at its slash", 'else r"\\/", wanted.text)', 'else "/", wanted.text)'),
+        ("a call that the model chooses has no free arguments", 'each if each.get("strict") else', "each if True else"),
+        ("JSON beside tools has white space without end", '{"whitespace_pattern": JSON_WHITESPACE}', "{}"),
+        ("a parameter with a tag may be left out", "'' if is_required else '?'", "'?'"),
         ("arguments may be no object", '{**schema, "type": "object"}', "schema"),
     ),
     *mutants_of(
@@ -206,9 +215,19 @@ GRAMMAR_MUTANTS = (
         "frontend/dflash_openai/conversation.py",
         ("tests/frontend/test_tools.py",),
         (
+            "beside a format no tool can be called",
+            "elif not use.offered or given is None or",
+            "elif True or",
+        ),
+        (
+            "an error of a format beside tools names another parameter",
+            '"tools" if use.forced else names.get(name, name)',
+            '"tools"',
+        ),
+        (
             "a response_format knows nothing of the reasoning",
-            'for name in ("response_format", "structured_outputs"):',
-            'for name in ("structured_outputs",):',
+            "    for name in FORMATS:\n",
+            '    for name in ("structured_outputs",):\n',
         ),
     ),
     *mutants_of(
