@@ -26,9 +26,8 @@ from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.parallel.local_ranks import LocalRanks
-from dflash_backend.parallel.ranks import RankGroup
-from dflash_backend.parallel.shared_target import vocabulary_bytes
+from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
+from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.target import SharedTarget
 
 MIB = 1024**2
@@ -102,7 +101,7 @@ def run(built: BuiltEngine, num_streams: int, num_tokens: int, sampling: dict[st
 def engine(target: Path, split: bool) -> BuiltEngine:
     """Two ranks, with the vocabulary split or not."""
     values = {"target_model": str(target), "draft_model": "", "device": "cpu", "max_num_seqs": 16, "kv_cache_gb": 0.1}
-    with patch("dflash_backend.parallel.shared_target.MIN_SPLIT_BYTES", 0 if split else sys.maxsize):
+    with patch("dflash_backend.parallel.group.MIN_SPLIT_BYTES", 0 if split else sys.maxsize):
         return build_engine(
             EngineConfig.from_values({**values, "tensor_parallel_size": 2, "enable_prefix_caching": False})
         )

@@ -18,9 +18,8 @@ from typing import Any
 from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
-from dflash_backend.parallel import shared_target
-from dflash_backend.parallel.ranks import RankGroup
-from dflash_backend.parallel.shared_target import vocabulary_bytes
+from dflash_backend.parallel import group
+from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
 from dflash_backend.parallel.target import SharedTarget
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -81,12 +80,12 @@ def vocabulary_kib(llm: LLM) -> float:
 
 def shared_llm(size: int, split: bool, settings: dict[str, Any]) -> LLM:
     """An engine of `size` ranks, with the vocabulary split among them or not, whatever its size."""
-    before = shared_target.MIN_SPLIT_BYTES
-    shared_target.MIN_SPLIT_BYTES = 0 if split else sys.maxsize
+    before = group.MIN_SPLIT_BYTES
+    group.MIN_SPLIT_BYTES = 0 if split else sys.maxsize
     try:
         return LLM(**settings, tensor_parallel_size=size)
     finally:
-        shared_target.MIN_SPLIT_BYTES = before
+        group.MIN_SPLIT_BYTES = before
 
 
 def check(sizes: list[int], num_prompts: int, max_tokens: int) -> bool:

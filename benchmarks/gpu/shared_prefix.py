@@ -16,7 +16,7 @@ import sys
 from benchmarks.markdown import markdown_table
 from dflash_backend.attention.shared_prefixes import NUM_ACCESSES, PARTIAL_ITEMSIZE, SharingCost
 from dflash_backend.core.plan import MIN_SHARING_ROWS
-from dflash_backend.engine.shared_prefixes import MIN_SHARED_POSITIONS
+from dflash_backend.engine.build import MIN_SHARED_POSITIONS
 from dflash_kernels.paged_attention_launch import HeadShape
 
 SHAPE = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)

@@ -4,15 +4,19 @@ parts."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
+from dflash_backend.attention.shared_prefixes import SharingCost
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.decoder_fields import DTYPE_NAMES
+from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -21,19 +25,20 @@ from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.device import choose_device, num_cores, share_cores
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
+from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.engine.quantised import (
+from dflash_backend.engine.checks import (
+    allocate_states,
     check_activation_quantization,
     check_quantization,
+    check_recurrent,
     keeps_quantised,
+    num_snapshots,
+    num_states,
     report_kv_dtype,
     target_kv_dtype,
 )
-from dflash_backend.engine.rank_sizing import measured_sizes, sized_pair, take_kv
-from dflash_backend.engine.ready import Progress, engine_ready, report_pair
-from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots, num_states
-from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -41,18 +46,27 @@ from dflash_backend.engine.sizing import (
     cpu_budget,
     gpu_budget,
     loaded_bytes,
+    measured_sizes,
     model_bytes,
     settle_sizes,
+    sized_pair,
+    take_kv,
+    widest_window,
 )
-from dflash_backend.engine.window_sizing import widest_window
 from dflash_backend.error_text import first_line
 from dflash_backend.heap import keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops, use_dependent_launch
-from dflash_backend.parallel.rank_messages import RankSetup
-from dflash_backend.parallel.ranks import RankGroup, check_tensor_parallel
-from dflash_backend.parallel.shared_target import load_shared_target, num_rank_0_threads, own_part, rank_group
+from dflash_backend.parallel.group import (
+    RankGroup,
+    check_tensor_parallel,
+    load_shared_target,
+    num_rank_0_threads,
+    own_part,
+    rank_group,
+)
+from dflash_backend.parallel.links import RankSetup
 from dflash_backend.parallel.target import SharedTarget
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
@@ -414,3 +428,85 @@ def _requirements(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, dev
         batch_invariant=config.batch_invariant,
         kv_dtype=target_kv_dtype(config),
     )
+
+
+Progress = Callable[[str, float], None]
+
+
+def report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
+    """Say what the checkpoints are and how they were read."""
+    if pair.warning:
+        report(f"warning: {pair.warning}", 0.0)
+    served = str(dtype).removeprefix("torch.")
+    for label, text in target_facts(pair.target, served):
+        report(f"target: {label}: {text}", 0.05)
+    for label, text in draft_facts(pair.draft, served) if pair.draft else []:
+        report(f"drafter: {label}: {text}", 0.1)
+
+
+def engine_ready(
+    pair: ModelPair,
+    sizes: Sizes,
+    scheduler: SchedulerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    kv_dtype: str | None,
+) -> EngineReady:
+    """The message that the engine takes requests. `attention` names the backend of the target's attention, `kv_dtype`
+    what its KV is in where that is not `dtype`."""
+    kv = f"{sizes.num_blocks} blocks of {scheduler.block_size} tokens{f' in {kv_dtype}' if kv_dtype else ''}"
+    if sizes.num_window_blocks:
+        kv += f" ({sizes.num_window_blocks} in layers with a window)"
+    return EngineReady(
+        max_model_len=sizes.max_model_len,
+        num_speculative_tokens=pair.num_speculative_tokens,
+        num_kv_blocks=sizes.num_blocks,
+        kv_block_size=scheduler.block_size,
+        vocab_size=pair.target.vocab_size,
+        description=_describe(pair, sizes, kv, device, dtype, attention),
+        hashes_cover_next_token=scheduler.reads_next_tokens,
+        finds_blocks=scheduler.enable_prefix_caching,
+        has_drafter=pair.draft_model is not None,
+    )
+
+
+def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtype: torch.dtype, attention: str) -> str:
+    drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
+    number_type = str(dtype).removeprefix("torch.")
+    threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
+    length = f"requests of up to {sizes.max_model_len} tokens"
+    if sizes.limited_from is not None:
+        length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
+    return (
+        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
+        f"{drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
+        f"KV cache of {kv}; {length}"
+    )
+
+
+# Positions that rows share, at least, so that what is saved pays for two launches more. From where on it pays for the
+# partial results is the scheduler's to find (`SharingCost`).
+MIN_SHARED_POSITIONS = 512
+
+
+def min_shared_positions(config: EngineConfig, backend: AttentionBackend, target: TargetModel) -> int:
+    """From how many positions on rows read what they share together; 0: never."""
+    # How a context is cut would depend on which rows share a step.
+    wanted = config.share_prefix_attention and config.enable_prefix_caching and not config.batch_invariant
+    sees_all = any(pattern.causal and pattern.sliding_window is None for pattern in target.patterns)
+    return MIN_SHARED_POSITIONS if wanted and backend.capabilities.shares_prefixes and sees_all else 0
+
+
+def sharing_limits(
+    config: EngineConfig, backend: AttentionBackend, target: TargetModel, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the scheduler must know of it, as fields of its config."""
+    decoder = target.spec.decoder
+    heads, kv_dtype = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim), target_kv_dtype(config) or dtype
+    cost = SharingCost.of(*heads, dtype.itemsize, kv_dtype.itemsize)
+    return {
+        "min_shared_positions": min_shared_positions(config, backend, target),
+        "shared_queries_per_tile": cost.queries_per_tile,
+        "positions_per_shared_query": cost.positions_per_query,
+    }

@@ -7,9 +7,12 @@ print(llm.generate("Write a function that adds 3.", max_tokens=64, temperature=0
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
 from typing import Any, cast
 
 import msgspec
@@ -18,7 +21,6 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.build import BuiltEngine, Progress, build_engine
-from dflash_backend.engine.interrupts import HeldInterrupt
 from dflash_backend.messages import (
     EngineStats,
     FinishReason,
@@ -269,3 +271,38 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 __all__ = ["LLM", "Completion", "RequestError", "RequestOutput"]
+
+
+class HeldInterrupt:
+    """A context in which the first Ctrl-C waits for its end, where it raises `KeyboardInterrupt`. A second one is
+    raised at once.
+
+    Nothing is held back outside the main thread, which alone gets signals, nor where the program handles Ctrl-C itself.
+    """
+
+    def __init__(self) -> None:
+        self._holds = self._came = False
+
+    def __enter__(self) -> None:
+        self._came = False
+        self._holds = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._holds:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._holds:
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._came and error is None:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        self._came = True

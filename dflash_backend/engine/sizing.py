@@ -2,6 +2,14 @@
 
 No request's blocks ever cover more than `max_model_len` positions (`core.rows.peak_positions`), so the pool must
 hold that many. Where the setting is auto, the length gives way to the pool.
+
+The target's layers with a sliding window get KV blocks of their own: as many as all requests that may run can hold at a
+time, and with the prefix cache as many again, so that no mixture of requests has less than under one block table for
+all layers. What that saves goes to the blocks of the other layers. Where memory holds no more blocks than that in any
+case, all layers stay under one table.
+
+Ranks on GPUs all have the same number of blocks, as many as the one with the least memory holds. Rank 0 has the drafter
+and its KV besides, so it is that one unless other programs are on another's GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +28,13 @@ from dflash_backend.checkpoints.quantization.keepable import holds_mxfp4, kept_b
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.core.cache_group import CacheGroup, WindowGroup
 from dflash_backend.drafters.resolve import ModelPair
-from dflash_backend.engine.quantised import target_kv_dtype
-from dflash_backend.engine.window_sizing import split_blocks
+from dflash_backend.engine.checks import target_kv_dtype
 from dflash_backend.error_text import first_line
+from dflash_backend.models.interface import TargetModel
+from dflash_backend.parallel.gpu import GpuPeers
+from dflash_backend.parallel.group import own_part
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block, window_bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
 
@@ -35,7 +45,7 @@ MIN_MODEL_LEN = 2  # a token of prompt and one of output
 @dataclass(frozen=True)
 class Sizes:
     """How long a request may be and how many blocks there are for all. `num_window_blocks`: of the target's layers with
-    a window, 0 where they have none of their own (`window_sizing.py`). `limited_from`: the length that the target could
+    a window, 0 where they have none of their own. `limited_from`: the length that the target could
     address, where the KV memory holds less; `more` says what would give it more."""
 
     max_model_len: int
@@ -236,3 +246,93 @@ def allocate_kv(
             f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "
             f"{device} does not have; lower {lower} ({first_line(error)})"
         ) from None
+
+
+def widest_window(pair: ModelPair) -> int:
+    """The widest window of the target's layers; 0 where none has one."""
+    return max((cache.sliding_window or 0 for cache in pair.target.decoder.caches), default=0)
+
+
+def split_blocks(
+    config: EngineConfig,
+    pair: ModelPair,
+    num_bytes: float,
+    sizes: tuple[int, int],
+    max_model_len: int,
+    most: int | None,
+) -> tuple[int, int]:
+    """Blocks of the other layers and of those with a window, 0 where they have none of their own.
+
+    num_bytes: the KV memory. sizes: bytes of a block over all layers of both models, and over those with a window.
+    most: blocks that all requests together could use; None: no bound.
+    """
+    whole, of_windows = sizes
+    together = int(num_bytes // whole)
+    together = together if most is None else min(together, most)
+    enough = _enough(config, pair, max_model_len)
+    if not of_windows or config.tensor_parallel_size > 1 or enough >= together:
+        return together, 0
+    others = whole - of_windows
+    if not others:  # ids alone, which take no memory
+        blocks = CacheGroup(config.kv_block_size).blocks_for(max_model_len)
+        return most or max(together, config.max_num_seqs * blocks), enough
+    num_blocks = int((num_bytes - enough * of_windows) // others)
+    return (num_blocks if most is None else min(num_blocks, most)), enough
+
+
+def window_group(config: EngineConfig, window: int, num_drafts: int) -> WindowGroup:
+    """What a request holds of layers whose widest window is `window`, with k = `num_drafts`; without a pool."""
+    return WindowGroup(0, config.kv_block_size, window, config.max_num_batched_tokens, 2 * num_drafts + 2)
+
+
+def _enough(config: EngineConfig, pair: ModelPair, max_model_len: int) -> int:
+    """Blocks of layers with a window that all requests which may run can hold, of `max_model_len` positions at most."""
+    group = window_group(config, max(1, widest_window(pair)), pair.num_speculative_tokens)
+    longest = CacheGroup(config.kv_block_size).blocks_for(max_model_len)
+    steady, of_steps = min(group.steady_blocks, longest), group.most_blocks - group.steady_blocks
+    times = 2 if config.enable_prefix_caching else 1
+    return times * config.max_num_seqs * steady + of_steps
+
+
+def sized_pair(config: EngineConfig, pair: ModelPair, device: torch.device) -> ModelPair:
+    """Whose blocks the KV memory holds: `kv_cache_gb` is that of a whole cache, what is measured that of a rank."""
+    return own_part(config, pair) if device.type == "cuda" and config.kv_cache_gb is None else pair
+
+
+def measured_sizes(
+    config: EngineConfig, pair: ModelPair, target: TargetModel, use: MemoryUse, dtype: torch.dtype
+) -> Sizes:
+    """The sizes that fit beside the models and the largest step, on each rank where there are several. use: of this
+    process. Raises `ConfigError` when they cannot be had."""
+    budget, peers = gpu_budget(config, use), target.peers
+    if not isinstance(peers, GpuPeers):
+        return settle_sizes(config, pair, budget, dtype)
+    uses, share = peers.uses(use), 1.0 if budget.is_explicit else config.gpu_memory_utilization
+    block_bytes = [kv_bytes(config, part, 1, 0, dtype) for part in _parts(config, pair)]
+    blocks = [rank_use.left(share) / size for rank_use, size in zip(uses, block_bytes, strict=True)]
+    least = min(range(len(blocks)), key=blocks.__getitem__)
+    where = f"on rank {least} of {len(blocks)}: {uses[least].describe(share)}"
+    if budget.is_explicit:
+        sizes = settle_sizes(config, pair, budget, dtype)
+        if sizes.num_blocks > blocks[least]:
+            raise ConfigError(
+                f"setting 'kv_cache_gb' is {config.kv_cache_gb:g}, of which each of {len(blocks)} ranks holds a part, "
+                f"{sizes.num_blocks * block_bytes[least] / GIB:.2f} GiB, more than there is {where}: lower it, or "
+                "max_num_batched_tokens and max_num_seqs, or free memory that other programs hold"
+            )
+        return sizes
+    num_bytes = blocks[least] * block_bytes[0]
+    budget = dataclasses.replace(budget, num_bytes=num_bytes, detail=where)
+    return settle_sizes(config, own_part(config, pair), budget, dtype)
+
+
+def take_kv(target: TargetModel, num_blocks: int) -> None:
+    """Let other ranks on GPUs take their KV caches, which rank 0 does itself. Raises `RankLostError`."""
+    if isinstance(target.peers, GpuPeers):
+        target.peers.allocate(num_blocks)
+
+
+def _parts(config: EngineConfig, pair: ModelPair) -> list[ModelPair]:
+    """What each rank keeps KV of, rank 0 first, which has the drafter's too."""
+    own = own_part(config, pair)
+    return [own] + [dataclasses.replace(own, draft=None)] * (config.tensor_parallel_size - 1)

@@ -25,12 +25,9 @@ from dflash_backend.heap import keep_step_buffers
 from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.models.vocabulary import Sums
-from dflash_backend.parallel.device_messages import DeviceMessages
-from dflash_backend.parallel.gpu_follower import CudaCapture, GpuFollower
-from dflash_backend.parallel.gpu_sum import GpuSum
-from dflash_backend.parallel.nccl import load_nccl
-from dflash_backend.parallel.rank_links import BEAT_S, CAUSE_S
-from dflash_backend.parallel.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
+from dflash_backend.parallel.gpu import CudaCapture, DeviceMessages, GpuFollower
+from dflash_backend.parallel.links import BEAT_S, CAUSE_S, Beat, LocalRank, RankFailed, RankReady, RankSetup
+from dflash_backend.parallel.nccl import GpuSum, load_nccl
 from dflash_backend.parallel.sums import SharedSum
 from dflash_backend.parallel.target import Follower, load_shard, vocabulary_part
 from dflash_backend.process_watch import WatchedProcess

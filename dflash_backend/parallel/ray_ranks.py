@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.config import ConfigError
-from dflash_backend.parallel.rank_links import START_SILENCE_S
-from dflash_backend.parallel.rank_messages import RemoteRank
-from dflash_backend.parallel.remote_rank import RankAddress, RemoteRankProcess
-from dflash_backend.parallel.remote_ranks import RemoteRanks
+from dflash_backend.parallel.links import START_SILENCE_S, RemoteRank
+from dflash_backend.parallel.remote import RankAddress, RemoteRankProcess, RemoteRanks
 from dflash_backend.parallel.shard import Shard
 
 _log = logging.getLogger(__name__)

@@ -1,13 +1,22 @@
-"""The sum over all ranks, in memory that they share: the same bits on each; and what each has, for rank 0."""
+"""The sum over all ranks on CPUs, the same bits on each, and what each has, for rank 0.
+
+On one machine terms lie in memory that all have mapped. Over a network gloo (torch.distributed) exchanges them, in the
+clear. Both add terms in the order of ranks, so that no number's sum depends on where in a tensor it lies.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch.distributed import DistNetworkError, DistStoreError, GatherOptions, ProcessGroupGloo, TCPStore
 
 from dflash_backend.parallel.shard import Shard
 
@@ -22,37 +31,53 @@ LOOKS, FEW_LOOKS = 2000, 20
 NAP_S = 50e-6
 
 
-class SharedSum:
+class PiecewiseSum(ABC):
+    """A sum that is taken a piece at a time. num_bytes: of all terms that this rank has given."""
+
+    piece_bytes: int
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all ranks, in its memory where it is contiguous. Raises `RuntimeError` when a rank
+        is lost."""
+        self.num_bytes += x.nbytes
+        x = x.contiguous()
+        flat, step = x.view(-1), self.piece_bytes // x.element_size()
+        for first in range(0, len(flat), step):
+            self._add(flat[first : first + step])
+        return x
+
+    @abstractmethod
+    def _add(self, x: torch.Tensor) -> None:
+        """Sum at most one piece's numbers, in place."""
+
+
+class SharedSum(PiecewiseSum):
     """A sum over ranks of one machine, through memory that all have mapped.
 
     A rank writes its term to a slot of its own and then counts up its counter; once all counters have come as far, it
     adds all terms, in the order of ranks. Two sets of slots take turns: a rank that writes for the sum after the next
     has seen the others come to the next one, so they have read what it overwrites. Stores and loads of x86-64 keep
-    their order, which is what this relies on. num_bytes: of all terms that this rank has given.
+    their order, which is what this relies on.
     """
+
+    piece_bytes = SLOT_BYTES
 
     def __init__(self, memory: int, shard: Shard, lost: Callable[[], str] = lambda: "") -> None:
         """memory: a file descriptor of `sum_memory`, the same for all ranks. lost: why a rank is lost, empty while none
         is; asked while this one waits."""
+        super().__init__()
         self._shard = shard
         self._lost = lost
         self._looks = LOOKS if shard.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
         self._count = 0
-        self.num_bytes = 0
         mapped = mmap.mmap(memory, memory_bytes(shard.size))
         self._counters = memoryview(mapped)[:HEAD_BYTES].cast("q")
         data = torch.frombuffer(mapped, dtype=torch.uint8)[HEAD_BYTES:]
         self._slots = data.view(2, shard.size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As `parallel.target.Reduce`. Raises `RuntimeError` when a rank is lost."""
-        self.num_bytes += x.nbytes
-        x = x.contiguous()
-        flat, step = x.view(-1), SLOT_BYTES // x.element_size()
-        for first in range(0, len(flat), step):
-            self._add(flat[first : first + step])
-        return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """As `models.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
@@ -66,7 +91,6 @@ class SharedSum:
         return found
 
     def _add(self, x: torch.Tensor) -> None:
-        """Sum at most one slot's numbers, in place."""
         add_terms(self._exchanged(x), x)
 
     def _exchanged(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -124,3 +148,120 @@ def memory_bytes(size: int) -> int:
     """Bytes of the memory that `size` ranks share."""
     assert size * COUNTER_BYTES <= HEAD_BYTES
     return HEAD_BYTES + 2 * size * SLOT_BYTES
+
+
+JOIN_S = 60.0
+"""How long ranks may take to find each other once all have loaded."""
+SUM_S = 60.0
+"""How long a rank waits for the others in a sum. Gloo itself gives up after `JOIN_S`."""
+LOOK_S = 0.2
+"""How often it looks meanwhile whether one is lost."""
+
+
+PIECE_BYTES = 4 << 20
+"""What is summed at a time, which bounds the memory that a long prompt takes."""
+SCATTER_BYTES = 64 << 10
+"""From this size on bytes count for more than exchanges."""
+
+
+class SumError(RuntimeError):
+    """A sum failed since another rank has gone, or did not come in time."""
+
+
+class NetworkSum(PiecewiseSum):
+    """A sum over ranks that reach each other over a network. It raises `SumError`. `join` comes first."""
+
+    piece_bytes = PIECE_BYTES
+
+    def __init__(
+        self, shard: Shard, lost: Callable[[], str] = lambda: "", cause: Callable[[], str] = lambda: ""
+    ) -> None:
+        """lost: why a rank is lost, empty while none is; asked while this one waits. cause: the same, asked when a sum
+        has failed: it may wait for the answer."""
+        super().__init__()
+        self._shard = shard
+        self._lost = lost
+        self._cause = cause
+        # ProcessGroupGloo, whose operations its stubs leave out.
+        self._group: Any = None
+        self._store: TCPStore | None = None
+
+    def serve_store(self, host: str) -> int:
+        """On rank 0: open the port by which ranks find each other, at this address of the machine alone. Returns it."""
+        listener = socket.create_server((host, 0), backlog=128)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return port
+
+    def join(self, own_host: str, store_host: str = "", store_port: int = 0) -> None:
+        """Connect to all other ranks, which do the same now. own_host: this machine's address towards them. The others
+        than rank 0 give where its store is. Raises `SumError` when one does not come."""
+        try:
+            if self._store is None:
+                limit = timedelta(seconds=JOIN_S)
+                self._store = TCPStore(store_host, store_port, timeout=limit, wait_for_workers=False)
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+            options._timeout = timedelta(seconds=JOIN_S)
+            self._group = ProcessGroupGloo(self._store, self._shard.rank, self._shard.size, options)
+        except (RuntimeError, DistNetworkError, DistStoreError) as error:
+            raise SumError(f"the ranks did not find each other within {JOIN_S:g} s: {error}") from error
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As `models.vocabulary.Sums.gather`. Raises `SumError` when a rank is lost."""
+        assert self._group is not None, "join comes first"
+        self.num_bytes += x.nbytes
+        given = x.contiguous().view(-1).view(torch.uint8)
+        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
+        slots = [whole.view(-1).view(torch.uint8) for whole in found]
+        for first in range(0, len(given), PIECE_BYTES):
+            taken = slice(first, first + PIECE_BYTES)
+            pieces = [slot[taken] for slot in slots]
+            self._wait(self._group.gather([pieces] if pieces else [], [given[taken]], GatherOptions()))
+        return found
+
+    def _add(self, x: torch.Tensor) -> None:
+        size = self._shard.size
+        if size == 2 or x.nbytes < SCATTER_BYTES:
+            add_terms(self._gathered(x), x)
+            return
+        # Each rank adds one part and gives the others the sum: 2 / size of the bytes, in two exchanges.
+        part = -(-len(x) // size)
+        given = x.new_zeros(size * part)
+        given[: len(x)] = x
+        terms = torch.empty_like(given)
+        self._wait(self._group.alltoall_base(terms.view(torch.uint8), given.view(torch.uint8), [], []))
+        own = x.new_empty(part)
+        add_terms(tuple(terms.view(size, part)), own)
+        x.copy_(torch.cat(self._gathered(own))[: len(x)])
+
+    def _gathered(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each rank has."""
+        rows = x.new_empty(self._shard.size, len(x))
+        # As bytes: gloo has not every type, and adds nothing here.
+        self._wait(self._group.allgather([list(rows.view(torch.uint8))], [x.view(torch.uint8)]))
+        return tuple(rows)
+
+    def _wait(self, work: torch.distributed.Work) -> None:
+        """Until all terms are here."""
+        deadline = time.monotonic() + SUM_S
+        while True:
+            # Asked before the wait: a sum may be complete, and well, a moment after a wait for it has given up.
+            is_completed = work.is_completed()
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError as error:
+                if reason := self._lost():
+                    raise SumError(reason) from error
+                if is_completed:
+                    raise SumError(self._cause() or f"a sum over the ranks failed: {error}") from error
+                if time.monotonic() > deadline:
+                    raise SumError(self._cause() or f"a rank did not come to a sum within {SUM_S:g} s") from error

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_backend import LLM
 from dflash_backend.core.tenants import FairQueue
-from dflash_backend.engine.interrupts import HeldInterrupt
+from dflash_backend.engine.llm import HeldInterrupt
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 

@@ -15,7 +15,7 @@ msgspec = pytest.importorskip("msgspec", reason="the engine's messages need the 
 transformers = pytest.importorskip("transformers", reason="tiny models are made with the package transformers")
 
 from dflash_backend.models.peers import RankLostError  # noqa: E402
-from dflash_backend.parallel.rank_links import HANG_S  # noqa: E402
+from dflash_backend.parallel.links import HANG_S  # noqa: E402
 from tests.parallel.test_ranks import SETTINGS, end, group, lives, rank_pids, texts, texts_until_lost  # noqa: E402
 from tests.tiny_models import make_pair  # noqa: E402
 from tests.waiting import eventually  # noqa: E402
@@ -43,7 +43,7 @@ def test_two_gpus_give_the_text_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, bool], split: bool
 ) -> None:
     if split:
-        monkeypatch.setattr("dflash_backend.parallel.shared_target.MIN_SPLIT_BYTES", 0)
+        monkeypatch.setattr("dflash_backend.parallel.group.MIN_SPLIT_BYTES", 0)
     pair = make_pair(tmp_path, {"tie_word_embeddings": False})
     alone, shared = engine(**pair, **ON_GPUS, **way), engine(**pair, **ON_GPUS, **way, tensor_parallel_size=2)
     assert group(shared).device == torch.device("cuda", 0)

@@ -32,7 +32,7 @@ DRAFTERS_MUTANTS = (
         ("tests/worker/test_long_positions.py::test_drafts_across_a_border_are_those_of_a_dense_drafter",),
     ),
     *mutants_of(
-        "dflash_backend/engine/kv_report.py",
+        "dflash_backend/engine/inspection.py",
         (
             f"{INSPECT}test_layers_with_a_window_keep_few_blocks_of_a_request",
             f"{INSPECT}test_the_kv_in_fp8_has_scales_and_is_the_targets_alone",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-PEERS = "dflash_backend/parallel/gpu_peers.py"
-FOLLOWER = "dflash_backend/parallel/gpu_follower.py"
-MESSAGES = "dflash_backend/parallel/device_messages.py"
-SUM = "dflash_backend/parallel/gpu_sum.py"
+PEERS = "dflash_backend/parallel/gpu.py"
+FOLLOWER = "dflash_backend/parallel/gpu.py"
+MESSAGES = "dflash_backend/parallel/gpu.py"
+SUM = "dflash_backend/parallel/nccl.py"
 NCCL = "dflash_backend/parallel/nccl.py"
-SIZING = "dflash_backend/engine/rank_sizing.py"
+SIZING = "dflash_backend/engine/sizing.py"
 GRAPHS = "dflash_backend/worker/graphs.py"
 RANK = "dflash_backend/parallel/rank.py"
-LOCAL = "dflash_backend/parallel/local_ranks.py"
+LOCAL = "dflash_backend/parallel/local.py"
 ENGINES = "tests/parallel/test_gpu_ranks.py::"
 TEXT = (f"{ENGINES}test_replayed_graphs_of_two_ranks_give_the_text_of_one",)
 SUM_TESTS = ("tests/parallel/test_gpu_sum.py",)

@@ -8,7 +8,7 @@ TESTS = ("tests/engine/test_interrupts.py",)
 
 INTERRUPT_MUTANTS = (
     *mutants_of(
-        "dflash_backend/engine/interrupts.py",
+        "dflash_backend/engine/llm.py",
         TESTS,
         ("Ctrl-C ends a step within it", "        self._came = True\n", "        raise KeyboardInterrupt\n"),
         ("Ctrl-C is forgotten", "if self._came and error is None:", "if False:"),

@@ -116,7 +116,7 @@ QUANTISED_MUTANTS = (
         ("weights that are not finite become FP8", "if not bool(largest.isfinite().all()):", "if False:"),
     ),
     *mutants_of(
-        "dflash_backend/engine/quantised.py",
+        "dflash_backend/engine/checks.py",
         AT_LOAD,
         ("a quantised checkpoint is quantised again", "if method is not None:", "if False:"),
     ),

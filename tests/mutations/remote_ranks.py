@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CHANNEL = "dflash_backend/parallel/rank_channel.py"
-REMOTE = "dflash_backend/parallel/remote_ranks.py"
-SUM = "dflash_backend/parallel/network_sum.py"
+CHANNEL = "dflash_backend/parallel/channel.py"
+REMOTE = "dflash_backend/parallel/remote.py"
+SUM = "dflash_backend/parallel/sums.py"
 RAY = "dflash_backend/parallel/ray_ranks.py"
 CHANNEL_TESTS = ("tests/parallel/test_rank_channel.py",)
 SUM_TESTS = ("tests/parallel/test_network_sum.py",)
@@ -39,13 +39,21 @@ REMOTE_RANK_MUTANTS = (
             "add_terms(self._gathered(x)[::-1], x)",
         ),
         ("only the first piece is summed", "self._add(flat[first : first + step])", "self._add(flat[:step])"),
-        ("a lost rank is waited for in a sum over the network", "if reason := self._lost():", "if reason := '':"),
+        (
+            "a lost rank is waited for in a sum over the network",
+            "if reason := self._lost():\n                    raise SumError(reason)",
+            "if reason := '':",
+        ),
         (
             "a sum that is complete when a wait for it gives up has failed",
             "if is_completed:",
             "if work.is_completed():",
         ),
-        ("a sum that has failed is waited for", "if is_completed:", "if False:"),
+        (
+            "a sum that has failed is waited for",
+            "if is_completed:",
+            "if False:\n                    raise SumError(reason)",
+        ),
         ("a lost rank is looked for every few hours", "timedelta(seconds=LOOK_S)", "timedelta(LOOK_S)"),
         ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
     ),
@@ -67,14 +75,14 @@ REMOTE_RANK_MUTANTS = (
     ),
     Mutant(
         "a rank that is slow is lost",
-        "dflash_backend/parallel/rank_links.py",
+        "dflash_backend/parallel/links.py",
         "HANG_S = 10.0",
         "HANG_S = 3.5",
         (f"{RANKS}test_a_rank_that_is_only_slow_is_not_lost",),
     ),
     Mutant(
         "a rank outlives its engine",
-        "dflash_backend/parallel/remote_rank.py",
+        "dflash_backend/parallel/remote.py",
         "    os._exit(1)\n",
         "    return\n",
         (f"{RANKS}test_ranks_end_with_an_engine_that_is_killed",),
@@ -109,14 +117,14 @@ REMOTE_RANK_MUTANTS = (
     ),
     Mutant(
         "rank 0 takes all cores of its machine",
-        "dflash_backend/parallel/ranks.py",
+        "dflash_backend/parallel/group.py",
         "self._num_sharers(0))",
         "1)",
         (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),
     ),
     Mutant(
         "a rank's cores are those of a machine that it is not on",
-        "dflash_backend/parallel/ranks.py",
+        "dflash_backend/parallel/group.py",
         "self._num_sharers(rank),",
         "self._num_sharers(0),",
         (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),

@@ -125,7 +125,7 @@ SCALED_PRODUCT_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/quantised.py",
+        "dflash_backend/engine/checks.py",
         (ENGINE,),
         (
             "ranks are said to have activations in FP8",
@@ -148,7 +148,7 @@ SCALED_PRODUCT_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/quantised.py",
+        "dflash_backend/engine/checks.py",
         (f"{ENGINE}::test_where_no_product_is_of_fp8_it_is_refused_with_what_would_work",),
         ("activations of a target without FP8 weights are said to be FP8", "elif not has_fp8:", "elif False:"),
     ),

@@ -95,7 +95,7 @@ SHARED_PREFIX_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/engine/shared_prefixes.py",
+        "dflash_backend/engine/build.py",
         ENGINE,
         ("rows share with batch_invariant", " and not config.batch_invariant", ""),
         ("the setting share_prefix_attention does nothing", "config.share_prefix_attention and ", ""),

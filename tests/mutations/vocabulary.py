@@ -150,7 +150,7 @@ VOCABULARY_MUTANTS = (
     ),
     Mutant(
         "a tied head counts twice",
-        "dflash_backend/parallel/shared_target.py",
+        "dflash_backend/parallel/group.py",
         "(1 if spec.tie_word_embeddings else 2) *",
         "2 *",
         RULE,

@@ -21,14 +21,13 @@ from typing import Any
 import pytest
 
 import dflash_backend
-from dflash_backend.parallel.rank_messages import RemoteRank
-from dflash_backend.parallel.remote_rank import LAST_WORDS_MS, RankAddress, RemoteRankProcess
-from dflash_backend.parallel.remote_ranks import RemoteRanks
+from dflash_backend.parallel.links import RemoteRank
+from dflash_backend.parallel.remote import LAST_WORDS_MS, RankAddress, RemoteRankProcess, RemoteRanks
 from dflash_backend.parallel.shard import Shard
 
 PYTHON, HOST = sys.executable, "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["dflash_backend.parallel.rank", "dflash_backend.parallel.remote_rank"])
+_context.set_forkserver_preload(["dflash_backend.parallel.rank", "dflash_backend.parallel.remote"])
 
 
 class _Descriptor:
@@ -101,7 +100,7 @@ def local_rank(command: Sequence[str], stdin: int, stdout: int, pass_fds: tuple[
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Ranks of this machine are forks from now on."""
-    patch.setattr("dflash_backend.parallel.local_ranks.subprocess", SimpleNamespace(Popen=local_rank))
+    patch.setattr("dflash_backend.parallel.local.subprocess", SimpleNamespace(Popen=local_rank))
 
 
 def run_remote(connection: Connection, node: str, engine_key: bytes) -> None:
@@ -116,7 +115,7 @@ def run_remote(connection: Connection, node: str, engine_key: bytes) -> None:
 
 
 class ForkLauncher:
-    """As `remote_ranks.Launcher`, in place of Ray: each rank a process of this machine."""
+    """As `remote.Launcher`, in place of Ray: each rank a process of this machine."""
 
     host = HOST
 
@@ -157,7 +156,7 @@ def over_the_network(patch: pytest.MonkeyPatch) -> None:
     def ranks(size: int, on_gpus: bool = False) -> RemoteRanks:
         return RemoteRanks(Shard(0, size), ForkLauncher())
 
-    patch.setattr("dflash_backend.parallel.ranks.ray_ranks", ranks)
+    patch.setattr("dflash_backend.parallel.group.ray_ranks", ranks)
 
 
 def start_engine(models: dict[str, str], **settings: Any) -> tuple[Fork, list[int]]:

@@ -14,7 +14,7 @@ from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
-from dflash_backend.parallel.gpu_peers import Replay
+from dflash_backend.parallel.gpu import Replay
 from dflash_backend.parallel.target import SharedPass
 from dflash_backend.worker.transfers import Download
 from tests.parallel.test_ranks import SETTINGS, end, group, texts
@@ -43,7 +43,7 @@ def test_replayed_graphs_of_two_ranks_give_the_text_of_one(
     pair: dict[str, str], monkeypatch: pytest.MonkeyPatch, split: bool
 ) -> None:
     if split:
-        monkeypatch.setattr("dflash_backend.parallel.shared_target.MIN_SPLIT_BYTES", 0)
+        monkeypatch.setattr("dflash_backend.parallel.group.MIN_SPLIT_BYTES", 0)
     keeping: list[str] = []
     monkeypatch.setattr(
         "dflash_backend.parallel.rank.keep_step_buffers", lambda: keeping.append(threading.current_thread().name)

@@ -12,11 +12,11 @@ import torch
 
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.parallel import local_ranks, rank, ranks, ray_ranks
-from dflash_backend.parallel.gpu_sum import GpuSum
-from dflash_backend.parallel.local_ranks import LocalRanks
-from dflash_backend.parallel.rank_messages import RankReady
-from dflash_backend.parallel.ranks import GpuRanks, RankGroup, check_tensor_parallel
+from dflash_backend.parallel import group, local, rank, ray_ranks
+from dflash_backend.parallel.group import GpuRanks, RankGroup, check_tensor_parallel
+from dflash_backend.parallel.links import RankReady
+from dflash_backend.parallel.local import LocalRanks
+from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.worker import graphs
 from dflash_backend.worker.graphs import CapturedStep
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(("set_device", device)))
     nccl = SimpleNamespace(unique_id=lambda: found.append("unique_id") or b"id")
-    monkeypatch.setattr(ranks, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(group, "load_nccl", lambda: nccl)
     monkeypatch.setattr(rank, "load_nccl", lambda: nccl)
     return found
 
@@ -53,20 +53,20 @@ def test_a_rank_is_on_its_gpu_before_it_loads(calls: list[Any], monkeypatch: pyt
 
 
 def test_each_rank_of_a_machine_has_the_gpu_of_its_number(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "DeviceMessages", lambda sums, device: None)
-    group = RankGroup.of(EngineConfig(tensor_parallel_size=3), 0, False, on_gpus=True)
+    monkeypatch.setattr(group, "DeviceMessages", lambda sums, device: None)
+    ranks = RankGroup.of(EngineConfig(tensor_parallel_size=3), 0, False, on_gpus=True)
     assert calls == [("set_device", torch.device("cuda", 0)), "unique_id"]
-    assert group.device == torch.device("cuda", 0)
-    assert [group._device_of(number) for number in (1, 2)] == [GPU_1, torch.device("cuda", 2)]
-    assert isinstance(group.reduce, GpuSum)
-    assert group.links.reduce is group.reduce
+    assert ranks.device == torch.device("cuda", 0)
+    assert [ranks._device_of(number) for number in (1, 2)] == [GPU_1, torch.device("cuda", 2)]
+    assert isinstance(ranks.reduce, GpuSum)
+    assert ranks.links.reduce is ranks.reduce
 
 
 def test_a_rank_meets_the_others_by_rank_0s_id_and_on_its_own_gpu(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that connects has a current device of its own."""
-    monkeypatch.setattr("dflash_backend.parallel.gpu_sum.Communicator", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("dflash_backend.parallel.nccl.Communicator", lambda *arguments: calls.append(arguments))
     needs = SimpleNamespace(batch_invariant=False)
     setup: Any = SimpleNamespace(device=GPU_1, shard=Shard(1, 4), nccl_id=b"id", needs=needs)
     sums, join = rank.sums_of(setup, on_cpus=lambda: pytest.fail("sums of CPUs"))
@@ -105,10 +105,8 @@ def links_of(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> tuple[Local
     sums = GpuSum(Shard(0, 2), torch.device("cpu"), lambda: group)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(sums, "_check", lambda: None)
     links.sum_by(sums)
-    popen = local_ranks.subprocess.Popen
-    monkeypatch.setattr(
-        local_ranks, "subprocess", SimpleNamespace(Popen=lambda _, **options: popen(command, **options))
-    )
+    popen = local.subprocess.Popen
+    monkeypatch.setattr(local, "subprocess", SimpleNamespace(Popen=lambda _, **options: popen(command, **options)))
     links.start([None])  # type: ignore[list-item]
     return links, group
 
@@ -123,8 +121,8 @@ def test_what_waits_for_a_killed_rank_on_the_gpu_is_ended(monkeypatch: pytest.Mo
 
 
 def test_a_silent_rank_is_noticed_on_a_gpu_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ranks, "HANG_S", 0.2)
-    monkeypatch.setattr(local_ranks, "BEAT_S", 0.05)
+    monkeypatch.setattr(local, "HANG_S", 0.2)
+    monkeypatch.setattr(local, "BEAT_S", 0.05)
     links, group = links_of(monkeypatch, ["sleep", "60"])
     links.serve()
     assert group.aborted.wait(5)
@@ -134,7 +132,7 @@ def test_a_silent_rank_is_noticed_on_a_gpu_as_on_a_cpu(monkeypatch: pytest.Monke
 
 def test_an_engine_that_ends_leaves_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """To end the exchanges of a group whose ranks were ended in order could wait for them."""
-    monkeypatch.setattr(local_ranks, "BEAT_S", 0.05)
+    monkeypatch.setattr(local, "BEAT_S", 0.05)
     links, group = links_of(monkeypatch, ["sleep", "60"])
     links.serve()
     links.end()
@@ -219,7 +217,7 @@ def test_nccl_is_asked_for_before_a_gpu_is_bound(monkeypatch: pytest.MonkeyPatch
     def missing() -> None:
         raise ConfigError("ranks on GPUs take their sums by NCCL, and it cannot be used here")
 
-    monkeypatch.setattr(ranks, "load_nccl", missing)
+    monkeypatch.setattr(group, "load_nccl", missing)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("bound"))
     with pytest.raises(ConfigError, match="by NCCL, and it cannot be used here"):
         GpuRanks.of(2, ordered=False, index=0)

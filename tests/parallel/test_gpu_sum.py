@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.parallel import gpu_sum
-from dflash_backend.parallel.device_messages import ALIGNMENT, DeviceMessages
-from dflash_backend.parallel.gpu_sum import Collectives, GpuSum
+from dflash_backend.parallel import nccl
+from dflash_backend.parallel.gpu import ALIGNMENT, DeviceMessages
+from dflash_backend.parallel.nccl import Collectives, GpuSum
 from dflash_backend.parallel.shard import Shard
 from tests.parallel.thread_ranks import CPU, Exchange, ThreadCollectives
 
@@ -97,11 +97,11 @@ def waiting(connected: threading.Event) -> GpuSum:
 
 
 def test_a_rank_that_is_lost_or_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sum, "LOOK_S", 0.01)
+    monkeypatch.setattr(nccl, "LOOK_S", 0.01)
     event = threading.Event()
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         waiting(event).join(lambda: "rank 1 has ended")
-    monkeypatch.setattr(gpu_sum, "JOIN_S", 0.02)
+    monkeypatch.setattr(nccl, "JOIN_S", 0.02)
     with pytest.raises(RuntimeError, match="did not find each other by NCCL within 0.02 s: .*NCCL_SOCKET_IFNAME"):
         waiting(event).join()
     event.set()
@@ -125,8 +125,8 @@ class Hanging:
 
 def test_work_that_waits_for_a_lost_rank_is_ended_or_the_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(gpu_sum.os, "_exit", codes.append)
-    monkeypatch.setattr(gpu_sum, "ABORT_S", 0.05)
+    monkeypatch.setattr(nccl.os, "_exit", codes.append)
+    monkeypatch.setattr(nccl, "ABORT_S", 0.05)
     for ends in (True, False):
         sums = GpuSum(Shard(0, 2), CPU, lambda: None)  # type: ignore[arg-type, return-value]
         sums.abort()  # before there is a group there is nothing to end

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.parallel import network_sum
-from dflash_backend.parallel.network_sum import NetworkSum, SumError
+from dflash_backend.parallel import sums as sums_module
 from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.sums import NetworkSum, SumError
 from tests.parallel.test_sums import terms
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -110,7 +110,7 @@ def test_a_sum_that_is_complete_when_a_wait_for_it_gives_up_is_no_error() -> Non
 
 
 def test_a_sum_that_fails_since_the_other_rank_has_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_sum, "SUM_S", 5.0)
+    monkeypatch.setattr(sums_module, "SUM_S", 5.0)
     sums = joined(2)
     gone = sums.pop()
     with ThreadPoolExecutor(1) as threads:
@@ -130,7 +130,7 @@ def test_a_rank_that_waits_for_a_lost_one_says_why() -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_sum, "SUM_S", 0.7)
+    monkeypatch.setattr(sums_module, "SUM_S", 0.7)
     sums = joined(2, cause=lambda: "rank 1 has gone elsewhere")
     with pytest.raises(SumError, match="rank 1 has gone elsewhere"):
         sums[0](torch.ones(3))
@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_come_to_a_sum_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_ranks_that_do_not_find_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_sum, "JOIN_S", 1.0)
+    monkeypatch.setattr(sums_module, "JOIN_S", 1.0)
     alone = NetworkSum(Shard(0, 2))
     port = alone.serve_store(HOST)
     with pytest.raises(SumError, match="did not find each other within 1 s"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from dflash_backend.parallel.rank_channel import Endpoint
+from dflash_backend.parallel.channel import Endpoint
 
 HOST = "127.0.0.1"
 WAIT_MS = 10_000
@@ -19,7 +19,7 @@ QUIET_MS = 500
 # Binds a socket for the key that it is given, says where, and lives until it is ended.
 PEER = f"""
 import sys, time
-from dflash_backend.parallel.rank_channel import Endpoint
+from dflash_backend.parallel.channel import Endpoint
 endpoint = Endpoint()
 endpoint.known.keys.add(sys.argv[1].encode())
 passes, port = endpoint.bind({HOST!r})

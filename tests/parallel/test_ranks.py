@@ -15,9 +15,9 @@ import pytest
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
-from dflash_backend.parallel.local_ranks import LocalRanks
-from dflash_backend.parallel.rank_links import HANG_S
-from dflash_backend.parallel.ranks import RankGroup
+from dflash_backend.parallel.group import RankGroup
+from dflash_backend.parallel.links import HANG_S
+from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.target import SharedTarget
 from tests.batch_invariance import differing, random_prompts, run
 from tests.parallel.rank_forks import fork_ranks
@@ -216,7 +216,7 @@ def test_a_rank_that_is_lost_ends_the_engine(
     pair: dict[str, str], number: signal.Signals, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 0 looks for the other one all this time.
-    monkeypatch.setattr("dflash_backend.parallel.local_ranks.HANG_S", SILENT_S)
+    monkeypatch.setattr("dflash_backend.parallel.local.HANG_S", SILENT_S)
     built = engine(**pair, **SETTINGS, tensor_parallel_size=2)
     texts(built, temperature=0.0)
     (pid,) = rank_pids(built)
@@ -238,7 +238,7 @@ def test_what_ranks_cannot_do_is_refused_at_the_start(pair: dict[str, str]) -> N
 def test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings(
     pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_backend.parallel.local_ranks.sys.executable", "/bin/false")
+    monkeypatch.setattr("dflash_backend.parallel.local.sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not start: it ended"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
 
@@ -249,8 +249,8 @@ def test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended(
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 300\n")
     program.chmod(0o755)
-    monkeypatch.setattr("dflash_backend.parallel.local_ranks.sys.executable", str(program))
-    monkeypatch.setattr("dflash_backend.parallel.rank_links.START_SILENCE_S", 1.0)
+    monkeypatch.setattr("dflash_backend.parallel.local.sys.executable", str(program))
+    monkeypatch.setattr("dflash_backend.parallel.links.START_SILENCE_S", 1.0)
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not start: it has said nothing for 1 s"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
     assert not lives(int((tmp_path / "pid").read_text()))

@@ -14,7 +14,7 @@ from checks.ray_ranks import ranks_there
 from dflash_backend.config import ConfigError
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.parallel import ray_ranks
-from dflash_backend.parallel.rank_messages import RemoteRank
+from dflash_backend.parallel.links import RemoteRank
 from tests.parallel.test_ranks import SETTINGS, end, group, texts, texts_until_lost
 from tests.parallel.test_remote_ranks import RAY
 from tests.tiny_models import make_pair

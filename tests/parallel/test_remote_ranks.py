@@ -20,11 +20,10 @@ from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.models.vocabulary import Sums
 from dflash_backend.parallel import rank
-from dflash_backend.parallel.network_sum import NetworkSum
-from dflash_backend.parallel.rank_channel import HEARTBEAT_MS
-from dflash_backend.parallel.rank_links import NETWORK_SILENCE_S
-from dflash_backend.parallel.rank_messages import RankSetup, RemoteRank, packed
-from dflash_backend.parallel.remote_ranks import RemoteRanks
+from dflash_backend.parallel.channel import HEARTBEAT_MS
+from dflash_backend.parallel.links import NETWORK_SILENCE_S, RankSetup, RemoteRank, packed
+from dflash_backend.parallel.remote import RemoteRanks
+from dflash_backend.parallel.sums import NetworkSum
 from dflash_backend.parallel.target import Follower
 from tests.parallel import rank_forks
 from tests.parallel.rank_forks import ForkLauncher, PausedStep
@@ -168,7 +167,7 @@ def test_a_rank_that_cannot_load_says_why_and_where(
 
         monkeypatch.setattr(RemoteRanks, "_has_started", read_later)
         monkeypatch.setattr(ForkLauncher, "ended", lambda self, rank: "it has ended")
-        monkeypatch.setattr("dflash_backend.parallel.remote_ranks.CAUSE_S", 30.0)
+        monkeypatch.setattr("dflash_backend.parallel.remote.CAUSE_S", 30.0)
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"rank 1 on machine 1 of 2 could not start: .*/gone"):
         build_engine(config)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dflash_backend.parallel.rank_messages import packed
+from dflash_backend.parallel.links import packed
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.sums import SLOT_BYTES, SharedSum, sum_memory
 

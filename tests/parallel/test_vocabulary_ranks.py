@@ -17,7 +17,7 @@ from dflash_backend.checkpoints import read_target
 from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.vocabulary import HeadPass, SlicedHead
-from dflash_backend.parallel.shared_target import vocabulary_bytes
+from dflash_backend.parallel.group import vocabulary_bytes
 from dflash_backend.parallel.target import SharedTarget
 from tests.batch_invariance import differing, random_prompts, run
 from tests.drafters.drafts import make_dspark, make_eagle3
@@ -54,7 +54,7 @@ SPECIAL: list[dict[str, Any]] = [
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks split any vocabulary."""
     fork_ranks(monkeypatch)
-    monkeypatch.setattr("dflash_backend.parallel.shared_target.MIN_SPLIT_BYTES", 0)
+    monkeypatch.setattr("dflash_backend.parallel.group.MIN_SPLIT_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_a_small_vocabulary_stays_on_rank_0(tmp_path: Path, monkeypatch: pytest.
     size = vocabulary_bytes(spec, torch.float32)
     assert size == VOCAB_SIZE * HIDDEN * 4
     for least, is_split in ((size, True), (size + 1, False)):
-        monkeypatch.setattr("dflash_backend.parallel.shared_target.MIN_SPLIT_BYTES", least)
+        monkeypatch.setattr("dflash_backend.parallel.group.MIN_SPLIT_BYTES", least)
         built = engine(**models, **SETTINGS, tensor_parallel_size=2)
         assert isinstance(built.runner.step.target.lm_head, SlicedHead) == is_split
         end(built)

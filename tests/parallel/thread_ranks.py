@@ -20,10 +20,10 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.parallel import rank
-from dflash_backend.parallel.gpu_follower import GpuFollower
-from dflash_backend.parallel.gpu_sum import GpuSum
-from dflash_backend.parallel.rank_messages import RankReady, RankSetup
-from dflash_backend.parallel.ranks import GpuRanks, RankGroup
+from dflash_backend.parallel.gpu import GpuFollower
+from dflash_backend.parallel.group import GpuRanks, RankGroup
+from dflash_backend.parallel.links import RankReady, RankSetup
+from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import SharedTarget
 from dflash_backend.worker.batch import StepInputs
@@ -100,7 +100,7 @@ class Memory:
 
 
 class Recorded:
-    """As `gpu_follower.Graph`."""
+    """As `gpu.Graph`."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -113,7 +113,7 @@ class Recorded:
 
 @contextmanager
 def recorded() -> Iterator[Recorded]:
-    """As `gpu_follower.Capture`."""
+    """As `gpu.Capture`."""
     yield Recorded()
 
 

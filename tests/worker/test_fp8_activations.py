@@ -13,9 +13,9 @@ import torch
 from dflash_backend.checkpoints import read_target
 from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.engine import quantised
+from dflash_backend.engine import checks
 from dflash_backend.engine.build import build_engine
-from dflash_backend.engine.quantised import check_activation_quantization
+from dflash_backend.engine.checks import check_activation_quantization
 from dflash_backend.models.ops import Fp8ActivationsLayerOps, TritonLayerOps, select_ops
 from dflash_kernels import quantised_linear, scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT8, QuantisedWeight
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_which_some_weights_are_fp8_has_it(
 ) -> None:
     schemes = [None, *(Scheme(layout, 8, (1, None), ("scale",)) for layout in (Layout.INT8, Layout.FLOAT8))]
     rules = [SimpleNamespace(scheme=scheme) for scheme in schemes]
-    monkeypatch.setattr(quantised, "load_quantization", lambda path: SimpleNamespace(rules=rules))
+    monkeypatch.setattr(checks, "load_quantization", lambda path: SimpleNamespace(rules=rules))
     values = {"device": "cpu", **pair, "activation_quantization": "fp8"}
     config, target = EngineConfig.from_values(values), read_target(Path(pair["target_model"]))
     check_activation_quantization(config, target, True, lambda line, _: None)

@@ -9,7 +9,7 @@ import torch
 
 from dflash_backend.attention import AttentionBatch, AttentionPattern, DeviceLengths, SharedPrefixes
 from dflash_backend.attention.shared_prefixes import SharingCost
-from dflash_backend.engine import shared_prefixes
+from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from tests.scale import SCALE, by_night
 from tests.worker.engines import Outputs, engine, triton_engine
@@ -27,7 +27,7 @@ SIZES["num_speculative_tokens"] = 7 if SCALE >= 4 else 3
 @pytest.fixture
 def low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight positions are worth it, whatever the number of queries."""
-    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_POSITIONS", 8)
+    monkeypatch.setattr(build, "MIN_SHARED_POSITIONS", 8)
     monkeypatch.setattr(SharingCost, "of", lambda *heads: SharingCost(1000, 0.0))
 
 

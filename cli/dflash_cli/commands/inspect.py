@@ -11,8 +11,7 @@ from dflash_cli.commands.packages import engine_missing
 
 if TYPE_CHECKING:
     from dflash_backend.drafters.published import PublishedDrafter
-    from dflash_backend.engine.inspection import CheckpointReport, Inspection
-    from dflash_backend.engine.kv_report import KVReport
+    from dflash_backend.engine.inspection import CheckpointReport, Inspection, KVReport
 
 NAME_WIDTH = 24
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from dflash_backend.parallel import rank_links
-from dflash_backend.parallel.gpu_sum import GpuSum
-from dflash_backend.parallel.rank_links import BEAT_S, HANG_S, Reduce
-from dflash_backend.parallel.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
+from dflash_backend.parallel import links
+from dflash_backend.parallel.links import BEAT_S, HANG_S, Beat, LocalRank, RankFailed, RankReady, RankSetup, Reduce
+from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.sums import SharedSum, sum_memory
 
@@ -60,7 +59,7 @@ class LocalRanks:
         return f"rank {rank}"
 
     def start_error(self, rank: int) -> str:
-        connection, silence_s = self._connections[rank - 1], rank_links.START_SILENCE_S
+        connection, silence_s = self._connections[rank - 1], links.START_SILENCE_S
         try:
             while connection.poll(silence_s):
                 message = pickle.loads(connection.recv_bytes())

@@ -1,23 +1,114 @@
-"""The other ranks where they may run on other machines: passes by ZeroMQ with keys, sums by gloo."""
+"""Ranks that may run on other machines: passes by ZeroMQ with keys, sums by gloo."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
-from dflash_backend.parallel import rank_links
-from dflash_backend.parallel.gpu_sum import GpuSum
-from dflash_backend.parallel.network_sum import NetworkSum
-from dflash_backend.parallel.rank_channel import Endpoint
-from dflash_backend.parallel.rank_links import BEAT_S, CAUSE_S, HANG_S, NETWORK_SILENCE_S, Reduce, cause_of
-from dflash_backend.parallel.rank_messages import Beat, RankFailed, RankReady, RankSetup, RemoteRank
-from dflash_backend.parallel.remote_rank import RankAddress
+from dflash_backend.config import ConfigError
+from dflash_backend.parallel import links
+from dflash_backend.parallel.channel import Endpoint
+from dflash_backend.parallel.links import (
+    BEAT_S,
+    CAUSE_S,
+    HANG_S,
+    NETWORK_SILENCE_S,
+    Beat,
+    RankFailed,
+    RankReady,
+    RankSetup,
+    Reduce,
+    RemoteRank,
+    cause_of,
+)
+from dflash_backend.parallel.nccl import GpuSum
+from dflash_backend.parallel.rank import log_to_stderr, run, sums_of
 from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.sums import NetworkSum
+
+LAST_WORDS_MS = 1000
+"""How long the last message may take to leave."""
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """Where a rank takes passes. node: in words, for errors. key: its public key."""
+
+    host: str
+    port: int
+    key: bytes
+    node: str
+
+
+class RemoteRankProcess:
+    """`open`, then `run` in the same process."""
+
+    def __init__(self) -> None:
+        self._endpoint = Endpoint()
+
+    def open(self, host: str, node: str, engine_key: bytes) -> RankAddress:
+        """Take passes at this address of the machine, from the process with that key alone."""
+        self._host = host
+        self._endpoint.known.keys.add(engine_key)
+        self._passes, port = self._endpoint.bind(host)
+        return RankAddress(host, port, self._endpoint.keys.public, node)
+
+    def run(self, remote: RemoteRank) -> None:
+        """Load, and run passes until rank 0 is gone, with which this process ends."""
+        log_to_stderr(remote.setup)
+        to_engine, ended = self._endpoint.connect(remote.host, remote.beats_port, remote.engine_key, NETWORK_SILENCE_S)
+        threading.Thread(target=_end_with, args=(ended,), name="engine-watch", daemon=True).start()
+        shard = remote.setup.shard
+        network_sum = NetworkSum(shard)
+
+        def join() -> None:
+            network_sum.join(self._host, remote.host, remote.sums_port)
+
+        rank_zero = _RemoteRankZero(shard.rank, self._passes, to_engine)
+        try:
+            sums, gpu_join = sums_of(remote.setup, lambda: network_sum)
+            run(remote.setup, rank_zero, sums, gpu_join or join)
+        except ConfigError as error:
+            rank_zero.send(RankReady(str(error)))
+        finally:
+            to_engine.close(linger=LAST_WORDS_MS)
+
+
+class _RemoteRankZero:
+    """Rank 0, over the network."""
+
+    def __init__(self, rank: int, passes: zmq.Socket[bytes], to_engine: zmq.Socket[bytes]) -> None:
+        self._rank = rank
+        self._passes = passes
+        self._to_engine = to_engine
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            try:
+                self._to_engine.send(pickle.dumps((self._rank, message)), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise OSError(str(error)) from error
+
+    def receive(self) -> bytes:
+        return self._passes.recv()
+
+
+def _end_with(ended: zmq.Socket[bytes]) -> None:
+    """Wait for the end of the connection to rank 0, then end this process, whatever it is doing."""
+    try:
+        ended.recv()
+    except zmq.ZMQError:  # the process ends anyway
+        return
+    os._exit(1)
+
 
 GONE = "it has ended, or its machine does not answer any more; the log says why"
 
@@ -94,7 +185,7 @@ class RemoteRanks:
         return f"rank {rank} on {self._addresses[rank - 1].node}"
 
     def start_error(self, rank: int) -> str:
-        silence_s = rank_links.START_SILENCE_S
+        silence_s = links.START_SILENCE_S
         last = time.monotonic()
         while not self._has_started(rank):
             if rank in self._heard:
