@@ -32,10 +32,11 @@ async def in_thread(num_bytes: int, work: Callable[[], Result]) -> Result:
 async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> Result:
     """`then` of the request in the body, both in a thread where the body is large. Raises `ApiError`."""
     raw = await request.body()
+    reject_unknown: bool = request.app.state.frontend.config.reject_unknown_fields
 
     def read() -> Result:
         check_parts(raw)
-        return then(decode(raw, kind))
+        return then(decode(raw, kind, reject_unknown))
 
     return await in_thread(len(raw), read)
 

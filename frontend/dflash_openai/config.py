@@ -34,6 +34,7 @@ class FrontendConfig:
     finish at a stop. tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, by vLLM's
     names; `auto` follows the chat template, `none` looks for none. security: who is let in, with how much, and how.
     ping_interval_s: a stream that has sent nothing for so long sends a comment; 0: never.
+    reject_unknown_fields: refuse requests with fields that the front end does not know; else they are ignored.
     heartbeat_fd: a descriptor to which the event loop writes once a second that it runs; None: to none.
     tracer: OpenTelemetry's, for the spans of requests; None: there are none.
 
@@ -54,6 +55,7 @@ class FrontendConfig:
     reasoning_parser: str = AUTO
     security: SecurityConfig = field(default_factory=SecurityConfig)
     ping_interval_s: float = 10.0
+    reject_unknown_fields: bool = False
     heartbeat_fd: int | None = None
     tracer: Tracer | None = None
 

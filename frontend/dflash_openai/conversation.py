@@ -95,7 +95,8 @@ async def _grammar(draft: Draft, sampling: Mapping[str, Any]) -> dict[str, Any] 
                 "'tool_choice' can be auto or none: this model's server cannot force a tool call", "tool_choice"
             )
         if given is not None:
-            log_once(f"'tool_choice' forces a tool call: '{draft.names.get(given, given)}' is ignored there")
+            name = draft.names.get(given, given)
+            log_once(f"forced {name}", lambda: f"where 'tool_choice' forces a tool call, '{name}' is ignored")
         wanted = None
     elif not use.offered or given is None or draft.continue_final_message or model.output_format.is_harmony:
         # In harmony a format begins with the final message, and calls are messages of their own before it.

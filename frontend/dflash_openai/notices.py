@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 _LOG = logging.getLogger("dflash_openai")
 # Clients choose some of the words: those after this many different notices are not logged.
@@ -10,8 +11,8 @@ MAX_NOTICES = 1000
 _logged: set[str] = set()
 
 
-def log_once(notice: str) -> None:
-    """Log a sentence, unless it was logged before."""
-    if notice not in _logged and len(_logged) < MAX_NOTICES:
-        _logged.add(notice)
-        _LOG.warning("%s", notice)
+def log_once(about: str, notice: Callable[[], str]) -> None:
+    """Log a sentence, unless one about the same was logged before."""
+    if about not in _logged and len(_logged) < MAX_NOTICES:
+        _logged.add(about)
+        _LOG.warning("%s", notice())

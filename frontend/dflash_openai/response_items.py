@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from dflash_openai.parsing import ContentDelta, Event, ReasoningDelta, ToolCallDelta
+from dflash_openai.responses_schemas import ClientTool
 
 Fields = dict[str, Any]
 
@@ -15,11 +19,17 @@ class ResponseItems:
     """Builds the items out of an answer's events: a run of reasoning, of content, or a call is an item each.
 
     `output` has the finished ones. Events are the fields of OpenAI's, without a sequence number. `logprobs_of` gives
-    the log-probabilities of the tokens of a piece of content.
+    the log-probabilities of the tokens of a piece of content. `tools` are the request's by the names that the model
+    calls them by.
     """
 
-    def __init__(self, logprobs_of: Callable[[ContentDelta], list[Fields]] = lambda _: []) -> None:
+    def __init__(
+        self,
+        logprobs_of: Callable[[ContentDelta], list[Fields]] = lambda _: [],
+        tools: Mapping[str, ClientTool] = MappingProxyType({}),
+    ) -> None:
         self.output: list[Fields] = []
+        self._tools = tools
         self._logprobs_of = logprobs_of
         self._open: Fields | None = None
         self._texts: list[str] = []
@@ -69,20 +79,24 @@ class ResponseItems:
         yield self._at_item("response.content_part.added", content_index=0, part=self._part("", []))
 
     def _call(self, event: ToolCallDelta) -> Iterator[Fields]:
-        call = {
-            "id": f"fc_{secrets.token_hex(16)}",
-            "type": "function_call",
+        tool = self._tools.get(event.name, ClientTool(event.name))
+        kind, what, given = "function_call", "arguments", event.arguments
+        if tool.is_custom:
+            kind, what, given = "custom_tool_call", "input", _custom_input(event.arguments)
+        self._open = call = {
+            "id": f"{'ctc' if tool.is_custom else 'fc'}_{secrets.token_hex(16)}",
+            "type": kind,
             "call_id": event.id,
-            "name": event.name,
+            "name": tool.name,
+            **({} if tool.namespace is None else {"namespace": tool.namespace}),
         }
-        begun = {**call, "arguments": "", "status": "in_progress"}
+        begun = {**call, what: "", "status": "in_progress"}
         yield {"type": "response.output_item.added", "output_index": len(self.output), "item": begun}
-        self._open = call
-        yield self._at_item("response.function_call_arguments.delta", delta=event.arguments)
-        yield self._at_item("response.function_call_arguments.done", name=event.name, arguments=event.arguments)
+        kind = f"response.{kind}_{what}"
+        yield self._at_item(f"{kind}.delta", delta=given)
+        yield self._at_item(f"{kind}.done", **({} if tool.is_custom else {"name": tool.name}), **{what: given})
         self._open = None
-        status = "completed" if event.complete else "incomplete"
-        yield self._finished({**call, "arguments": event.arguments, "status": status})
+        yield self._finished({**call, what: given, "status": "completed" if event.complete else "incomplete"})
 
     def _finished(self, item: Fields) -> Fields:
         self.output.append(item)
@@ -104,3 +118,11 @@ class ResponseItems:
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _custom_input(arguments: str) -> str:
+    """The input of a custom tool, which the model writes as the argument of a function; as it is where it is none."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, str])["input"]
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        return arguments

@@ -21,7 +21,7 @@ from dflash_openai.logprobs import LogprobWriter
 from dflash_openai.messages import MessageReader
 from dflash_openai.parsing import ContentDelta
 from dflash_openai.response_items import Fields, ResponseItems
-from dflash_openai.responses_schemas import ResponsesRequest, as_chat
+from dflash_openai.responses_schemas import ResponsesRequest, as_chat, tools_of
 from dflash_openai.sampling import max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest
 from dflash_openai.sse import named_event
@@ -58,8 +58,9 @@ class ResponseAnswer:
     """The JSON of one response, in one piece or as events."""
 
     def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
-        self._reader = MessageReader(asked.parser(), use=asked.use)
-        self._items = ResponseItems(self._logprobs_of)
+        self._reader = MessageReader(asked.parser(), body.include_reasoning is not False, asked.use)
+        tools = {tool["function"]["name"]: own for tool, own in tools_of(body.tools or [])}
+        self._items = ResponseItems(self._logprobs_of, tools)
         self._content_logprobs = ContentLogprobs()
         self._logprobs = LogprobWriter(body.top_logprobs or 0, False, asked.model.tokenizer)
         self._usage = UsageCounter(len(asked.prompt))
@@ -182,7 +183,7 @@ def _echoed(body: ResponsesRequest) -> Fields:
         "store": False,
         "temperature": body.temperature,
         "text": body.text or {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+        "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_openai.errors import ApiError, invalid
+from dflash_openai.notices import log_once
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-ITEMS = "message, function_call, function_call_output and reasoning"
+ITEMS = "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output and reasoning"
+# Of tools that a server ran.
+_HOSTED = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_\w+")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -26,8 +31,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     return messages
 
 
+def seen_name(name: Any, namespace: Any) -> Any:
+    """What the model calls a tool of a namespace; names of tools have no dot of their own."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
 def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         role, text = item.get("role"), _text(index, item.get("content"))
         last = messages[-1] if messages else {}
@@ -35,16 +45,27 @@ def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) ->
             last["content"] = text
         else:
             messages.append({"role": role, "content": text})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments") if kind == "function_call" else json.dumps({"input": item.get("input")})
+        function = {"name": seen_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text(index, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        messages.append({"role": "assistant", "content": "", "reasoning": _text(index, parts)})
+        # Reasoning that another server has encrypted has no text.
+        if text := _text(index, item.get("content") or item.get("summary") or []):
+            messages.append({"role": "assistant", "content": "", "reasoning": text})
+    elif kind == "item_reference":
+        raise _wrong(
+            index,
+            "has the type 'item_reference', but this server keeps no responses: send the item itself. Clients do so "
+            "with 'store' set to false",
+        )
+    elif isinstance(kind, str) and _HOSTED.fullmatch(kind):
+        kind = kind[:64]
+        log_once(f"item {kind}", lambda: f"items of the type {kind!r} are left out: this server runs no tools itself")
     else:
         raise _wrong(index, f"has the type {str(kind)[:64]!r}; allowed: {ITEMS}")
 

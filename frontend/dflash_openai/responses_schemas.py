@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dflash_backend.text.client_json import quoted
 from dflash_openai.errors import invalid
-from dflash_openai.responses_input import messages_of
+from dflash_openai.notices import log_once
+from dflash_openai.responses_input import messages_of, seen_name
 from dflash_openai.schemas import ChatRequest, SharedFields
+from dflash_openai.tools import run_by_client
 
 # Fields that a chat request has by the same names.
 SAME_NAMES = (
     *SharedFields.__struct_fields__,
-    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "include_reasoning"),
 )
+# The parameters of a custom tool: the model writes its input as one text.
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
 # What a client may ask to be included; the reasoning is always there, as text.
 INCLUDED = ("reasoning.encrypted_content", LOGPROBS)
@@ -26,6 +31,8 @@ STATEFUL = {
     "background": "this server keeps no responses; wait for the answer, or stream it",
     "prompt": "this server keeps no prompts; send 'instructions' and 'input'",
 }
+# What `include` may ask for of tools that OpenAI's servers run, and of images.
+_OF_HOSTED = re.compile(r"[a-z_]+_call(_output)?\..*|message\.input_image\.image_url")
 
 
 class ResponsesRequest(SharedFields, kw_only=True):
@@ -41,6 +48,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     include: list[str] | None = None
     # Of the likeliest tokens at each position, 0 to 20, where `include` asks for log-probabilities.
     top_logprobs: int | None = None
@@ -68,7 +76,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest(
         messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
-        tools=None if body.tools is None else [_chat_tool(index, tool) for index, tool in enumerate(body.tools)],
+        tools=None if body.tools is None else [tool for tool, _ in tools_of(body.tools)],
         response_format=_response_format(body.text or {}),
         logprobs=LOGPROBS in (body.include or ()),
         top_logprobs=body.top_logprobs,
@@ -86,7 +94,9 @@ def _refuse_state(body: ResponsesRequest) -> None:
 
 def _check_include(body: ResponsesRequest) -> None:
     for name in body.include or []:
-        if name not in INCLUDED:
+        if _OF_HOSTED.fullmatch(name):
+            _tell_ignored(name[:64])
+        elif name not in INCLUDED:
             raise invalid(f"'include' has {name[:64]!r}; allowed: {', '.join(INCLUDED)}", "include")
     if not 0 <= (num_top := body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
         raise invalid(f"'top_logprobs' is {num_top}; allowed: an integer from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
@@ -94,17 +104,45 @@ def _check_include(body: ResponsesRequest) -> None:
         raise invalid(f"'top_logprobs' needs '{LOGPROBS}' in 'include'", "top_logprobs")
 
 
-def _chat_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function in the form of chat completions, which put its fields into an object of their own."""
-    if tool.get("type") != "function":
-        raise invalid(
-            f"tools[{index}] has the type {str(tool.get('type'))[:64]!r}; allowed: function. This server runs no tools "
-            "itself",
-            "tools",
-        )
-    if "function" in tool:
-        return dict(tool)
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _tell_ignored(name: str) -> None:
+    log_once(f"include {name}", lambda: f"{name!r} in 'include' is ignored: this server has none of that")
+
+
+class ClientTool(NamedTuple):
+    """A tool as its client calls it: a function, by itself or of a namespace, or a custom tool, whose input is text."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def tools_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], ClientTool]]:
+    """The tools that a client runs, each in the form of chat completions, as the model sees it, and as the client calls
+    it. Those that a server would have to run are left out. Raises `ApiError`."""
+    for index, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind == "namespace":
+            namespace, within = tool.get("name"), tool.get("tools") or []
+            if not isinstance(namespace, str) or not all(isinstance(each, Mapping) for each in within):
+                raise invalid(f"tools[{index}] is a namespace without a name, or whose 'tools' are no objects", "tools")
+            for each in run_by_client(within):
+                yield _chat_tool(each, namespace)
+        elif run_by_client([tool]):
+            yield _chat_tool(tool, None)
+
+
+def _chat_tool(tool: Mapping[str, Any], namespace: str | None) -> tuple[dict[str, Any], ClientTool]:
+    """One tool. Chat completions put a function's fields into an object of their own."""
+    fields = tool.get("function", {name: value for name, value in tool.items() if name != "type"})
+    name = fields.get("name") if isinstance(fields, Mapping) else None
+    if not isinstance(name, str):
+        return {"type": "function", "function": fields}, ClientTool("")
+    own = ClientTool(name, namespace, tool.get("type") == "custom")
+    fields = {**fields, "name": seen_name(name, namespace)}
+    if own.is_custom:
+        fields = {key: value for key, value in fields.items() if key in ("name", "description")}
+        fields["parameters"] = CUSTOM_INPUT
+    return {"type": "function", "function": fields}, own
 
 
 def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,39 +1,40 @@
 """Bodies of requests: the fields of OpenAI's API, and vLLM's extra ones by its names.
 
 Only types are checked here. Bounds of sampling parameters are the model's to check. A field that is null counts as left
-out; one that is not here is refused by name. A whole number may be written as 4.0, as clients do whose language has one
-kind of numbers, and a boolean as 1 or 0.
+out; one that is not here is ignored with a line in the log, or refused by name. A whole number may be written as 4.0,
+as clients do whose language has one kind of numbers, and a boolean as 1 or 0.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from dflash_backend.text.client_json import quoted
 from dflash_backend.text.parameter_values import whole_number
 from dflash_backend.text.vllm_parameters import OTHER_NAMES
 from dflash_openai.errors import ApiError, invalid
+from dflash_openai.notices import log_once
 
 # A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
 # no other request is answered. As many as a grammar may have.
 MAX_BRACKETS = 50_000
 MAX_NAME_CHARS = 1000
-# Fields of OpenAI's API that are not here, and what to do.
+# Fields that are not here and without which the answer would be another one: they are refused, with what to do.
 INSTEAD = {
     "functions": "send them as 'tools'",
     "function_call": "send 'tool_choice'",
-    "web_search_options": "this server searches nothing; leave it out, or give the model a tool that does",
-    "audio": "this server has no audio; leave it out",
-    "moderation": "this server moderates nothing; leave it out",
     "thinking": "send 'enable_thinking'",
 }
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
+# Of one request, this many fields that are not here are told of in the log.
+MAX_TOLD = 8
+_UNKNOWN = "Object contains unknown field"
 _WRONG = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 # What msgspec says of a number in place of an integer or a boolean.
@@ -70,7 +71,9 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
@@ -84,6 +87,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
+    request_id: str | None = None
     # vLLM's clients send it so that a router finds the server that has their prefix.
     session_id: str | None = None
     # Parameters of vLLM that this server has not: refused with what to do, unless they ask for nothing.
@@ -112,8 +116,6 @@ class GenerationFields(SharedFields, kw_only=True):
 
     n: int | None = None
     max_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     tenant: str | None = None
@@ -131,8 +133,6 @@ class GenerationFields(SharedFields, kw_only=True):
     return_steps: bool | None = None
     # Refused where it is true.
     store: bool | None = None
-    # Taken, without effect.
-    request_id: str | None = None
 
 
 class CompletionRequest(GenerationFields):
@@ -172,25 +172,68 @@ class ChatRequest(GenerationFields):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode(body: bytes, kind: type[Body]) -> Body:
-    """The request in a body. Raises `ApiError` that names the field."""
+def decode(body: bytes, kind: type[Body], reject_unknown: bool = False) -> Body:
+    """The request in a body. Fields that `kind` has not are ignored with a line in the log; with `reject_unknown` they
+    are errors, unless they are null. Raises `ApiError` that names the field."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise invalid(f"the body has more than {MAX_BRACKETS} brackets")
     try:
         try:
-            return msgspec.json.decode(body, type=kind)
+            return _decoded(body, kind)
         except msgspec.ValidationError as error:
-            if not _OTHER_NUMBER.match(str(error)):
+            if not str(error).startswith(_UNKNOWN):
                 raise
-        return msgspec.convert(_with_whole_numbers(msgspec.json.decode(body), kind), kind)
+        return _decoded(_without_unknown(body, kind, reject_unknown), kind)
     except msgspec.ValidationError as error:
-        raise _explained(_shortened(str(error)), kind) from None
+        raise _explained(_shortened(str(error))) from None
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8 text: {error.reason} at byte {_first_bad_byte(body)}") from None
+
+
+def _decoded(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not _OTHER_NUMBER.match(str(error)):
+            raise
+    return msgspec.convert(_with_whole_numbers(msgspec.json.decode(body), kind), kind)
+
+
+def _without_unknown(body: bytes, kind: type[msgspec.Struct], reject: bool, where: str = "") -> bytes:
+    """A body without the fields that `kind` has not, and its objects without those that theirs have not. Raises
+    `ApiError` for one that is refused."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = [name for name in given.keys() - fields.keys() if bytes(given[name]) != b"null"]
+    for name in unknown if reject else [name for name in unknown if not where and name in INSTEAD]:
+        raise invalid(f"unknown field '{name[:64]}'{where}{_hint(name, where, fields)}", name[:64])
+    for name in unknown[:MAX_TOLD]:
+        _tell(name[:64], where, fields)
+    kept = {name: raw for name, raw in given.items() if name in fields}
+    for name, raw in kept.items():
+        inner = next((each for each in get_args(fields[name]) if isinstance(each, type(msgspec.Struct))), None)
+        if inner is not None and bytes(raw).startswith(b"{"):
+            kept[name] = msgspec.Raw(_without_unknown(bytes(raw), inner, reject, f" in {name}"))
+    return msgspec.json.encode(kept)
+
+
+def _tell(name: str, where: str, fields: Mapping[str, Any]) -> None:
+    log_once(f"field {name}{where}", lambda: f"the field {quoted(name)}{where} is ignored{_hint(name, where, fields)}")
+
+
+def _hint(name: str, where: str, fields: Mapping[str, Any]) -> str:
+    """What to send in place of a field, where that is known."""
+    if where:
+        return ""
+    if name in INSTEAD:
+        return f"; {INSTEAD[name]}"
+    if close := difflib.get_close_matches(name[:64], fields, n=1):
+        return f"; did you mean '{close[0]}'?"
+    return f"; use {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
 
 
 def _with_whole_numbers(body: Any, kind: type[msgspec.Struct]) -> Any:
@@ -240,17 +283,7 @@ def _shortened(message: str) -> str:
     return message if len(message) <= 2 * MAX_NAME_CHARS else message[:MAX_NAME_CHARS] + message[-MAX_NAME_CHARS:]
 
 
-def _explained(message: str, kind: type[msgspec.Struct]) -> ApiError:
-    if found := _UNKNOWN.match(message):
-        name, where = found[1], (found[2] or "").lstrip(".")
-        fields = [] if where else [field.name for field in msgspec.structs.fields(kind)]
-        close = difflib.get_close_matches(name[:64], fields, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        if not where and name in INSTEAD:
-            hint = f"; {INSTEAD[name]}"
-        elif not where and name in OTHER_NAMES and not hint:
-            hint = f"; use {OTHER_NAMES[name]}"
-        return invalid(f"unknown field '{name[:64]}'{f' in {where}' if where else ''}{hint}", name[:64])
+def _explained(message: str) -> ApiError:
     if found := _MISSING.match(message):
         return invalid(f"the field '{found[1]}' is missing", found[1])
     found = _WRONG.match(message)

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.tools import ToolError, read_tools
 from dflash_openai.errors import invalid
+from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputFormat
 from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
 from dflash_openai.schemas import ChatRequest
@@ -45,12 +46,25 @@ class ToolUse:
 
 
 NO_TOOLS = ToolUse()
+# Tools that the client runs; all other types are run by servers such as OpenAI's.
+CLIENT_TYPES = ("function", "custom")
+
+
+def run_by_client(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that the client runs. This server runs none, so the others are left out, which the log tells once."""
+    for kind in {str(tool.get("type"))[:64] for tool in tools} - {*CLIENT_TYPES, "None"}:
+        _leave_out(kind)
+    return [tool for tool in tools if tool.get("type") in (*CLIENT_TYPES, None)]
+
+
+def _leave_out(kind: str) -> None:
+    log_once(f"tool {kind}", lambda: f"tools of the type {kind!r} are left out: this server runs no tools itself")
 
 
 def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     """What a request says of tools, for a model that writes its answers as `output` says. Raises `ApiError`."""
     try:
-        tools = read_tools(body.tools or [])
+        tools = read_tools(run_by_client(body.tools or []))
     except ToolError as error:
         raise invalid(str(error), "tools") from None
     choice = body.tool_choice
@@ -67,7 +81,7 @@ def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
             "tools",
         )
     forced, names = _read_choice(choice)
-    named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    named = isinstance(choice, Mapping) and choice.get("type") in CLIENT_TYPES
     offered = tools if names is None else [tool for tool in tools if tool["function"]["name"] in names]
     if names is not None and len(offered) < len(names):
         missing = next(name for name in names if name not in [tool["function"]["name"] for tool in tools])
@@ -80,15 +94,19 @@ def _read_choice(choice: Any) -> tuple[bool, set[str] | None]:
     if choice in ("auto", "required"):
         return choice == "required", None
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind == "function" and (name := _name(choice)):
+    if kind in CLIENT_TYPES and (name := _name(choice)):
         return True, {name}
     allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
     if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list):
-        names = {_name(tool) for tool in allowed["tools"]}
+        names = {_name(tool) for tool in allowed["tools"] if not _is_hosted(tool)}
         mode = allowed.get("mode", "auto")
         if names and None not in names and mode in ("auto", "required"):
             return mode == "required", {name for name in names if name is not None}
     raise invalid(f"'tool_choice' is not one of {_CHOICES}", "tool_choice")
+
+
+def _is_hosted(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type", "function") not in CLIENT_TYPES
 
 
 def _name(tool: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Options of the front end's keys, limits and HTTPS, as `openai` reads them and as `serve` hands them on."""
+"""Options of the front end's keys, limits, HTTPS and answers, as `openai` reads them and as `serve` hands them on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from time import time as real_time
 
 import pytest
 
+from dflash_cli.commands.arguments import add_answer_options, answer_options_of
 from dflash_cli.commands.security_options import (
     add_security_options,
     as_options,
@@ -29,6 +30,7 @@ def parse(*argv: str) -> argparse.Namespace:
     parser.add_argument("--triton-host")
     parser.add_argument("--port", type=int, default=9000)
     add_security_options(parser)
+    add_answer_options(parser)
     return parser.parse_args(argv)
 
 
@@ -98,6 +100,17 @@ def test_serve_hands_everything_on_without_keys_on_the_command_line(tmp_path: Pa
     assert found is not None
     assert found.name == "key-1"
     assert vars(handed_on) | {"api_keys": 0} == vars(at_once) | {"api_keys": 0}
+
+
+@pytest.mark.parametrize("reject", [True, False])
+def test_serve_hands_on_how_requests_are_read_and_answers_written(reject: bool) -> None:
+    given = parse(
+        "--tool-call-parser", "mistral", "--reasoning-parser", "qwen3", *(["--reject-unknown-fields"] * reject)
+    )
+    parser = argparse.ArgumentParser()
+    add_answer_options(parser)
+    handed_on = vars(parser.parse_args(answer_options_of(given)))
+    assert handed_on == {"tool_call_parser": "mistral", "reasoning_parser": "qwen3", "reject_unknown_fields": reject}
 
 
 def test_triton_checks_no_keys_so_with_keys_it_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,6 @@ def test_a_chat_takes_every_verbosity(verbosity: str, http: TestClient) -> None:
     [
         ({"functions": []}, "unknown field 'functions'; send them as 'tools'"),
         ({"function_call": "auto"}, "unknown field 'function_call'; send 'tool_choice'"),
-        ({"web_search_options": {}}, "unknown field 'web_search_options'; this server searches nothing"),
         ({"store": True}, "'store' is true, but this server keeps no answers"),
     ],
 )

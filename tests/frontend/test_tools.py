@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -15,7 +13,7 @@ from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from dflash_openai import notices
 from tests.frontend.scripted_pool import Script, ScriptedPool
-from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
+from tests.frontend.tool_model import CALL, CITY, forcing, prompt_text, running  # noqa: F401
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
@@ -118,17 +116,6 @@ def test_allowed_tools_are_those_that_the_model_sees(client: openai.OpenAI, pool
     assert bytes(pool.asked[0].token_ids[:4]) == b"now;"
 
 
-@pytest.fixture
-def forcing(pool: ScriptedPool, http: TestClient) -> Iterator[None]:
-    """A server that takes grammars."""
-    model = http.app.state.frontend.model()  # type: ignore[attr-defined]
-    before = model.description
-    # Of the servers too, which the front end asks now and then.
-    pool.description = model.description = msgspec.structs.replace(before, structured_outputs=True)
-    yield
-    pool.description = model.description = before
-
-
 @pytest.mark.usefixtures("forcing")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -189,7 +176,7 @@ def test_a_forced_call_wins_over_a_format_and_the_log_says_so(
     alone, both = (asked.sampling for asked in pool.asked)
     assert both == alone
     assert list(both["structured_outputs"]) == ["grammar", "after_reasoning"]
-    assert f"'tool_choice' forces a tool call: '{name}' is ignored there" in caplog.messages
+    assert f"where 'tool_choice' forces a tool call, '{name}' is ignored" in caplog.messages
 
 
 @pytest.mark.parametrize(("name", "value"), FORMATS)

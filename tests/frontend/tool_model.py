@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -41,6 +42,17 @@ def running_tool_model(directory: Path) -> Iterator[tuple[ScriptedPool, TestClie
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptedPool, TestClient]]:
     """As `tests.frontend.conftest.running`, of this model."""
     yield from running_tool_model(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture
+def forcing(pool: ScriptedPool, http: TestClient) -> Iterator[None]:
+    """A server that takes grammars."""
+    model = http.app.state.frontend.model()  # type: ignore[attr-defined]
+    before = model.description
+    # Of the servers too, which the front end asks now and then.
+    pool.description = model.description = msgspec.structs.replace(before, structured_outputs=True)
+    yield
+    pool.description = model.description = before
 
 
 def prompt_text(asked: Asked) -> str:

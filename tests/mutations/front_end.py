@@ -55,6 +55,29 @@ FRONT_END_MUTANTS = (
         ("a comment counts as a first event", 'and not message.get("body", b"").startswith(PING)', ""),
     ),
     *mutants_of(
+        f"{FRONTEND}/schemas.py",
+        (f"{TESTS}/test_unknown_fields.py",),
+        (
+            "fields that are not known are always refused",
+            "for name in unknown if reject else",
+            "for name in unknown if True else",
+        ),
+        ("nulls are refused with the others", 'if bytes(given[name]) != b"null"]', "]"),
+        ("a request fills the log", "unknown[:MAX_TOLD]", "unknown"),
+        ("functions are ignored without a word", "not where and name in INSTEAD", "False"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/responses_schemas.py",
+        (f"{TESTS}/test_agents.py",),
+        ("a custom tool comes back as a function", 'tool.get("type") == "custom"', "False"),
+        ("the model sees functions of namespaces by their names alone", "seen_name(name, namespace)}", "name}"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/tools.py",
+        (f"{TESTS}/test_agents.py",),
+        ("tools that a server runs are refused", 'if tool.get("type") in (*CLIENT_TYPES, None)]', "]"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/answers.py",
         (f"{TESTS}/test_completions.py",),
         ("statistics of a choice that ended are an event", "if delta.is_statistics:", "if False:"),

@@ -38,8 +38,8 @@ def port(text: str) -> int:
     return int(text)
 
 
-def add_parser_options(parser: argparse.ArgumentParser) -> None:
-    """Add those that say how the model writes tool calls and reasoning, for the OpenAI API."""
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Add those that say how requests of the OpenAI API are read and how the model writes its answers."""
     group = parser.add_argument_group("answers of the OpenAI API")
     group.add_argument(
         "--tool-call-parser",
@@ -55,6 +55,17 @@ def add_parser_options(parser: argparse.ArgumentParser) -> None:
         help="how it writes what it thinks: qwen3, deepseek_r1, mistral, openai_gptoss or none; %(default)s follows "
         "its chat template",
     )
+    group.add_argument(
+        "--reject-unknown-fields",
+        action="store_true",
+        help="answer 400 to a request with a field that is not known; else it is ignored, and the log names it once",
+    )
+
+
+def answer_options_of(arguments: argparse.Namespace) -> list[str]:
+    """Those that were given, as words of a command line."""
+    words = ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
+    return [*words, *(["--reject-unknown-fields"] if arguments.reject_unknown_fields else [])]
 
 
 def parameter(text: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
-from dflash_cli.commands.arguments import add_parser_options, non_negative_float, non_negative_int, port, positive_float
+from dflash_cli.commands.arguments import add_answer_options, non_negative_float, non_negative_int, port, positive_float
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines, LinesHandler
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
@@ -66,7 +66,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients may call the model (the target's name and Triton's)",
     )
-    add_parser_options(parser)
+    add_answer_options(parser)
     add(
         "--request-timeout",
         type=positive_float,
@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
             tracer=_tracer(arguments.otlp_traces_endpoint),
             tool_call_parser=arguments.tool_call_parser,
             reasoning_parser=arguments.reasoning_parser,
+            reject_unknown_fields=arguments.reject_unknown_fields,
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.commands.arguments import answer_options_of
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines
 from dflash_cli.commands.security_options import KEYS_VARIABLE, as_options, keys_environ, security_config
@@ -156,8 +157,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
-    options += ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
-    options += as_options(arguments)
+    options += [*answer_options_of(arguments), *as_options(arguments)]
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
 

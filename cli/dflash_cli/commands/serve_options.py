@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import (
-    add_parser_options,
+    add_answer_options,
     add_settings_option,
     non_negative_float,
     non_negative_int,
@@ -67,7 +67,7 @@ def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     finally:
         commands._parser_class = usual
     _add_model(parser)
-    add_parser_options(parser)
+    add_answer_options(parser)
     _add_network(parser)
     _add_life_cycle(parser)
     add_security_options(parser)
