@@ -5,8 +5,7 @@ Every refusal is a sentence with the numbers and what to change: the config is t
 
 from __future__ import annotations
 
-from dflash_backend.core.request import Request
-from dflash_backend.core.rows import peak_positions
+from dflash_backend.core.request import Request, peak_positions
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import TENANTS_IN_QUEUE, ErrorStatus, GenerationRequest

@@ -9,21 +9,18 @@ may be used again, so a step in flight is kept with the request objects of its r
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
-from dflash_backend.core.deadlines import Deadlines
-from dflash_backend.core.failures import failed, out_of_memory
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
-from dflash_backend.core.invariants import check_queues
-from dflash_backend.core.late_stops import LateStops
 from dflash_backend.core.plan import (
     RequestResult,
     ScheduledRequest,
@@ -34,9 +31,9 @@ from dflash_backend.core.plan import (
     Worker,
 )
 from dflash_backend.core.request import Request
-from dflash_backend.core.rows import prefills_next
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.spec_counts import LateStops
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineStats,
@@ -225,7 +222,7 @@ class EngineCore:
 
     def _speculation_stats(self) -> SpeculationStats:
         """Those of `adaptive_speculation`, without the drafts past stop strings as far as counters must not fall."""
-        speculation = self.scheduler.history.speculation
+        speculation = self.scheduler.speculation
         if speculation is None:
             return SpeculationStats()
         stats = speculation.stats.copy()
@@ -321,7 +318,7 @@ class EngineCore:
                 now = self._clock()
                 plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
                 if plan is not None:
-                    num_decodes += not prefills_next(request)
+                    num_decodes += not request.in_prefill
                     self._submit(plan, now)
                 self._collect_down_to(1 if self._overlap and plan is not None else 0, alone)
         except (StepFailed, StepOutOfMemory) as error:
@@ -347,7 +344,7 @@ class EngineCore:
             self._last_executed = executed
             outputs.phase_seconds.update(result.phase_seconds)
             self._apply(step, result, outputs)
-            self.scheduler.history.observe(step.plan, result, seconds, result.phase_seconds.get("draft", 0.0))
+            self.scheduler.observe(step.plan, result, seconds)
             self._num_steps += 1
             self._grammars.observe_masks(result.mask_seconds)
             if self._trace is not None:
@@ -397,7 +394,8 @@ class EngineCore:
             request.note_yield(result.num_verified, len(token_ids))
             if result.num_verified:
                 self._spec_stats.observe_draft(result.num_verified, len(token_ids))
-        self.scheduler.history.observe_drafts(request, row, result)
+        if (speculation := self.scheduler.speculation) is not None:
+            speculation.observe_row(request.speculation, row, result)
         self.scheduler.kv.advance(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
@@ -429,3 +427,62 @@ class EngineCore:
             self.scheduler.remove(request)
         if self._trace is not None:
             self._trace.request_ended(request.request_id, reason, request.num_output_tokens, now)
+
+
+class Deadlines:
+    """A heap of deadlines. An entry may outlive its request: the arrival number tells whether it still counts."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        """`requests`: those in progress, by id; the owner keeps it up to date."""
+        self._requests = requests
+        self._heap: list[tuple[float, int, str]] = []  # deadline in seconds, arrival, id
+
+    def add(self, request: Request, deadline_s: float) -> None:
+        """Keep a deadline. Now and then this drops those of ended requests, at O(1) for each that was added."""
+        if len(self._heap) > 2 * len(self._requests) + 64:
+            self._heap = [entry for entry in self._heap if self._request_of(entry) is not None]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (deadline_s, request.arrival, request.request_id))
+
+    def pop_expired(self, now: float) -> Iterator[Request]:
+        """The requests in progress whose deadline has passed, each once."""
+        while self._heap and self._heap[0][0] <= now:
+            request = self._request_of(heapq.heappop(self._heap))
+            if request is not None:
+                yield request
+
+    def _request_of(self, entry: tuple[float, int, str]) -> Request | None:
+        _, arrival, request_id = entry
+        request = self._requests.get(request_id)
+        return request if request is not None and request.arrival == arrival else None
+
+
+def out_of_memory(message: str) -> str:
+    """Of a request that does not fit the device's memory even alone."""
+    return (
+        f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
+        "have the server's gpu_memory_utilization or max_num_batched_tokens lowered"
+    )
+
+
+def failed(message: str) -> str:
+    """Of a request that fails alone, or whose steps fail again and again."""
+    return f"a step with this request failed ({message}); the server's log has the whole error"
+
+
+def check_queues(
+    requests: Mapping[str, Request], scheduler: Scheduler, grammars: GrammarQueue, config: SchedulerConfig
+) -> None:
+    """Raise AssertionError when a request is in no queue or in two, or OWN or RETURN is broken."""
+    compiling = {request_id: entry[0] for request_id, entry in grammars.waiting.items()}
+    queues = (scheduler.running, scheduler.waiting, compiling)
+    assert scheduler.running | scheduler.waiting | compiling == requests, "a request is in no queue"
+    assert sum(map(len, queues)) == len(requests), "a request is in two queues"
+    scheduler.queue.check()
+    assert len(scheduler.running) <= config.max_num_seqs, "more requests run than max_num_seqs"
+    for request in scheduler.waiting.values():
+        assert not request.block_ids, f"{request.request_id} waits and holds blocks"
+        assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
+    for request in scheduler.running.values():
+        assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
+    scheduler.kv.check(scheduler.running.values())

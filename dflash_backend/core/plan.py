@@ -6,12 +6,13 @@ proposed; the plan carries only what changed. Draft token values never come here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from dflash_backend.messages import ErrorStatus, SamplingParams, TokenLogprobs
+from dflash_backend.messages import ErrorStatus, FinishReason, SamplingParams, TokenLogprobs
 
 # Groups of rows in a step that read the beginning of their KV together, at most, and rows of one, at least: with fewer,
 # what is saved is hardly more than what a launch and the merge of two results cost.
@@ -112,6 +113,7 @@ class StepPlan:
     """One step. The worker first removes the requests of `finished_req_ids` (also preempted ones), then adds those of
     `new_requests`, then runs all `rows` together, decode rows and prefill chunks alike.
 
+    num_prefill_tokens: known tokens of the rows that are chunks of prompts.
     budget: which drafts of the rows are verified; None: all. Then a row's `num_draft` is how many it may verify at
     most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
     wants_confidence: whether the results shall say how sure the drafter is of its drafts, and the next step may have a
@@ -134,6 +136,7 @@ class StepPlan:
     budget: DraftBudget | None = None
     wants_confidence: bool = True
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
+    num_prefill_tokens: int = 0
 
     @property
     def num_drafts(self) -> int:
@@ -235,3 +238,43 @@ class Worker(Protocol):
     def collect(self) -> StepResult:
         """The result of the oldest step that was submitted and not collected; waits for it. There must be one."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """What ends one request's answer.
+
+    stop_ids: tokens that end it, but for those among the first `min_tokens - 1`. max_tokens: its length at most.
+    """
+
+    stop_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> EndRule:
+        """The rule of a request with these parameters.
+
+        A grammar allows the end of an answer only when it is complete, or, with `ignore_eos` or `min_tokens`, when it
+        cannot go on; so with one an end-of-sequence token always ends it.
+        """
+        has_grammar = sampling.structured_outputs is not None
+        eos = () if sampling.ignore_eos and not has_grammar else eos_token_ids
+        min_tokens = 0 if has_grammar else sampling.min_tokens
+        return cls(frozenset(eos) | frozenset(sampling.stop_token_ids), min_tokens, sampling.max_tokens)
+
+    def apply(
+        self, token_ids: Sequence[int], num_before: int, max_tokens: int | None = None
+    ) -> tuple[int, FinishReason | None]:
+        """How many of a step's tokens, which follow `num_before` of the answer, belong to it, and why it ends there;
+        None: it goes on. A stop token is kept: its text is the detokeniser's to leave out. max_tokens: a lower limit.
+        """
+        limit = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
+        if num_before + len(token_ids) < limit and self.stop_ids.isdisjoint(token_ids):
+            return len(token_ids), None
+        for count, token_id in enumerate(token_ids, start=1):
+            if token_id in self.stop_ids and num_before + count >= self.min_tokens:
+                return count, "stop"
+            if num_before + count >= limit:
+                return count, "length"
+        return len(token_ids), None

@@ -23,25 +23,179 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, share_prefixes
-from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
-from dflash_backend.core.plan_builder import PlanBuilder
-from dflash_backend.core.preemption import latest_of_heaviest, request_to_make_way
-from dflash_backend.core.request import Request
-from dflash_backend.core.rows import (
+from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, SharedPrefix, StepPlan, StepResult
+from dflash_backend.core.request import (
+    Request,
     decode_row,
     decode_row_ahead,
+    decode_tokens,
     next_start,
     positions_to_start,
     prefill_row,
-    prefills_next,
     promised_blocks,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_history import StepHistory
+from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.step_time import PrefillBound
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
+
+# Prompt tokens that a row has at least, but for the first row and for a prompt's end: fewer are hardly worth their row.
+MIN_CHUNK = 16
+# Requests that are in the middle of their prompts, at most, but for shorter ones.
+MAX_PARTIAL_PREFILLS = 4
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """The rows of a step so far, and its token counts.
+
+    max_prefill_tokens: prompt tokens that the step's time allows; None: no bound.
+    num_tokens_like_decoding: prompt tokens that take as long as the decode rows, by the steps so far; 0: not known.
+    prefills: the running requests in prefill, in the order of their tenants' turns.
+    chunks: how many tokens those of them have at least that have a row in this step, by id.
+    unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
+    num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
+    num_positions: whose KV the running requests have.
+    """
+
+    config: SchedulerConfig
+    rows: dict[str, ScheduledRequest] = field(default_factory=dict)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    max_prefill_tokens: int | None = None
+    num_tokens_like_decoding: int = 0
+    prefills: list[Request] = field(default_factory=list)
+    chunks: dict[str, int] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
+    num_decode_tokens: int = 0
+    num_positions: int = 0
+    num_prefill_tokens: int = 0
+    num_admitted_tokens: int = 0
+    num_decoding: int = 0
+    num_without_token: int = 0
+    _num_unfinished: int = 0
+    _least_remaining: int = 1 << 62
+
+    def count(self, running: list[Request], num_waiting: int) -> list[Request]:
+        """Count the requests that decode and those without a first token; returns the running ones in prefill."""
+        tokens = list(map(decode_tokens, running))
+        num_in_prefill = tokens.count(0)
+        self.num_decode_tokens = sum(tokens)
+        self.num_positions = sum(request.num_computed for request in running)
+        self.num_decoding = len(running) - num_in_prefill
+        self.num_without_token = num_in_prefill + num_waiting
+        if not num_in_prefill:
+            return []
+        return [request for request, num_tokens in zip(running, tokens, strict=True) if not num_tokens]
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens that the step can still take.
+
+        A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
+        the running streams; without decode rows it gets the whole step. When more requests wait for their first token
+        than for their next one, the share grows in proportion, and the time of the step bounds it.
+        """
+        config = self.config
+        budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
+        if self.max_prefill_tokens is not None:
+            budget = min(budget, self.max_prefill_tokens - self.num_prefill_tokens)
+        if self.num_decode_tokens == 0:
+            return budget
+        share = config.max_prefill_tokens_per_step
+        if share is None:
+            # A step of few tokens takes nearly as long as one of some more, so its time counts, not its tokens alone.
+            alike = max(self.num_decode_tokens, self.num_tokens_like_decoding)
+            most = max(alike // 2, alike * self.num_without_token // self.num_decoding)
+            share = max(config.min_prefill_tokens_per_step, most)
+        return min(budget, share - self.num_prefill_tokens)
+
+    def share_out(self, in_prefill: list[Request], queue: FairQueue) -> None:
+        """Share the prefill budget among the running requests in prefill, in the order of their tenants' turns.
+
+        A prefill that does not finish leaves half to those after it and to waiting requests, and as much is kept for
+        those that wait when it is their turn; what they do not use comes back to it at the end of the plan. Where less
+        is left than a row is worth, the others skip the step, but for the one that arrived first: they have their turn
+        when the first ones have got more. in_prefill: in order of arrival.
+        """
+        self.prefills = sorted(in_prefill, key=lambda request: queue.tenant_of(request).turn)
+        first = queue.next_turn()
+        if first is not None:
+            queue.put_back(first)
+        budget, waits, num_after = self.prefill_budget, first is not None, len(self.prefills)
+        kept = 1  # for the one that arrived first
+        for request in self.prefills:
+            num_after -= 1
+            kept = kept if request is not in_prefill[0] else 0
+            if waits and first is not None and first.turn < queue.tenant_of(request).turn:
+                budget -= budget // 2
+                waits = False
+            remaining = request.prefill_end - next_start(request)
+            available = budget - kept
+            if remaining > available and (waits or num_after):
+                available -= available // 2
+            chunk = min(remaining, available)
+            if not self.chunks or request is in_prefill[0]:
+                chunk = max(chunk, 1)
+            elif chunk < min(remaining, MIN_CHUNK):
+                chunk = 0
+            if chunk:
+                self.chunks[request.request_id] = chunk
+                budget -= chunk
+            if chunk < remaining:
+                self.note_unfinished(request.sampling.tenant, remaining - chunk)
+
+    def note_unfinished(self, tenant: str, remaining: int) -> None:
+        """A request is in the middle of its prompt behind this step, with about as many tokens to go."""
+        self.unfinished.add(tenant)
+        self._num_unfinished += 1
+        self._least_remaining = min(self._least_remaining, remaining)
+
+    def may_begin(self, tenant: str, remaining: int, made_way: bool) -> bool:
+        """Whether a waiting request may begin its prompt of `remaining` tokens though it does not end it in this step:
+        one of a tenant, and a few in all, else many prompts would all end late; but a shorter one goes ahead, and one
+        that another was preempted for, as `made_way` says."""
+        if tenant in self.unfinished:
+            return False
+        return made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS or remaining < self._least_remaining
+
+    def add_decode(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
+        """Add a decode row, with the blocks that it gained."""
+        if new_block_ids:
+            row.new_block_ids.extend(new_block_ids)
+        self.rows[row.request_id] = row
+
+    def add_prefill(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
+        """Add a prefill chunk, with the blocks that it gained, in place of a shorter one of the same request."""
+        before = self.rows.get(row.request_id)
+        if before is not None:
+            self.num_prefill_tokens -= before.num_new
+            row.new_block_ids.extend(before.new_block_ids)
+        row.new_block_ids.extend(new_block_ids)
+        self.rows[row.request_id] = row
+        self.num_prefill_tokens += row.num_new
+
+    def charge(self, queue: FairQueue, running: Mapping[str, Request]) -> None:
+        """Charge the step's tokens to their tenants. Those of new requests are charged already."""
+        if len(queue.tenants) == 1:
+            (tenant,) = queue.tenants.values()
+            tenant.charge(self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens)
+        else:
+            new = {request.request_id for request in self.new_requests}
+            for request_id, row in self.rows.items():
+                if request_id not in new:
+                    queue.tenant_of(running[request_id]).charge(row.num_new + row.num_draft)
+        queue.settle()
+
+    def remove(self, request: Request) -> None:
+        """Take out the row of a preempted request, if it has one."""
+        row = self.rows.pop(request.request_id, None)
+        if row is not None and request.request_id in self.chunks:
+            self.num_prefill_tokens -= row.num_new
+
 
 # Tenants whose first request cannot start that are passed over in a step.
 MAX_PASSED_OVER = 32
@@ -64,7 +218,9 @@ class Scheduler:
         self.running: dict[str, Request] = {}
         self._in_order = True
         self._min_lag = config.max_num_batched_tokens * MIN_LAG_IN_STEPS
-        self.history = StepHistory(config)
+        self.speculation = AdaptiveSpeculation.of(config)
+        """The policy of `adaptive_speculation`; None without it, or without a drafter."""
+        self._prefill_bound = PrefillBound(config.max_step_s)
         # Requests that the worker still holds, to be removed at the start of the next step.
         self._finished_req_ids: list[str] = []
         # Tokens of a step in which all running requests decode with all of their drafts.
@@ -108,8 +264,14 @@ class Scheduler:
         builder = PlanBuilder(self._config)
         in_prefill = builder.count(self._running_by_arrival(), len(self.waiting))
         if len(self.running) + len(self.waiting) > 1:
-            self.history.bound_prefill(builder, self.queue, in_prefill, now)
-        self.history.choose_draft_lengths(self.running.values(), len(self.waiting))
+            builder.max_prefill_tokens = self._prefill_bound.max_prefill_tokens(
+                self.queue, in_prefill, now, builder.num_decode_tokens, builder.num_positions
+            )
+            builder.num_tokens_like_decoding = self._prefill_bound.step_time.as_long_as_decoding(
+                builder.num_decode_tokens, builder.num_positions
+            )
+        if self.speculation is not None:
+            self.speculation.choose_draft_lengths(self.running.values(), len(self.waiting))
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
         has_blocks = self._schedule_running(builder, in_flight)
@@ -143,13 +305,36 @@ class Scheduler:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
             if (windows := self.kv.windows) is not None:
                 of_windows = {row.request_id: windows.writable(self.running[row.request_id]) for row in rows}
-        budget = self.history.choose_budget(rows, self.running)
-        wants_confidence = self.history.wants_confidence
+        budget = self.choose_budget(rows)
         plan = StepPlan(
-            self._step_id, rows, builder.new_requests, finished, writable, of_windows, budget, wants_confidence, shared
+            step_id=self._step_id,
+            rows=rows,
+            new_requests=builder.new_requests,
+            finished_req_ids=finished,
+            writable_block_ids=writable,
+            writable_window_block_ids=of_windows,
+            budget=budget,
+            wants_confidence=self.speculation is not None and self.speculation.uneven.wants_confidence,
+            shared_prefixes=shared,
+            num_prefill_tokens=builder.num_prefill_tokens,
         )
-        self.history.planned(plan, builder.num_prefill_tokens)
+        if self.speculation is not None:
+            self.speculation.planned(plan)
         return plan
+
+    def choose_budget(self, rows: list[ScheduledRequest]) -> DraftBudget | None:
+        """Which drafts of the rows of the step that is planned are verified; None: all."""
+        if self.speculation is None:
+            return None
+        return self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Take in how long a step has run."""
+        num_prefill = plan.num_prefill_tokens
+        num_positions = sum(row.num_computed for row in plan.rows)
+        self._prefill_bound.step_time.observe(num_prefill, plan.num_tokens - num_prefill, seconds, num_positions)
+        if self.speculation is not None:
+            self.speculation.observe(plan, result, seconds, result.phase_seconds.get("draft", 0.0))
 
     def shrink(self, plan: StepPlan) -> None:
         """Make the next step smaller than `plan`, which did not fit the device's memory: preempt the requests that it
@@ -159,7 +344,8 @@ class Scheduler:
         Admitted again at once, they would run out of memory again, so admission waits for the end of a request or for
         `STEPS_TO_RECOVER` steps.
         """
-        self.history.discard(plan.step_id)
+        if self.speculation is not None:
+            self.speculation.forget_planned()
         admitted = [self.running[new.request_id] for new in plan.new_requests if new.request_id in self.running]
         oldest = self._oldest()
         victims = [request for request in reversed(admitted) if request is not oldest]
@@ -178,7 +364,8 @@ class Scheduler:
         for request in taken:
             self.queue.discard(request)
         self._finished_req_ids.clear()
-        self.history.clear()
+        if self.speculation is not None:
+            self.speculation.forget_planned()
         self._admits_from = 0
         self._must_settle = False
         return taken
@@ -270,7 +457,7 @@ class Scheduler:
         if row is None:
             if len(request.token_ids) - request.num_computed == 1:
                 return decode_row(request, self._config)
-        elif not prefills_next(request):
+        elif not request.in_prefill:
             return decode_row_ahead(request, row, self._config)
         chunk = builder.chunks.get(request.request_id)
         if chunk is None:
@@ -356,7 +543,8 @@ class Scheduler:
     def _start(self, request: Request, hit: list[int], builder: PlanBuilder, now: float) -> None:
         """Let a waiting request run, with a first chunk in this step."""
         self.kv.start(request, hit)
-        self.history.choose_first_draft_length(request)
+        if self.speculation is not None:
+            request.draft_length = self.speculation.first_length(request.speculation)
         row = prefill_row(request, request.num_computed, self._config, builder.prefill_budget, request.draft_length)
         new_block_ids = self.kv.reserve(request, row.num_positions)
         assert new_block_ids is not None, "the blocks of the whole prefill are free"
@@ -397,3 +585,37 @@ class Scheduler:
         if self._config.enable_prefix_caching:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
+
+
+def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
+    """The request to preempt so that another one that runs gets blocks; there must be one but `oldest`."""
+    candidates = [(tenant, request) for tenant in tenants if (request := tenant.latest(but=oldest)) is not None]
+    if len(candidates) == 1:
+        return candidates[0][1]
+    _, request = max(candidates, key=lambda one: (one[0].num_blocks / one[0].weight, one[1].arrival))
+    return request
+
+
+def request_to_make_way(
+    tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request, min_lag: float
+) -> Request | None:
+    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for blocks.
+
+    None unless another tenant got no less service, and still holds as much for its weight afterwards as `tenant` does
+    then. So a preempted request does not take it back the same way, and a tenant's only request is never preempted.
+    When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
+    """
+    most = tenant.service + (min_lag if tenant.running else 0.0)
+    chosen: tuple[float, int, Request] | None = None
+    for other in tenants:
+        if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
+            continue
+        if num_blocks:
+            left = (other.num_blocks - len(victim.block_ids)) / other.weight
+            then = (tenant.num_blocks + num_blocks) / tenant.weight
+        else:
+            left = (len(other.running) - 1) / other.weight
+            then = (len(tenant.running) + 1) / tenant.weight
+        if left >= then and (chosen is None or (left, victim.arrival) > chosen[:2]):
+            chosen = left, victim.arrival, victim
+    return None if chosen is None else chosen[2]

@@ -7,11 +7,95 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-from dflash_backend.core.cache_group import CacheGroup, WindowGroup
-from dflash_backend.core.drafter_work import DrafterWork
+import numpy as np
+import numpy.typing as npt
+
 from dflash_backend.core.plan import MeasuredStep
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose cache a request addresses with one block table.
+
+    This is the group of the attention layers of target and drafter (TOGETHER), but for those in a `WindowGroup`. K and
+    V lie by position, in blocks of `block_size` positions. Its commit phase, after a step's drafts are accepted, is
+    empty: K and V of a rejected draft lie past `num_computed`, where the next step overwrites them. Layers that keep
+    one state for all positions (a recurrence) have the worker's request index for their slot, and their commit is the
+    worker's (`models/recurrent_state.py`). A hit needs a copy of their state as well (`state_snapshots.py`).
+    """
+
+    block_size: int
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks that cover this many positions."""
+        return -(-num_positions // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """The target's layers with a sliding window, under a block table of their own (`window_blocks.py`).
+
+    window: positions that a query sees at most, its own included. max_step_tokens: tokens of a step; max_lookahead:
+    positions that a row reserves behind them.
+    """
+
+    num_blocks: int
+    block_size: int
+    window: int
+    max_step_tokens: int
+    max_lookahead: int
+
+    def first_visible(self, position: int) -> int:
+        """Index of the first block that a query at `position`, or behind it, sees."""
+        return max(0, position - self.window + 1) // self.block_size
+
+    def first_visible_behind(self, num_blocks: int) -> int:
+        """Index of the first block that the first query behind `num_blocks` blocks sees, at most `num_blocks`."""
+        return min(num_blocks, self.first_visible(num_blocks * self.block_size))
+
+    @property
+    def steady_blocks(self) -> int:
+        """Blocks that hold a window, what a row reserves, and the ends of both, wherever blocks begin."""
+        return -(-(self.window - 1 + self.max_lookahead) // self.block_size) + 2
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that a request holds at a time at most: before the result of the step in flight is known, those that
+        it and the step behind it write are not given back."""
+        return self.steady_blocks + -(-2 * self.max_step_tokens // self.block_size)
+
+
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterWork:
+    """Passes, queries, and the rows that passes run.
+
+    lookahead_base: queries of a row beside one for each draft; None: the drafter runs none. autoregressive: each draft
+    of a row takes a pass, which it shares with that draft of all other rows; else a single pass drafts for all of them.
+    """
+
+    lookahead_base: int | None = 1
+    autoregressive: bool = False
+
+    def num_queries(self, num_drafts: Number, num_rows: Number) -> Number:
+        """Queries of all rows, for that many drafts of as many rows together."""
+        return 0 * num_drafts if self.lookahead_base is None else num_drafts + self.lookahead_base * num_rows
+
+    def num_row_passes(self, num_drafts: Number, num_rows: Number) -> Number:
+        """Rows, each as often as a pass reads its context."""
+        return num_drafts if self.autoregressive else num_rows
+
+    def num_passes(self, longest: Number) -> Number:
+        """Passes for at least one row that drafts, where the one with the most drafts has `longest`."""
+        return longest if self.autoregressive else 0 * longest + 1
+
+
+ONE_PASS = DrafterWork()
+"""That of a drafter which drafts in a single pass, with a query at the anchor."""
 
 
 def max_positions(max_model_len: int, k: int) -> int:

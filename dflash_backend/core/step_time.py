@@ -10,9 +10,12 @@ right, and leave them fewer tokens. So steps may have some more and some fewer i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_backend.core.request import Request
 from dflash_backend.core.speculation import LinearFit
+from dflash_backend.core.tenants import FairQueue
 
 # `max_step_time_ms` auto: the larger of this many seconds and this many times a step without prompts.
 AUTO_STEP_S = 0.004
@@ -41,6 +44,35 @@ FIXED_SHARE = 0.5
 # A prompt token is taken to last no less, and a step to have no more.
 TINY_S, MOST_TOKENS = 1e-9, 1 << 30
 _KILO = 1e-3
+# Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
+# again soon, shall not meet a long step each time.
+SEVERAL_TENANTS_S = 5.0
+
+
+class PrefillBound:
+    """How many prompt tokens a step may have: as few as its time allows while several tenants are served."""
+
+    def __init__(self, max_step_s: float | None = None) -> None:
+        """max_step_s: as of `StepTime`."""
+        self.step_time = StepTime(max_step_s)
+        self._several_until = 0.0  # until when the tenants count as several
+        self._num_left = 0  # tenants that had left at the last plan
+        self._left_until = 0.0  # until when one that left counts as one of whose requests none waits
+
+    def max_prefill_tokens(
+        self, queue: FairQueue, in_prefill: Sequence[Request], now: float, num_decode_tokens: int, num_positions: int
+    ) -> int | None:
+        """Prompt tokens of the step that is planned, at most; None while nothing is known. in_prefill: the running
+        requests that do not decode. num_positions: that the rows attend to."""
+        if len(queue.tenants) > 1:
+            self._several_until = now + SEVERAL_TENANTS_S
+        if queue.num_left != self._num_left:
+            self._num_left, self._left_until = queue.num_left, now + SEVERAL_TENANTS_S
+        num_prompting, least_waiting = None, 0
+        if now < self._several_until:
+            num_prompting = queue.num_prompting(in_prefill)
+            least_waiting = queue.least_waiting if now >= self._left_until else 0
+        return self.step_time.max_prefill_tokens(num_decode_tokens, num_prompting, least_waiting, num_positions)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, Target
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
 from dflash_backend.config import NGRAM, EngineConfig
-from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.core.scheduler_config import CacheGroup
 from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.ngram.config import read_ngram

@@ -1,6 +1,6 @@
 """How long a request may be and how many KV blocks there are, from settings, models and memory.
 
-No request's blocks ever cover more than `max_model_len` positions (`core.rows.peak_positions`), so the pool must
+No request's blocks ever cover more than `max_model_len` positions (`core.request.peak_positions`), so the pool must
 hold that many. Where the setting is auto, the length gives way to the pool.
 
 The target's layers with a sliding window get KV blocks of their own: as many as all requests that may run can hold at a
@@ -28,7 +28,7 @@ from dflash_backend.checkpoints.quantization.keepable import holds_mxfp4, kept_b
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.core.cache_group import CacheGroup, WindowGroup
+from dflash_backend.core.scheduler_config import CacheGroup, WindowGroup
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.checks import target_kv_dtype
 from dflash_backend.error_text import first_line

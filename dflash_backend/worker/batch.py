@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, SharedPrefixes
-from dflash_backend.core.ending import EndRule
-from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, ScheduledRequest, SharedPrefix
+from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, EndRule, ScheduledRequest, SharedPrefix
 from dflash_backend.drafters.base import DraftQueries
 from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.state import RequestStates, StateTensors

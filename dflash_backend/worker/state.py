@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.ending import EndRule
-from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.core.plan import EndRule, NewRequest, StepPlan
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.transfers import Uploader, share

@@ -8,7 +8,7 @@ checked here as well, by running it; what must hold between steps is below.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from toy_engine import Engine, lookup
 from toy_model import expected_output, prefix_states, root_state
@@ -16,8 +16,8 @@ from toy_model import expected_output, prefix_states, root_state
 from dflash_backend.core.kv.state_snapshots import StateSnapshots
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_history import StepHistory
 from dflash_backend.messages import GenerationRequest, RequestRejected
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the last
@@ -26,18 +26,18 @@ MAX_CALLS_WITHOUT_PROGRESS = 2
 MAX_STEPS_TO_FINISH = 10_000
 
 
-def give_any_budget(history: StepHistory) -> None:
+def give_any_budget(scheduler: Scheduler) -> None:
     """Let most steps verify some of their drafts only, whatever pays: how many follows from the step's rows."""
     numbers = itertools.count(1)
 
-    def budget(rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
+    def budget(rows: Sequence[ScheduledRequest]) -> DraftBudget | None:
         num_there = sum(row.num_draft for row in rows)
         num_drafts = hash((19, next(numbers), num_there)) % (num_there + 1)
         if num_drafts == num_there:
             return None
         return DraftBudget(num_drafts, 0.5, [1.0] * 8, [hash((20, i)) % 3 - 1.0 for i in range(len(rows))])
 
-    history.choose_budget = budget  # type: ignore[method-assign]
+    scheduler.choose_budget = budget  # type: ignore[method-assign]
 
 
 def snapshot_of(snapshots: StateSnapshots | None, block_hash: bytes) -> int | None:
@@ -64,7 +64,7 @@ class CheckedEngine(Engine):
         self._interrupted: set[str] = set()
         self._oldest_progress: tuple[str, int, int] | None = None
         if config.adaptive_speculation:
-            give_any_budget(self.scheduler.history)
+            give_any_budget(self.scheduler)
 
     def add(self, *requests: GenerationRequest) -> None:
         super().add(*requests)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from step_shapes import BLOCKS, decode_shape
 
-from dflash_backend.core.drafter_work import DrafterWork
+from dflash_backend.core.scheduler_config import DrafterWork
 from dflash_backend.core.speculation.costs import CostTable
 from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
 

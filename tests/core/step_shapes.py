@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.scheduler_config import DrafterWork
 from dflash_backend.core.speculation.costs import StepShape
 
 # A drafter with an anchor, which drafts in one pass, and an autoregressive one.

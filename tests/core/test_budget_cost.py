@@ -108,15 +108,16 @@ def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_diff
 ) -> None:
     engine, lengths = engine_with(cost), []
     engine.worker.target_s = lambda plan: 0.004 + 0.00001 * plan.num_tokens
-    choose, speculation = engine.core.scheduler.history.choose_draft_lengths, engine.core.scheduler.history.speculation
+    speculation = engine.core.scheduler.speculation
     assert speculation is not None
+    choose = speculation.choose_draft_lengths
 
     def chosen(running: Iterable[Request], num_waiting: int) -> None:
         choose(running := list(running), num_waiting)
         if speculation.stats.num_steps > len(FIRST_STEPS):
             lengths.append({request.draft_length for request in running if request.num_output_tokens})
 
-    engine.core.scheduler.history.choose_draft_lengths = chosen  # type: ignore[method-assign]
+    speculation.choose_draft_lengths = chosen  # type: ignore[method-assign]
     for turn in range(8):
         requests = [make_request(f"{turn}-{i}", [20 + i, 2], max_tokens=60 + turn + i) for i in range(num_requests)]
         engine.run(*requests)
@@ -128,9 +129,9 @@ def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_diff
 
 def test_rows_that_differ_anyway_draft_no_more_than_their_answers_have_use_for() -> None:
     engine, lengths = engine_with(0.1), list[tuple[int, int]]()
-    history = engine.core.scheduler.history
-    choose, speculation = history.choose_draft_lengths, history.speculation
+    speculation = engine.core.scheduler.speculation
     assert speculation is not None
+    choose = speculation.choose_draft_lengths
     speculation.choose = lambda rows, position, num_other: [K - i for i in range(len(rows))]  # type: ignore[method-assign]
 
     def chosen(running: Iterable[Request], num_waiting: int) -> None:
@@ -138,7 +139,7 @@ def test_rows_that_differ_anyway_draft_no_more_than_their_answers_have_use_for()
         if len(decoding := [request for request in running if request.num_output_tokens]) > 1:
             lengths.extend((request.draft_length, request.max_useful_drafts) for request in decoding)
 
-    history.choose_draft_lengths = chosen  # type: ignore[method-assign]
+    speculation.choose_draft_lengths = chosen  # type: ignore[method-assign]
     engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=60) for i in range(2)))
     assert any(useful < K for _, useful in lengths)
     assert all(length <= useful for length, useful in lengths)

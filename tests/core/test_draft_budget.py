@@ -17,9 +17,8 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import policy as policies
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.arrays import Floats
 from dflash_backend.core.speculation.budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
-from dflash_backend.core.speculation.costs import CostTable, StepShape
+from dflash_backend.core.speculation.costs import CostTable, Floats, StepShape
 from dflash_backend.core.speculation.policy import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
 
 K = 6

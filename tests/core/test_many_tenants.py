@@ -6,8 +6,7 @@ import pytest
 from slow_toy import slow_engine
 from toy_engine import Engine, make_config, make_request
 
-from dflash_backend.core.plan_builder import MAX_PARTIAL_PREFILLS, MIN_CHUNK, PlanBuilder
-from dflash_backend.core.rows import prefills_next
+from dflash_backend.core.scheduler import MAX_PARTIAL_PREFILLS, MIN_CHUNK, PlanBuilder
 from dflash_backend.messages import GenerationRequest
 
 # As the demo pair on a CPU: a step takes 2.5 ms, and 0.2 ms for each prompt token.
@@ -37,7 +36,7 @@ def seconds_of(engine: Engine, *requests: GenerationRequest) -> float:
 
 
 def num_in_the_middle(engine: Engine) -> int:
-    return sum(prefills_next(request) for request in engine.scheduler.running.values())
+    return sum(request.in_prefill for request in engine.scheduler.running.values())
 
 
 @pytest.mark.parametrize(("num_tenants", "most"), [(4, 2.6), (12, 1.4), (40, 1.4)])
@@ -122,7 +121,7 @@ def test_prompts_that_skip_steps_have_their_turn() -> None:
     engine = engine_of()
     engine.add(*prompts(8, 8))
     while engine.core.has_unfinished():
-        before = {name: r.num_computed for name, r in engine.scheduler.running.items() if prefills_next(r)}
+        before = {name: r.num_computed for name, r in engine.scheduler.running.items() if r.in_prefill}
         engine.steps(200)
         for name, num_computed in before.items():
             request = engine.scheduler.running.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.core.speculation.probing import (
+from dflash_backend.core.speculation.policy import (
     MAX_STEPS_BETWEEN_PROBES,
     MIN_STEPS_BETWEEN_PROBES,
     PROBE_COST,

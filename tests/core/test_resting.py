@@ -13,12 +13,12 @@ from step_shapes import BLOCKS, row_of
 from dflash_backend.core.speculation.acceptance import EFFECT_DRIFT, RequestEffect
 from dflash_backend.core.speculation.costs import CostTable, StepShape
 from dflash_backend.core.speculation.policy import (
+    MAX_STEPS_BETWEEN_PROBES,
     MOST_STEPS_OF_FEW,
     STEPS_BETWEEN_DECISIONS,
     AdaptiveSpeculation,
     SpeculatingRow,
 )
-from dflash_backend.core.speculation.probing import MAX_STEPS_BETWEEN_PROBES
 
 
 def simulate(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from toy_engine import make_config, make_request
 
-from dflash_backend.core.request import Request
-from dflash_backend.core.rows import peak_positions, positions_to_start, prefill_row
+from dflash_backend.core.request import Request, peak_positions, positions_to_start, prefill_row
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

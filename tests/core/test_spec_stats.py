@@ -6,8 +6,8 @@ import pytest
 from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED
 
-from dflash_backend.core import late_stops
-from dflash_backend.core.late_stops import LateStops, StepYields
+from dflash_backend.core import spec_counts
+from dflash_backend.core.spec_counts import LateStops, StepYields
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
 
@@ -77,7 +77,7 @@ def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(nu
 
 
 def test_the_yields_of_requests_that_have_ended_are_forgotten_when_they_are_many(monkeypatch) -> None:
-    monkeypatch.setattr(late_stops, "MAX_STEPS", 5)
+    monkeypatch.setattr(spec_counts, "MAX_STEPS", 5)
     stops = LateStops()
     yields = {name: StepYields() for name in ("a", "b", "b again")}
     for name, steps in yields.items():

@@ -10,8 +10,7 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.speculation.costs import StepShape
-from dflash_backend.core.speculation.policy import AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_history import LATER_EVERY
+from dflash_backend.core.speculation.policy import LATER_EVERY, AdaptiveSpeculation, SpeculatingRow
 
 
 def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
@@ -49,7 +48,7 @@ def test_the_decision_knows_the_prompt_tokens_beside_it(monkeypatch: pytest.Monk
         adaptive_speculation=True, max_prefill_tokens_per_step=8, max_model_len=600, drafter_max_len=600, num_blocks=400
     )
     engine = timed(Engine(config), 0.0005, 0.0001)
-    speculation, seen = engine.scheduler.history.speculation, []
+    speculation, seen = engine.scheduler.speculation, []
     assert speculation is not None
     choose = speculation.choose
 
@@ -112,7 +111,7 @@ def test_while_drafting_rests_some_steps_are_taken_in(monkeypatch: pytest.Monkey
     engine = timed(Engine(config), 0.001, 0.001)
     engine.add(make_request("a", [1, 2], max_tokens=500, seed=NONE_ACCEPTED))
     engine.steps(100)
-    speculation = engine.scheduler.history.speculation
+    speculation = engine.scheduler.speculation
     assert speculation is not None
     seen: list[StepShape] = []
     observe = speculation.costs.observe

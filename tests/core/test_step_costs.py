@@ -7,12 +7,10 @@ import random
 import pytest
 from step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
-from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.plan import MeasuredStep
-from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, StepCosts, StepShape
-from dflash_backend.core.speculation.linear_fit import LinearFit
-from dflash_backend.core.step_history import StepHistory
+from dflash_backend.core.scheduler_config import DrafterWork, SchedulerConfig
+from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, LinearFit, StepCosts, StepShape
 
 # The linear model
 
@@ -148,7 +146,7 @@ def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
         adaptive_speculation=True,
         measured_steps=tuple(measured),
     )
-    speculation = StepHistory(config).speculation
+    speculation = AdaptiveSpeculation.of(config)
     assert speculation is not None
     line = speculation.costs.line(num_rows=8, position=0.0, num_other=0)
     assert line.seconds(0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)

@@ -7,7 +7,7 @@ from slow_toy import flood, slow_engine
 from toy_engine import make_request
 from toy_model import expected_output
 
-from dflash_backend.core import step_history
+from dflash_backend.core import step_time
 from dflash_backend.core.step_time import (
     AUTO_LIGHT_STEPS,
     AUTO_LONG_STEP_S,
@@ -230,7 +230,7 @@ def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(mo
             asked.append(num_positions)
             return None
 
-    monkeypatch.setattr(step_history, "StepTime", Recording)
+    monkeypatch.setattr(step_time, "StepTime", Recording)
     engine, _ = slow_engine()
     told.clear()
     requests = [make_request(f"r{i}", [i, *([5] * 60)], max_tokens=30, num_speculative_tokens=0) for i in range(3)]

@@ -20,14 +20,14 @@ BUDGET_COST_MUTANTS = (
     ),
     Mutant(
         "rows that differ anyway draft past the end of their answers",
-        f"{CORE}/step_history.py",
+        f"{CORE}/speculation/policy.py",
         "len(lengths) > 1 and len(set(lengths)) == 1",
         "len(lengths) > 1",
         TESTS,
     ),
     Mutant(
         "rows that are alike differ near the end of their answers",
-        f"{CORE}/step_history.py",
+        f"{CORE}/speculation/policy.py",
         "length if alike else min(length, request.max_useful_drafts)",
         "min(length, request.max_useful_drafts)",
         TESTS,
@@ -55,7 +55,7 @@ BUDGET_COST_MUTANTS = (
     ),
     Mutant(
         "steps with a budget are taken for any others",
-        f"{CORE}/step_history.py",
+        f"{CORE}/speculation/policy.py",
         "budgeted = plan.budget is not None and len(plan.rows) > 1",
         "budgeted = False",
         TESTS,

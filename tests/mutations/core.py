@@ -24,7 +24,7 @@ CORE_MUTANTS = (
         ("WINDOW: the anchor's slot is not counted", "num_tokens + k <=", "num_tokens + k - 1 <="),
     ),
     *mutants_of(
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         INVARIANTS,
         (
             "RESERVE: no lookahead on a prefill",
@@ -148,7 +148,7 @@ CORE_MUTANTS = (
     ),
     Mutant(
         "the newest cold block is evicted",
-        f"{CORE}/kv/block_lists.py",
+        f"{CORE}/kv/block_pool.py",
         "return self._next[",
         "return self._prev[",
         POOL,
@@ -163,7 +163,7 @@ CORE_MUTANTS = (
         ),
         (
             "a request that fails only in a decode row is cleared by its prefill",
-            "+= not prefills_next(request)",
+            "+= not request.in_prefill",
             "+= 2",
         ),
         (
@@ -185,7 +185,7 @@ CORE_MUTANTS = (
         SPEC_COUNTS,
     ),
     *mutants_of(
-        f"{CORE}/late_stops.py",
+        f"{CORE}/spec_counts.py",
         SPEC_COUNTS,
         (
             "what lies past a stop string counts",

@@ -9,7 +9,7 @@ TESTS = ("tests/core/test_many_tenants.py", "tests/core/test_step_time.py", "tes
 
 MANY_TENANTS_MUTANTS = (
     *mutants_of(
-        f"{CORE}/plan_builder.py",
+        f"{CORE}/scheduler.py",
         TESTS,
         ("rows of prompts have any few tokens", "elif chunk < min(remaining, MIN_CHUNK):", "elif chunk < 1:"),
         ("any number of prompts are begun", "made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS", "True"),
@@ -26,7 +26,7 @@ MANY_TENANTS_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/plan_builder.py",
+        f"{CORE}/scheduler.py",
         ("tests/core/test_core_random.py",),
         ("the prompt that arrived first skips steps", " or request is in_prefill[0]:", ":"),
         ("nothing is kept for the prompt that arrived first", "kept = 1  # for the", "kept = 0  # for the"),

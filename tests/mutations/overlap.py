@@ -52,7 +52,7 @@ OVERLAP_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         OVERLAP,
         ("a row is planned on the lowest outcome", "most = min(fewest + row.num_draft, longest)", "most = fewest"),
         (
@@ -104,7 +104,7 @@ OVERLAP_MUTANTS = (
     ),
     Mutant(
         "a chunk is planned again while it is in flight",
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         "return request.num_computed + (0 if row is None else row.num_new)",
         "return request.num_computed",
         RANDOM,

@@ -38,7 +38,7 @@ RESTING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/speculation/probing.py",
+        f"{CORE}/speculation/policy.py",
         TESTS,
         ("the same row probes each time", "self._next = (self._next + num_probing) % num_rows", "pass"),
         (
@@ -59,11 +59,11 @@ RESTING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/step_history.py",
+        f"{CORE}/speculation/policy.py",
         TESTS,
         (
             "a prompt goes on to draft though drafting rests by now",
-            "                self.choose_first_draft_length(request)\n",
+            "                request.draft_length = self.first_length(request.speculation)\n",
             "                pass\n",
         ),
         (
@@ -73,7 +73,7 @@ RESTING_MUTANTS = (
         ),
         (
             "behind each probe steps are taken in as often as at first",
-            "        if self.speculation.pays:\n",
+            "        if self.pays:\n",
             "        if not is_plain:\n",
         ),
         (

@@ -57,7 +57,7 @@ SCHEDULING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/plan_builder.py",
+        f"{CORE}/scheduler.py",
         SCHEDULING,
         ("those alongside a long prompt take the whole step", "available -= available // 2", "pass"),
         ("a long prompt takes the whole step beside streams", "min(budget, share - self.num_prefill_tokens)", "budget"),
@@ -71,12 +71,12 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "a request is admitted that cannot decode",
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         "min(whole.num_positions + 1 + whole.num_next_draft,",
         "min(whole.num_positions,",
         SCHEDULING,
     ),
-    Mutant("deadlines are ignored", f"{CORE}/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] < 0", ENGINE),
+    Mutant("deadlines are ignored", f"{CORE}/engine.py", "self._heap[0][0] <= now", "self._heap[0][0] < 0", ENGINE),
     Mutant(
         "the queue's bound is off by one",
         f"{CORE}/admission.py",
@@ -85,7 +85,7 @@ SCHEDULING_MUTANTS = (
         ENGINE,
     ),
     *mutants_of(
-        f"{CORE}/ending.py",
+        f"{CORE}/plan.py",
         ENGINE,
         ("a stop token is not sent", 'return count, "stop"', 'return count - 1, "stop"'),
         ("tokens behind a stop token are sent", 'return count, "stop"', 'return len(token_ids), "stop"'),
@@ -97,14 +97,14 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "the pool that the last verification needs is not counted",
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         "max(target, verifying, min(by_tokens, by_window))",
         "max(target, min(by_tokens, by_window))",
         ENGINE,
     ),
     Mutant(
         "the pool a request needs is underestimated",
-        f"{CORE}/rows.py",
+        f"{CORE}/request.py",
         "reach = k + config.lookahead(k)",
         "reach = config.lookahead(k)",
         ENGINE,
@@ -119,7 +119,7 @@ SCHEDULING_MUTANTS = (
         ("cached tokens cost as much as others", "CACHED_TOKEN_COST = 1 / 32", "CACHED_TOKEN_COST = 1.0"),
     ),
     *mutants_of(
-        f"{CORE}/plan_builder.py",
+        f"{CORE}/scheduler.py",
         TENANTS,
         ("decode tokens are free", "(row.num_new + row.num_draft)", "(row.num_new if row.num_new > 1 else 0)"),
     ),
@@ -137,7 +137,7 @@ SCHEDULING_MUTANTS = (
         TENANTS,
     ),
     *mutants_of(
-        f"{CORE}/preemption.py",
+        f"{CORE}/scheduler.py",
         TENANTS,
         ("no request is preempted for a tenant without a row", "if left >= then and", "if left > 1e9 and"),
         ("a tenant's only request is preempted", "(len(other.running) - 1) / other.weight", "len(other.running) + 1"),
@@ -155,7 +155,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "the oldest request is preempted for another tenant",
-        f"{CORE}/preemption.py",
+        f"{CORE}/scheduler.py",
         "(request := tenant.latest(but=oldest))",
         "(request := tenant.latest())",
         TENANTS + RANDOM,
@@ -195,21 +195,21 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "a step is planned as if its rows had no positions",
-        f"{CORE}/plan_builder.py",
+        f"{CORE}/scheduler.py",
         "self.num_positions = sum(request.num_computed for request in running)",
         "self.num_positions = 0",
         STEP_TIME,
     ),
     Mutant(
         "a step is observed as if its rows had no positions",
-        f"{CORE}/step_history.py",
-        "sum(row.num_computed for row in plan.rows))",
-        "0)",
+        f"{CORE}/scheduler.py",
+        "num_positions = sum(row.num_computed for row in plan.rows)",
+        "num_positions = 0",
         STEP_TIME,
     ),
     Mutant(
         "a tenant that left is forgotten at once",
-        f"{CORE}/step_history.py",
+        f"{CORE}/step_time.py",
         "queue.num_left, now + SEVERAL_TENANTS_S",
         "queue.num_left, now",
         STEP_TIME,

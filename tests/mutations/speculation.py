@@ -339,13 +339,17 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{CORE}/step_history.py",
+        f"{CORE}/scheduler.py",
         TESTS,
         (
             "new requests draft k tokens whatever was decided",
-            "request.draft_length = self.speculation.first_length(request.speculation)",
-            "pass",
+            "            request.draft_length = self.speculation.first_length(request.speculation)\n",
+            "            pass\n",
         ),
+    ),
+    *mutants_of(
+        f"{CORE}/speculation/policy.py",
+        TESTS,
         (
             "surplus drafts at the end of an answer",
             "length if alike else min(length, request.max_useful_drafts)",

@@ -103,7 +103,7 @@ def test_how_tests_ended_is_told(body: str, status: int | None, printed: str, tm
 def test_a_change_that_does_no_harm_survives(source_copy: Path) -> None:
     harmless = Mutant(
         "harmless",
-        "dflash_backend/core/kv/block_lists.py",
+        "dflash_backend/core/kv/block_pool.py",
         "self._num_blocks = num_blocks",
         "self._num_blocks = num_blocks  # as before",
         ("tests/core/test_prefix_cache.py",),

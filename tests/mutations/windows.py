@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 CORE = "dflash_backend/core/kv/window_blocks.py"
-GROUP = "dflash_backend/core/cache_group.py"
+GROUP = "dflash_backend/core/scheduler_config.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
 PLACES = "dflash_backend/worker/batch.py"
 OF_CORE = (

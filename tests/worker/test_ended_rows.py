@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.core.ending import EndRule
-from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.core.plan import EndRule, NewRequest, ScheduledRequest, StepPlan
 from dflash_backend.messages import SamplingParams, StructuredOutputs
 from dflash_backend.worker.step_ops import Accepted, DraftingRow, HostStepOps, drafting_rows, ended_rows
 from tests.worker.engines import Outputs, engine, on_device_runner

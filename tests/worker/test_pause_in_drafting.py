@@ -32,7 +32,7 @@ class Script:
 
 def run(monkeypatch: pytest.MonkeyPatch, prompt: list[int], num_resting: int, num_tokens: int) -> Outputs:
     built = engine(adaptive_speculation=True, enable_prefix_caching=False, max_num_seqs=2, max_model_len=512)
-    speculation, script = built.core.scheduler.history.speculation, Script(num_resting)
+    speculation, script = built.core.scheduler.speculation, Script(num_resting)
     assert isinstance(speculation, AdaptiveSpeculation)
     monkeypatch.setattr(speculation, "choose", script.choose)
     monkeypatch.setattr(speculation, "first_length", script.first_length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,9 +13,8 @@ import pytest
 from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
-from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.speculation.policy import SpeculatingRow
-from dflash_backend.core.step_history import StepHistory
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.text.tokenizer import Tokenizer
@@ -50,9 +49,9 @@ class Watched:
         self._rng = random.Random(seed)
         self._plans: list[StepPlan] = []
         self.steps: list[tuple[StepPlan, StepResult]] = []
-        history, runner = built.core.scheduler.history, built.runner
-        history.choose_budget = self._budget  # type: ignore[method-assign]
-        if (speculation := history.speculation) is not None:
+        scheduler, runner = built.core.scheduler, built.runner
+        scheduler.choose_budget = self._budget  # type: ignore[method-assign]
+        if (speculation := scheduler.speculation) is not None:
             # Not by the times of steps, which interpreted kernels take.
             speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
             speculation.choose = self._lengths  # type: ignore[method-assign]
@@ -74,7 +73,7 @@ class Watched:
         length = self._rng.choice([0, 3, 7, 15, 15])
         return [min(row.k, length) for row in rows]
 
-    def _budget(self, rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
+    def _budget(self, rows: Sequence[ScheduledRequest]) -> DraftBudget | None:
         num_there = sum(row.num_draft for row in rows)
         if self._rng.random() < 0.2:
             return None
@@ -217,9 +216,8 @@ def test_only_steps_that_ask_for_confidences_compute_them(
     monkeypatch.setitem(build.UNEVEN_COST, "cpu", 100.0)
     built = engine(adaptive_speculation=True, **SIZES)
     watched = Watched(built, seed=0)
-    built.core.scheduler.history.choose_budget = partial(  # type: ignore[method-assign]
-        StepHistory.choose_budget, built.core.scheduler.history
-    )
+    scheduler = built.core.scheduler
+    scheduler.choose_budget = partial(Scheduler.choose_budget, scheduler)  # type: ignore[method-assign]
     assert run(watched).tokens == texts
     drafting = [step for step in watched.steps if any(row.num_next_draft for row in step[0].rows)]
     for plan, result in watched.steps:

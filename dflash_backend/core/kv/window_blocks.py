@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dflash_backend.core.cache_group import WindowGroup
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import WindowGroup
 
 
 class WindowBlocks:

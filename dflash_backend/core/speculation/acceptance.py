@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_backend.core.speculation.arrays import Bools, Counts, Floats
+from dflash_backend.core.speculation.costs import Bools, Counts, Floats
 
 # Before anything is known a draft is accepted with this chance; as much is known then as from this many drafts.
 PRIOR_RATE = 0.85

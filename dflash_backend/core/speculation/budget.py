@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_backend.core.speculation.arrays import Counts, Floats
+from dflash_backend.core.speculation.costs import Counts, Floats
 
 # Of `UnevenDrafts.cost`, what a budget and the drafter's confidences cost where there is one row.
 COST_OF_ONE = 0.4

@@ -22,20 +22,103 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import add
+from typing import Protocol
 
 import numpy as np
 
-from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest
+from dflash_backend.core.plan import DraftBudget, RequestResult, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.core.scheduler_config import ONE_PASS, DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.arrays import Floats
 from dflash_backend.core.speculation.budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
-from dflash_backend.core.speculation.costs import CostTable, StepCosts, StepLine, StepShape
-from dflash_backend.core.speculation.probing import MAX_UNCERTAINTY, PROBE_DRAFTS, Probes, Trials
+from dflash_backend.core.speculation.costs import CostTable, Floats, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
+
+# Drafts of a row that probes, and how many of the rows do at a time.
+PROBE_DRAFTS = 2
+PROBE_SHARE = 8
+# Probes cost this part of the time at most, where they do not come more seldom anyway.
+PROBE_COST = 0.0125
+MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 128
+# Each probe that failed makes the next ones rarer by this part of what they were at first, up to a factor.
+LATER_BY, LATEST = 0.25, 2.0
+# A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
+# then after twice as many each time, since one costs about half of what a step yields.
+MAX_UNCERTAINTY = 0.15
+MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
+
+
+class Probes:
+    """Counts the steps between probes."""
+
+    def __init__(self) -> None:
+        self._since = 0  # steps since the last one
+        self._num_failed = 0  # since one was accepted to its end, or rows drafted
+        self._succeeded = False
+        self._next = 0  # turns among the rows
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Go on by some steps."""
+        self._since += num_steps
+
+    def note_drafting(self) -> None:
+        """Rows draft without a probe."""
+        self._since = self._num_failed = 0
+
+    def note_success(self) -> None:
+        """A probe was accepted to its end: the next decision that nothing is drafted makes another one at once."""
+        self._succeeded = True
+        self._num_failed = 0
+
+    @staticmethod
+    def size(num_rows: int) -> tuple[int, int]:
+        """Rows that probe of `num_rows`, and their drafts."""
+        num_probing = -(-num_rows // PROBE_SHARE)
+        return num_probing, num_probing * PROBE_DRAFTS
+
+    def due_in(self, cost: float) -> int:
+        """Steps until the next one, 0 where it is due in the step that is planned now. cost: what a probe takes, in
+        steps without drafts."""
+        if self._succeeded:
+            return 0
+        wait = cost / PROBE_COST * min(1 + LATER_BY * self._num_failed, LATEST)
+        wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
+        return max(math.ceil(wait) - self._since, 0)
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Begin a probe: which of `num_rows` rows take part. They take turns."""
+        self._since = 0
+        self._num_failed += not self._succeeded
+        self._succeeded = False
+        num_probing, _ = self.size(num_rows)
+        chosen = [(self._next + turn) % num_rows for turn in range(num_probing)]
+        self._next = (self._next + num_probing) % num_rows
+        return chosen
+
+
+class Trials:
+    """Counts the steps between those without drafts while rows draft."""
+
+    def __init__(self) -> None:
+        self._since = 0  # steps since the last one
+        self._wait = MIN_STEPS_BETWEEN_TRIALS
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Go on by some steps."""
+        self._since += num_steps
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the last one was long enough ago."""
+        return self._since >= self._wait
+
+    def begin(self) -> None:
+        """Run one in the step that is planned now."""
+        self._since = 0
+        self._wait = min(2 * self._wait, MAX_STEPS_BETWEEN_TRIALS)
+
 
 Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
@@ -65,6 +148,9 @@ MAX_ROWS_LOOKED_AT = 64
 FEW_DRAFTS = 32
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
+# While drafting rests, one step without drafts of this many is taken in, and after a while one of more: it takes time,
+# and tells little.
+OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
 
 
 @dataclass(slots=True)
@@ -76,6 +162,20 @@ class SpeculatingRow:
     effect: RequestEffect = field(default_factory=RequestEffect)
     confidences: Sequence[float] = ()
     length: int | None = None
+
+
+class DraftingRequest(Protocol):
+    """What the policy knows of a request, and what it sets: `draft_length`, the tokens that its next row drafts."""
+
+    speculation: SpeculatingRow
+    num_speculative_tokens: int
+    num_computed: int
+    draft_length: int
+
+    @property
+    def in_prefill(self) -> bool: ...
+    @property
+    def max_useful_drafts(self) -> int: ...
 
 
 class AdaptiveSpeculation:
@@ -110,6 +210,22 @@ class AdaptiveSpeculation:
         self._probes = Probes()
         self._trials = Trials()
         self.uneven = UnevenDrafts(uneven_cost)
+        self._num_prefill_tokens = 0  # of the last plan
+        # Of the planned steps that were not observed yet, those without drafts while drafting rests.
+        self._resting_steps: set[int] = set()
+        self._num_plain = 0  # such steps since drafting paid
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> AdaptiveSpeculation | None:
+        """The policy that the config asks for; None: each row drafts as many tokens as its request asks for."""
+        k, work = config.num_speculative_tokens, config.drafter_work
+        if not config.adaptive_speculation or k == 0:
+            return None
+        table = CostTable.of(config.measured_steps)
+        policy = cls(k, work, config.draft_shapes, table, config.uneven_cost)
+        for step in config.measured_steps:
+            policy.costs.observe(StepShape.of_measured(step, work), step.target_s, step.draft_s)
+        return policy
 
     @property
     def stats(self) -> SpeculationStats:
@@ -140,6 +256,26 @@ class AdaptiveSpeculation:
         self._stats.num_steps += 1
         self._stats.num_steps_without_drafts += 1
         return True
+
+    def choose_draft_lengths(self, running: Collection[DraftingRequest], num_waiting: int) -> None:
+        """Say how many tokens each running request that decodes may draft in the step that is planned."""
+        if self.goes_on_resting(len(running)):
+            return  # none of them drafts, by the last decision, and each has been told so
+        decoding = [request for request in running if not request.in_prefill]
+        drafting = [request for request in decoding if request.num_speculative_tokens]
+        if not drafting:
+            return
+        position = sum(request.num_computed for request in drafting) / len(drafting)
+        has_prompts = len(decoding) < len(running) or num_waiting > 0
+        num_other = len(decoding) - len(drafting) + (self._num_prefill_tokens if has_prompts else 0)
+        lengths = self.choose([request.speculation for request in drafting], position, num_other)
+        # Drafts that an answer near its end has no use for take less time than a row that differs from all others.
+        alike = self.uneven.cost > 0 and len(lengths) > 1 and len(set(lengths)) == 1
+        for request, length in zip(drafting, lengths, strict=True):
+            request.draft_length = length if alike else min(length, request.max_useful_drafts)
+        for request in running:
+            if request.in_prefill:
+                request.draft_length = self.first_length(request.speculation)
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         """The number of drafts for each row, in the step that is planned now; the next one verifies them.
@@ -249,6 +385,23 @@ class AdaptiveSpeculation:
         fixed = line.fixed + draft_s
         return optimal_budget_of_few(num_yielding, chances, lambda count: fixed + line.per_draft * count)
 
+    def planned(self, plan: StepPlan) -> None:
+        """Take in a step that was planned."""
+        self._num_prefill_tokens = plan.num_prefill_tokens
+        if self.rests and not any(row.num_draft or row.num_next_draft for row in plan.rows):
+            self._resting_steps.add(plan.step_id)
+
+    def forget_planned(self) -> None:
+        """Drop all steps that were planned and not observed: they did not run."""
+        self._resting_steps.clear()
+
+    def observe_row(self, known: SpeculatingRow, row: ScheduledRequest, result: RequestResult) -> None:
+        """Take in what became of a row's drafts, and how confident the drafter is in those that it proposes now."""
+        if row.num_draft:
+            self.observe_draft(known, result.num_verified, result.num_accepted, row.num_draft)
+        if row.num_next_draft:
+            known.confidences = result.confidences
+
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
         if num_accepted and not self.pays:
@@ -260,6 +413,21 @@ class AdaptiveSpeculation:
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
         self._stats.num_proposed_tokens += num_proposed
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
+        """Take in a step that was planned and has run: its time, and how much of that was drafting."""
+        is_plain = plan.step_id in self._resting_steps
+        self._resting_steps.discard(plan.step_id)
+        if self.pays:
+            self._num_plain = 0
+        elif is_plain:
+            self._num_plain += 1
+        if is_plain and (self._num_plain - 1) % (OBSERVED_EVERY if self._num_plain <= AT_FIRST else LATER_EVERY):
+            self.pass_step()
+        else:
+            shape = StepShape.of(plan.rows, self._work, sum(row.num_verified for row in result.rows))
+            budgeted = plan.budget is not None and len(plan.rows) > 1
+            self.observe_step(shape, seconds, draft_s, budgeted)
 
     def observe_step(self, shape: StepShape, seconds: float, draft_s: float, budgeted: bool = False) -> None:
         """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was drafting.
