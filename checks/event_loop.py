@@ -2,8 +2,9 @@
 
 `python -m checks.event_loop`. The application runs in this process, before a stand-in of Triton that speaks its gRPC
 messages, so that what is measured is the front end's own work: the longest time in which its event loop did nothing
-else, the shortest of `--tries`, since other programs of the machine take the processor too. The exit status is 1 where
-a body stops it for more than `--limit` milliseconds, or is not answered as it must be.
+else. Other programs of the machine take the processor too, so no more of it counts than the processor time that this
+process took meanwhile, and of `--tries` the shortest. The exit status is 1 where a body stops it for more than
+`--limit` milliseconds, or is not answered as it must be.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+from starlette.types import ASGIApp, Message
 from tritonclient.grpc import service_pb2
 
 from dflash_client.errors import ClientError
-from dflash_client.grpc_messages import decode, encode
+from dflash_client.grpc_messages import encode, read_response
+from dflash_client.grpc_transport import LARGE_BYTES
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 from dflash_openai.app import create_app
@@ -37,12 +39,16 @@ TOP = 20
 WORD = " a"
 _ENTRY = {str(token): {"logprob": -1.2345678, "rank": token, "decoded_token": WORD} for token in range(1, TOP + 2)}
 LOGPROBS = json.dumps(_ENTRY)
+# Of an answer that comes in pieces: as many as are read without a thread.
+TOKENS_A_RESPONSE = 40
+# The responses to a request, by its kind.
+Answers = dict[tuple[bool, int], list[bytes]]
 
 
 class _Call:
-    """A call of one request, whose one response is made before it is measured."""
+    """A call of one request, whose responses are made before it is measured."""
 
-    def __init__(self, request: Request, answers: dict[int, Any]) -> None:
+    def __init__(self, request: Request, answers: Answers) -> None:
         self._request, self._answers = request, answers
 
     async def responses(self) -> AsyncGenerator[Outputs, None]:
@@ -55,25 +61,44 @@ class _Call:
             kind = len(self._request.token_ids or ())
         elif '"logprobs"' in sampling:
             kind = -1
-        message = self._answers[kind]
-        yield await asyncio.to_thread(decode, message) if self._request.may_be_large else decode(message)
+        for data in self._answers[self._request.stream, kind]:
+            await asyncio.sleep(0)
+            yield await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)
 
     def cancel(self) -> None:
         """Nothing runs."""
 
 
-def _message(**outputs: str) -> Any:
+def _message(finish_reason: str = "length", **outputs: str) -> bytes:
     """A response with one element of each output."""
     response = service_pb2.ModelStreamInferResponse()
-    for name, text in {"text_output": WORD, "finish_reason": "length", **outputs}.items():
+    for name, text in {"text_output": WORD, "finish_reason": finish_reason, **outputs}.items():
         data = text.encode()
         response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
         response.infer_response.raw_output_contents.append(len(data).to_bytes(4, "little") + data)
-    return response
+    return bytes(response.SerializeToString())
+
+
+def _answers(length: int, num_bytes: float) -> Answers:
+    """The answers with log-probabilities of a prompt of `length` tokens, and of an answer of `num_bytes`."""
+    of_prompt = f"[null, {', '.join([LOGPROBS] * (length - 1))}]"
+    num_tokens = max(1, int(num_bytes / len(LOGPROBS)))
+
+    def of(count: int) -> str:
+        return f"[{', '.join([LOGPROBS] * count)}]"
+
+    pieces = [_message("None", logprobs=of(TOKENS_A_RESPONSE))] * (num_tokens // TOKENS_A_RESPONSE)
+    return {
+        (False, 0): [_message()],
+        (True, length): [_message("None", prompt_logprobs=of_prompt), _message()],
+        (False, length): [_message(prompt_logprobs=of_prompt)],
+        (True, -1): [*pieces, _message()],
+        (False, -1): [_message(logprobs=of(num_tokens))],
+    }
 
 
 class _Transport:
-    def __init__(self, answers: dict[int, Any]) -> None:
+    def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     def call(self, request: Request, deadline: float) -> _Call:
@@ -89,8 +114,9 @@ class _Transport:
 class StandIn(TritonPool):
     """One server that answers each request with one token, and with as many log-probabilities as it asks for."""
 
-    def __init__(self, description: ModelDescription, answers: dict[int, Any]) -> None:
-        """answers: the response with `prompt_logprobs` by number of prompt tokens; -1: with `logprobs`; 0: without."""
+    def __init__(self, description: ModelDescription, answers: Answers) -> None:
+        """answers: by whether they come in pieces, and by the number of prompt tokens that have log-probabilities; -1:
+        the answer has; 0: none has."""
         super().__init__(FrontendConfig())
         self._clients[0]._transport = _Transport(answers)
         self._description = description
@@ -107,6 +133,7 @@ class Body:
     path: str
     status: int
     content: bytes
+    method: str = "POST"
 
 
 def body(path: str, status: int, fields: Mapping[str, Any] | bytes) -> Body:
@@ -171,14 +198,14 @@ def bodies(scale: float, length: int, num_scored: int) -> dict[str, Callable[[],
 
 @asynccontextmanager
 async def _watched(stalls: list[float]) -> AsyncGenerator[None, None]:
-    """Notes by how much each turn of the event loop is late."""
+    """Notes by how much each turn of the event loop is late, and no more than the processor time that passed."""
 
     async def watch() -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK_S
+            due, began = loop.time() + TICK_S, time.process_time()
             await asyncio.sleep(TICK_S)
-            stalls.append(loop.time() - due)
+            stalls.append(min(loop.time() - due, time.process_time() - began))
 
     watching = asyncio.create_task(watch())
     await asyncio.sleep(5 * TICK_S)
@@ -198,26 +225,44 @@ async def measure(
     app = create_app(FrontendConfig(), pool)
     measured = {}
     async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as http:
-            while (await http.get("/v1/models")).status_code != 200:
-                await asyncio.sleep(0.05)
-            for name, make in kinds.items():
-                sent, results = make(), []
-                for _ in range(tries):
-                    gc.collect()
-                    stalls: list[float] = []
-                    began = time.monotonic()
-                    async with _watched(stalls):
-                        answer = await http.post(sent.path, content=sent.content)
-                    took = time.monotonic() - began
-                    if answer.status_code != sent.status:
-                        print(f"{name}: {answer.status_code} {answer.text[:300]}")
-                    results.append((max(stalls, default=0.0), took, answer.status_code))
-                    del answer
-                stall, took, status = min(results)
-                measured[name] = (sent.status, status, stall, took)
+        models = Body("/v1/models", 200, b"", "GET")
+        while (await _send(app, models))[0] != 200:
+            await asyncio.sleep(0.05)
+        for name, make in kinds.items():
+            sent, results = make(), []
+            for _ in range(tries):
+                gc.collect()
+                stalls: list[float] = []
+                began = time.monotonic()
+                async with _watched(stalls):
+                    status, text = await _send(app, sent)
+                took = time.monotonic() - began
+                if status != sent.status:
+                    print(f"{name}: {status} {text.decode()}")
+                results.append((max(stalls, default=0.0), took, status))
+            stall, took, status = min(results)
+            measured[name] = (sent.status, status, stall, took)
     return measured
+
+
+async def _send(app: ASGIApp, sent: Body) -> tuple[int, bytes]:
+    """The status of the answer, and how it begins. The rest is let go as it comes: joining it is not the front end's
+    work."""
+    left, status, text = [sent.content], 0, b""
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, text
+        status = message.get("status", status)
+        text += message.get("body", b"")[: 300 - len(text)]
+
+    scope = {"type": "http", "method": sent.method, "path": sent.path, "headers": [(b"host", b"localhost")]}
+    await app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http", "state": {}}, receive, send)
+    return status, text
 
 
 def run(scale: float, tries: int, names: Sequence[str] = ()) -> dict[str, tuple[int, int, float, float]]:
@@ -227,9 +272,7 @@ def run(scale: float, tries: int, names: Sequence[str] = ()) -> dict[str, tuple[
     length = 3900
     max_response_mb = 64.0 * scale
     num_scored = max(1, int(max_response_mb * 1e6 / (length * (TOP + 1) * 70)) - 1)
-    of_prompt = f"[null, {', '.join([LOGPROBS] * (length - 1))}]"
-    of_answer = f"[{', '.join([LOGPROBS] * int(max_response_mb * 1e6 / 1600))}]"
-    answers = {0: _message(), length: _message(prompt_logprobs=of_prompt), -1: _message(logprobs=of_answer)}
+    answers = _answers(length, max_response_mb * 0.9e6)
     with tempfile.TemporaryDirectory() as directory:
         write_byte_tokenizer(Path(directory))
         description = ModelDescription(

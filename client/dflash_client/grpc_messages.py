@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from dflash_client.address import Location
@@ -17,6 +18,7 @@ from dflash_client.errors import (
     ClientError,
     ConnectionFailed,
     ConnectionLost,
+    Internal,
     error_for,
     error_in_text,
     no_tls,
@@ -84,6 +86,15 @@ def _add_input(message: Any, name: str, datatype: str, shape: list[int], data: b
     message.raw_input_contents.append(data)
 
 
+def read_response(data: bytes) -> Outputs:
+    """The outputs in the bytes of a `ModelStreamInferResponse`. Raises as `decode`, and `Internal` for other bytes."""
+    try:
+        message = service_pb2.ModelStreamInferResponse.FromString(data)
+    except DecodeError as error:
+        raise Internal(f"the server sent what is no response of its: {error}") from None
+    return decode(message)
+
+
 def decode(message: Any) -> Outputs:
     """The outputs in a `ModelStreamInferResponse`. Raises the error that it holds instead, if it does."""
     if message.error_message:
@@ -108,11 +119,11 @@ def _elements(datatype: str, data: bytes) -> list[Any]:
 
 def _strings(data: bytes) -> list[str]:
     """The elements of a BYTES tensor: each a 4-byte length, then the bytes."""
-    strings, at = [], 0
+    strings, at, view = [], 0, memoryview(data)
     while at < len(data):
         (length,) = struct.unpack_from("<I", data, at)
         at += 4
-        strings.append(data[at : at + length].decode("utf-8", errors="replace"))
+        strings.append(str(view[at : at + length], "utf-8", errors="replace"))
         at += length
     return strings
 

@@ -20,10 +20,12 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
 from dflash_client.errors import ClientError, cancelled_here, not_ready
-from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
+from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, encode, read_response, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
+# A response of this many bytes is read in a thread.
+LARGE_BYTES = 64 * 1024
 # How long the end of a channel is waited for.
 CLOSE_S = 2.0
 # And that of a stream whose request was refused or failed. Triton ends it at once, and where it was cancelled in that
@@ -66,8 +68,8 @@ class GrpcCall(_GrpcCall):
         """Send the request and yield its responses. Raises `ClientError`."""
         stream = self._open()
         try:
-            for message in stream:
-                yield decode(message)
+            for data in stream:
+                yield read_response(data)
         except grpc.RpcError as error:
             raise self._error(error) from error
         except ClientError:
@@ -86,8 +88,8 @@ class AsyncGrpcCall(_GrpcCall):
         """Send the request and yield its responses. Raises `ClientError`."""
         stream = self._open()
         try:
-            async for message in stream:
-                yield await asyncio.to_thread(decode, message) if self._request.may_be_large else decode(message)
+            async for data in stream:
+                yield await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)
         except grpc.RpcError as error:
             raise self._error(error) from error
         except asyncio.CancelledError:
@@ -117,7 +119,8 @@ class _GrpcTransport:
         self._stream_infer = self._channel.unary_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            # As bytes: a large one is read beside the event loop.
+            response_deserializer=None,
         )
 
     def _ask_ready(self, model: str, timeout_s: float) -> Any:

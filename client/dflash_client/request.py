@@ -96,11 +96,6 @@ class Request:
             flags["exclude_input_in_output"] = True
         return flags
 
-    @property
-    def may_be_large(self) -> bool:
-        """Whether its answer comes in one piece, with log-probabilities, which may be megabytes."""
-        return not self.stream and "logprobs" in (self.sampling or "")
-
     def strings(self) -> dict[str, str]:
         """The string inputs that are set."""
         strings = {"text_input": self.text, "messages": self.messages, "sampling_parameters": self.sampling}

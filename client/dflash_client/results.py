@@ -128,13 +128,15 @@ class GenerationResult:
         """Join the deltas of one request."""
         by_index: dict[int, list[Delta]] = {0: []}
         num_input_tokens = 0
-        of_prompt: tuple[TokenLogprobs | None, ...] | None = None
+        of_prompt: list[TokenLogprobs | None] | None = None
         for delta in deltas:
             by_index.setdefault(delta.index, []).append(delta)
             num_input_tokens = delta.num_input_tokens if delta.num_input_tokens is not None else num_input_tokens
             if delta.prompt_logprobs is not None:
-                of_prompt = (*(of_prompt or ()), *delta.prompt_logprobs)
-        return cls(tuple(_joined(by_index[index]) for index in sorted(by_index)), num_input_tokens, of_prompt)
+                of_prompt = of_prompt or []
+                of_prompt += delta.prompt_logprobs
+        completions = tuple(_joined(by_index[index]) for index in sorted(by_index))
+        return cls(completions, num_input_tokens, None if of_prompt is None else tuple(of_prompt))
 
 
 def _joined(deltas: list[Delta]) -> Completion:

@@ -32,6 +32,8 @@ SEPARATOR = "/"
 TOKEN_ID_BYTES = 4
 # Bytes of an entry of the output `steps`, about.
 STEP_BYTES = 14
+# This many log-probabilities of a prompt, about 1 MB, are a response of their own when streaming.
+PROMPT_PIECE = 1 << 14
 
 
 class AddedTokens(NamedTuple):
@@ -248,7 +250,20 @@ class RequestState:
         ]
         asked = parsed.sampling.prompt_logprobs is not None
         self.prompt_logprobs = PromptLogprobsState(tokenizer, logprobs_as_json, prompt) if asked else None
+        self._tokens_a_piece = max(1, PROMPT_PIECE // (1 + (parsed.sampling.prompt_logprobs or 0)))
         self.arrived_at = time.monotonic()
+
+    def parts(self, delta: TokenDelta) -> Iterator[TokenDelta]:
+        """A delta in parts, between which a response should leave where there is output: one, but for the
+        log-probabilities of a long prompt when streaming."""
+        of_prompt, most = delta.prompt_logprobs, self._tokens_a_piece
+        if not self.parsed.stream or len(of_prompt) <= most:
+            yield delta
+            return
+        last = (len(of_prompt) - 1) // most * most
+        for start in range(0, last, most):
+            yield TokenDelta(delta.request_id, [], prompt_logprobs=of_prompt[start : start + most])
+        yield msgspec.structs.replace(delta, prompt_logprobs=of_prompt[last:])
 
     def add(self, delta: TokenDelta) -> AddedTokens:
         """Append new tokens of one completion, by the delta's request id."""
@@ -282,9 +297,11 @@ class RequestState:
 
     @property
     def has_output(self) -> bool:
-        """Whether a response should leave now: at the end, and when streaming as soon as there is new output."""
+        """Whether a response should leave now: at the end, and when streaming as soon as there is new output, or many
+        log-probabilities of the prompt."""
         if self.parsed.stream:
-            return any(completion.has_output for completion in self.completions)
+            of_prompt = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.json)
+            return of_prompt >= self._tokens_a_piece or any(completion.has_output for completion in self.completions)
         return self.finished
 
     @property

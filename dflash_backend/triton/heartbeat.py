@@ -1,4 +1,4 @@
-"""Shows a supervisor of the server that the output thread runs, by the age of a file."""
+"""Shows a supervisor of the server that the output thread runs, by the age of a file, and how many requests it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL_S = 1.0
 
 
 class Heartbeat:
-    """Touches a file about once a second. Owned by one thread."""
+    """Touches a file about once a second, and writes the number of requests into another. Owned by one thread."""
 
     def __init__(self, path: str | None, log: Callable[[str], None]) -> None:
         """Without a `path` nothing is done. `log` is called once if the file cannot be touched."""
@@ -21,7 +21,7 @@ class Heartbeat:
         self._beat_at = float("-inf")
         self._has_failed = False
 
-    def beat(self, now: float) -> None:
+    def beat(self, now: float, num_requests: int = 0) -> None:
         """Touch the file if that is due at `now`, in seconds of a clock that never goes back."""
         if self._path is None or now - self._beat_at < INTERVAL_S:
             return
@@ -31,6 +31,8 @@ class Heartbeat:
                 os.utime(self._path)
             except FileNotFoundError:
                 self._path.touch()
+            # Several processes may share a heartbeat.
+            self._path.with_name(f"{self._path.name}-{os.getpid()}").write_text(str(num_requests), encoding="ascii")
         except OSError as error:
             if not self._has_failed:
                 self._log(f"the heartbeat file {self._path} of {HEARTBEAT_FILE} cannot be touched: {error.strerror}")

@@ -125,8 +125,14 @@ class RunningRequests:
                 # Cancelled or refused, perhaps before all its completions had been sent to the engine.
                 if delta.finish_reason is None:
                     aborted.append(delta.request_id)
-            elif self._add_tokens(request, delta, stopped_at):
+                continue
+            for part in request.state.parts(delta):
+                if request.state.request_id not in self._requests or not self._add_tokens(request, part, stopped_at):
+                    break
                 updated[request.state.request_id] = request
+                if not part.token_ids and part.finish_reason is None:
+                    # Log-probabilities of its prompt alone, which leave as they come where they are many.
+                    self._answer(request)
         if aborted or stopped_at:
             self._engines.send(index, AbortRequests([*aborted, *stopped_at], stopped_at))
         self._reporter.follow(index, outputs)

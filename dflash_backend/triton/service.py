@@ -271,7 +271,7 @@ class TritonService:
             self._publish(outputs)
         self._requests.process(outputs)
         now = time.monotonic()
-        self._heartbeat.beat(now)
+        self._heartbeat.beat(now, len(self._requests))
         self._requests.check_server_memory(now)
         self._requests.check_cancelled(now)
         if outputs or self._requests:

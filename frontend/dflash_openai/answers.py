@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from starlette.responses import Response
 
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
-from dflash_openai.bodies import ITEMS_A_CALL, encoded, in_thread
+from dflash_openai.bodies import ITEMS_A_CALL, PiecesResponse, encoded, in_thread
 from dflash_openai.errors import ApiError, ClientGone, as_event
 from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
@@ -67,11 +66,11 @@ class Answer(ABC):
             for index, completion in enumerate(result.completions):
                 self.usage.num_output_tokens += completion.num_output_tokens
                 self.usage.add_stats(completion.spec_stats)
-                choices.append(msgspec.Raw(encoded(self.choice(prompt, index, completion))))
+                choices.append(encoded(self.choice(prompt, index, completion)))
         answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
         content = encoded(answer | self._metrics())
         self.of_prompts = [None] * len(results)
-        return Response(content, media_type="application/json")
+        return PiecesResponse(content)
 
     async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""

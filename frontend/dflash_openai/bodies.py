@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from dflash_openai.errors import invalid
 from dflash_openai.schemas import Body, decode
@@ -17,7 +20,8 @@ LARGE_BYTES = 64 * 1024
 # Outside of strings: each colon has a key before it, each comma a value. Keys take most of the time, 0.4 us each.
 MAX_KEYS = 50_000
 MAX_VALUES = 500_000
-# A call into C keeps all other threads waiting: this many bytes are searched, and as many items written, in one.
+# A call into C keeps all other threads waiting: this many bytes are searched, joined or sent, and this many items
+# written, in one.
 BYTES_A_CALL = 256 * 1024
 ITEMS_A_CALL = 256
 _ENCODER = msgspec.json.Encoder()
@@ -69,28 +73,63 @@ def _more_outside_strings(body: bytes, sign: bytes, most: int) -> bool:
     return found > most
 
 
-def encoded(value: Any) -> bytes:
+class Pieces(list[bytes]):
+    """JSON in pieces, which are never joined: copying the largest answers would keep all others waiting."""
+
+
+class PiecesResponse(Response):
+    """A response of JSON that is sent piece by piece, with its length; others get on between two of them."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.status_code, self.background, self._pieces = 200, None, pieces
+        self.init_headers({"content-type": "application/json", "content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces."""
+        # They are let go as they are sent.
+        self._pieces.reverse()
+        # The client may leave, which `send` may say before `receive` does.
+        with contextlib.suppress(OSError):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while self._pieces:
+                piece = self._pieces.pop()
+                await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+                await asyncio.sleep(0)
+
+
+def encoded(value: Any) -> Pieces:
     """`value` as JSON, piece by piece, so that other threads get on meanwhile. Objects in its long lists are let go
     when they are written, since letting them go at once would take long as well."""
     parts: list[bytes] = []
     _encode(value, parts)
-    return b"".join(parts)
+    pieces, group, num_bytes = Pieces(), [], 0
+    for part in parts:
+        group.append(part)
+        num_bytes += len(part)
+        if num_bytes >= BYTES_A_CALL:
+            pieces.append(b"".join(group))
+            group, num_bytes = [], 0
+    if group:
+        pieces.append(b"".join(group))
+    return pieces
 
 
 def _encode(value: Any, parts: list[bytes]) -> None:
-    if isinstance(value, dict) and any(isinstance(each, dict | list | tuple) for each in value.values()):
+    if isinstance(value, Pieces):
+        parts.extend(value)
+    elif isinstance(value, dict) and any(isinstance(each, dict | list | tuple) for each in value.values()):
         for position, (name, each) in enumerate(value.items()):
             parts.append((b"," if position else b"{") + _ENCODER.encode(str(name)) + b":")
             _encode(each, parts)
         parts.append(b"}")
-    elif isinstance(value, list | tuple) and len(value) > ITEMS_A_CALL:
+    elif isinstance(value, list | tuple) and len(value) > ITEMS_A_CALL and not isinstance(value[0], Pieces):
         for start in range(0, len(value), ITEMS_A_CALL):
             piece = value[start : start + ITEMS_A_CALL]
             parts.append((b"," if start else b"[") + _ENCODER.encode(piece)[1:-1])
             if isinstance(value, list) and isinstance(piece[-1], dict | list):
                 value[start : start + ITEMS_A_CALL] = [None] * len(piece)
         parts.append(b"]")
-    elif isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
+    elif isinstance(value, list | tuple) and any(isinstance(each, dict | Pieces) for each in value):
         for position, each in enumerate(value):
             parts.append(b"," if position else b"[")
             _encode(each, parts)

@@ -13,6 +13,8 @@ from dflash_openai.triton_pool import ModelDescription
 # As the model sends them: a token of text, and one log-probability with its rank and the token's text.
 BYTES_OF_TOKEN = 4
 BYTES_OF_LOGPROB = 70
+# The model sends a larger answer as it comes: all at once it would keep others waiting while it is read.
+LARGEST_PIECE_BYTES = 1 << 20
 # The parameters of a request, which are sent with each of its prompts.
 MAX_SENT_BYTES = 64 * 2**20
 
@@ -64,6 +66,15 @@ def check_asked(
             "log-probabilities at a time",
             "prompt_logprobs" if terms[0][0] * 2 > num_bytes and of_prompts is not None else "max_tokens",
         )
+
+
+def comes_in_pieces(num_prompt_tokens: int, max_tokens: int, sampling: Mapping[str, Any]) -> bool:
+    """Whether the answer to one prompt may be so large, for its log-probabilities, that it must come in pieces."""
+    num_bytes = 0
+    for name, num_tokens in (("prompt_logprobs", num_prompt_tokens), ("logprobs", max_tokens * sampling.get("n", 1))):
+        if type(of_tokens := sampling.get(name)) is int:
+            num_bytes += num_tokens * (1 + of_tokens) * BYTES_OF_LOGPROB
+    return num_bytes > LARGEST_PIECE_BYTES
 
 
 def check_sent(num_prompts: int, num_bytes: int) -> None:

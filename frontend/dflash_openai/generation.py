@@ -14,7 +14,7 @@ from starlette.types import Receive
 from dflash_client import Delta, GenerationResult
 from dflash_client.errors import Cancelled, ClientError, Unavailable
 from dflash_openai.bodies import in_thread
-from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent
+from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent, comes_in_pieces
 from dflash_openai.errors import ClientGone, from_client_error
 from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
@@ -52,7 +52,12 @@ class Generation:
         request.state.generation = self._record
         headers: dict[str, str] | None = getattr(request.state, "trace_headers", None)
         self._requests = [
-            pool.request(stream, token_ids, {**sampling, "max_tokens": limit}, headers)
+            pool.request(
+                stream or comes_in_pieces(len(token_ids), limit, sampling),
+                token_ids,
+                {**sampling, "max_tokens": limit},
+                headers,
+            )
             for token_ids, limit in zip(prompts, max_tokens, strict=True)
         ]
         self._watcher = asyncio.create_task(self._watch(request.receive))

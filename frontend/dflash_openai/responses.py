@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dflash_client import GenerationResult
 from dflash_openai.answers import respond
-from dflash_openai.bodies import encoded, read_body
+from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import template_messages, template_options
 from dflash_openai.content_logprobs import ContentLogprobs
 from dflash_openai.conversation import Conversation, Draft, prepare
@@ -85,7 +85,7 @@ class ResponseAnswer:
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
         finished, _ = self._finished(completion.finish_reason)
-        return Response(encoded(finished), media_type="application/json")
+        return PiecesResponse(encoded(finished))
 
     async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the response as it begins, its items, and the response as it ended."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +35,14 @@ PROBE_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 REFRESH_S = 5.0
 # As those of `freeze_heap`, but that the collector looks at 50,000 objects at a time and not at 200,000: all requests
-# wait for it.
-GC_THRESHOLDS = (10_000, 5, 200)
+# wait for it. At everything it looks when no large answer is there, or after this many of them.
+GC_THRESHOLDS = (10_000, 5, 10_000)
+LOOKS_AT_YOUNG = 20
+LARGE_ANSWER_BYTES = 2**20
+# Large bodies and answers are read and written in threads, which the event loop waits for as long as each of them keeps
+# the interpreter lock, one after the other: this many threads, and 1 ms for Python's 5.
+NUM_THREADS = 2
+SWITCH_S = 0.001
 
 
 class Model:
@@ -85,6 +93,7 @@ class Frontend:
     async def connect(self) -> None:
         """Ask the servers for the model's description, again and again, and load the tokenizer that it names. It ends
         when it is cancelled."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "dflash-large"))
         while True:
             try:
                 description = await self.pool.describe(PROBE_TIMEOUT_S)
@@ -95,7 +104,14 @@ class Frontend:
             except Exception as error:  # noqa: BLE001 - the front end would never be ready, and nothing would say why
                 self._why_not = f"its description or tokenizer cannot be read ({first_line(error)})"
                 _LOG.exception("the front end cannot take its model; it will try again")
+            self.collect_garbage()
             await asyncio.sleep(RETRY_S if self._model is None else REFRESH_S)
+
+    def collect_garbage(self) -> None:
+        """Look at everything, where there was much since the last time and little is there now."""
+        is_due = gc.get_count()[2] > LOOKS_AT_YOUNG
+        if is_due and all(generation.num_bytes < LARGE_ANSWER_BYTES for generation in self.running):
+            gc.collect()
 
     def stop_taking_requests(self) -> None:
         """Refuse requests from now on; those that run go on."""
@@ -132,6 +148,7 @@ class Frontend:
             before.prompts.close()
         # A request with many small objects would make the collector look at all of this over and over.
         freeze_heap()
+        sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*GC_THRESHOLDS)
 
     def _tokenizer_dir(self, description: ModelDescription) -> Path:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_openai.bodies import encoded, in_thread, read_body
+from dflash_openai.bodies import Pieces, PiecesResponse, encoded, in_thread, read_body
 from dflash_openai.chat import continues, template_messages
 from dflash_openai.errors import invalid
 from dflash_openai.state import Frontend
@@ -51,7 +51,7 @@ async def tokenize(request: Request) -> Response:
         options = body.chat_template_kwargs or {}
         tokens = await model.prompts.from_messages(messages, options, continue_final_message=continues(body))
 
-    def written() -> bytes:
+    def written() -> Pieces:
         return encoded(
             {
                 "count": len(tokens),
@@ -61,8 +61,7 @@ async def tokenize(request: Request) -> Response:
             }
         )
 
-    content = await in_thread(len(tokens) * BYTES_OF_ID, written)
-    return Response(content, media_type="application/json")
+    return PiecesResponse(await in_thread(len(tokens) * BYTES_OF_ID, written))
 
 
 async def detokenize(request: Request) -> Response:

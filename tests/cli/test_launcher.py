@@ -148,6 +148,21 @@ def test_a_stop_cuts_off_a_request_that_outlasts_the_exit_timeout(tmp_path: Path
 
 
 @pytest.mark.server
+@pytest.mark.parametrize(("num_requests", "exit_timeout_s", "least_s", "most_s"), [("0", 30, 2.5, 5), ("1", 5, 5, 12)])
+def test_a_stream_that_triton_keeps_is_not_waited_for_once_the_model_has_no_requests(
+    tmp_path: Path, num_requests: str, exit_timeout_s: int, least_s: float, most_s: float
+) -> None:
+    """What Triton keeps is a stream here that goes on for ever, while the model says how many requests it has."""
+    environ = {"TOY_CANCEL_LOG": str(tmp_path / "log"), "TOY_REQUESTS": num_requests}
+    server = toy_server(environ, exit_timeout_s=exit_timeout_s)
+    with server, DFlashClient(server.grpc_url, timeout_s=30) as client, client.stream("forever") as stream:
+        next(stream)
+        began = time.monotonic()
+        server.stop()
+        assert least_s < time.monotonic() - began < most_s
+
+
+@pytest.mark.server
 def test_a_server_outlives_the_thread_that_started_it() -> None:
     with ExitStack() as stack:
         server = toy_server()

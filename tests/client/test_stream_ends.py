@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -13,6 +14,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client import AsyncDFlashClient, ClientError, DFlashClient, grpc_transport
+from dflash_client.errors import Internal
+from dflash_client.grpc_messages import read_response
 from tests.waiting import eventually
 
 
@@ -41,6 +44,44 @@ def serve(request: pytest.FixtureRequest) -> Iterator[tuple[Refusing, str]]:
     server.start()
     yield service, f"127.0.0.1:{port}"
     server.stop(None).wait(5)
+
+
+class Large(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers with a text of 3 and one of 200,000 bytes."""
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        list(requests)
+        for text in ("abc", "x" * 200_000):
+            answer = service_pb2.ModelStreamInferResponse()
+            answer.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+            answer.infer_response.raw_output_contents.append(len(text).to_bytes(4, "little") + text.encode())
+            yield answer
+
+
+def test_a_large_response_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[int, bool] = {}
+
+    def read(data: bytes) -> Any:
+        threads[len(data) // 100_000] = threading.current_thread() is threading.main_thread()
+        return read_response(data)
+
+    async def ask(address: str) -> list[int]:
+        async with AsyncDFlashClient(address) as client:
+            return [len(delta.text) async for delta in client.stream("Hello")]
+
+    monkeypatch.setattr(grpc_transport, "read_response", read)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Large(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    assert asyncio.run(ask(f"127.0.0.1:{port}")) == [3, 200_000]
+    server.stop(None).wait(5)
+    assert threads == {0: True, 2: False}
+
+
+def test_bytes_that_are_no_response_are_an_error_of_ours() -> None:
+    with pytest.raises(Internal, match="no response of its"):
+        read_response(b"no message")
 
 
 def refused(address: str, with_asyncio: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,10 +25,19 @@ from dflash_client.results import GenerationResult, Logprob
 from dflash_openai import answers, bodies, schemas
 from dflash_openai.answers import let_go
 from dflash_openai.app import create_app
-from dflash_openai.bodies import BYTES_A_CALL, ITEMS_A_CALL, MAX_KEYS, MAX_VALUES, check_parts, encoded
+from dflash_openai.bodies import (
+    BYTES_A_CALL,
+    ITEMS_A_CALL,
+    MAX_KEYS,
+    MAX_VALUES,
+    PiecesResponse,
+    check_parts,
+    encoded,
+)
 from dflash_openai.budget import BYTES_OF_LOGPROB, BYTES_OF_TOKEN, check_asked
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError
+from dflash_openai.state import LARGE_ANSWER_BYTES, LOOKS_AT_YOUNG, NUM_THREADS, SWITCH_S, Frontend
 from dflash_openai.triton_pool import ModelDescription
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
@@ -176,7 +189,104 @@ def test_a_large_body_is_read_and_its_answer_written_in_a_thread(
 )
 def test_an_answer_is_encoded_as_in_one_piece(value: Any) -> None:
     expected = msgspec.json.encode(value)
-    assert encoded(value) == expected
+    # What is written is let go.
+    within = [encoded({"b": 1}), encoded(copy.deepcopy(value))]
+    assert b"".join(encoded({"x": within})) == b'{"x":[{"b":1},' + expected + b"]}"
+    many = [encoded(position) for position in range(2 * ITEMS_A_CALL)]
+    assert b"".join(encoded({"x": many})) == msgspec.json.encode({"x": list(range(2 * ITEMS_A_CALL))})
+    assert b"".join(encoded(value)) == expected
+
+
+def test_a_large_answer_is_sent_in_bounded_pieces_with_its_length_and_others_get_on_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "BYTES_A_CALL", 5000)
+    value = {"a": [{"b": "x" * 90} for _ in range(4 * ITEMS_A_CALL)], "c": ["y" * 90] * 4 * ITEMS_A_CALL}
+    text = msgspec.json.encode(value)
+    sent: list[Any] = []
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answer() -> None:
+        beside = asyncio.create_task(other())
+        await PiecesResponse(encoded(value))({}, cast(Any, None), send)
+        beside.cancel()
+
+    asyncio.run(answer())
+    head, *parts = sent
+    assert (head["status"], dict(head["headers"])[b"content-length"]) == (200, str(len(text)).encode())
+    assert b"".join(part["body"] for part in parts) == text
+    # One call writes so many items.
+    assert max(len(part["body"]) for part in parts) < 5000 + ITEMS_A_CALL * 100
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert turns >= len(parts) - 1 > 5
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "in_pieces"),
+    [
+        ("/v1/completions", {"prompt": [7] * 50, "max_tokens": 2, "prompt_logprobs": 1}, True),
+        ("/v1/completions", {"prompt": [7] * 49, "max_tokens": 2, "prompt_logprobs": 1}, False),
+        ("/v1/completions", {"prompt": [7] * 50, "max_tokens": 2, "logprobs": 1, "echo": True}, True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 50, "logprobs": 1}, True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 25, "logprobs": 1, "n": 2}, True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 49, "logprobs": 1}, False),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 60}, False),
+    ],
+)
+def test_an_answer_that_may_be_large_comes_in_pieces(
+    narrow: tuple[ScriptedPool, TestClient],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    asked: dict[str, Any],
+    in_pieces: bool,
+) -> None:
+    pool, http = narrow
+    monkeypatch.setattr("dflash_openai.budget.LARGEST_PIECE_BYTES", 100 * BYTES_OF_LOGPROB - 1)
+    pool.script = Script(("h",))
+    pool.asked.clear()
+    answer = http.post(path, json=asked)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert [one.stream for one in pool.asked] == [in_pieces]
+
+
+def test_large_work_has_few_threads_which_keep_the_event_loop_waiting_for_a_millisecond_each(
+    narrow: tuple[ScriptedPool, TestClient],
+) -> None:
+    _, http = narrow
+    assert http.portal is not None
+
+    async def threads() -> int:
+        loop = asyncio.get_running_loop()
+        return len(set(await asyncio.gather(*(loop.run_in_executor(None, threading.get_ident) for _ in range(50)))))
+
+    assert http.portal.call(threads) <= NUM_THREADS
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    assert NUM_THREADS * SWITCH_S < 0.01
+
+
+def test_the_collector_looks_at_everything_while_no_large_answer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("gc.collect", lambda: looks.append(1))
+    monkeypatch.setattr("gc.get_count", lambda: (0, 0, LOOKS_AT_YOUNG + 1))
+    frontend = Frontend(FrontendConfig(), Mock())
+    frontend.running.add(Mock(num_bytes=LARGE_ANSWER_BYTES))
+    frontend.collect_garbage()
+    assert looks == []
+    frontend.running.clear()
+    frontend.collect_garbage()
+    assert looks == [1]
+    monkeypatch.setattr("gc.get_count", lambda: (0, 0, LOOKS_AT_YOUNG))
+    frontend.collect_garbage()
+    assert looks == [1]
 
 
 def test_results_are_let_go() -> None:

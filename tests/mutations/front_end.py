@@ -25,10 +25,36 @@ FRONT_END_MUTANTS = (
             "if self.num_bytes > self._max_mb * 1e6:",
             "if False:",
         ),
+        ("completions of one answer do not add up", 'max_tokens * sampling.get("n", 1))', "max_tokens)"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/state.py",
+        (f"{TESTS}/test_budget.py",),
+        ("the collector looks at large answers", "if is_due and all(", "if is_due or all("),
+        (
+            "large work has as many threads as Python likes",
+            "ThreadPoolExecutor(NUM_THREADS, ",
+            "ThreadPoolExecutor(None, ",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/generation.py",
+        (f"{TESTS}/test_budget.py",),
+        (
+            "large answers come in one piece",
+            "stream or comes_in_pieces(len(token_ids), limit, sampling)",
+            "stream",
+        ),
     ),
     *mutants_of(
         f"{FRONTEND}/bodies.py",
         (f"{TESTS}/test_budget.py",),
+        (
+            "a large answer is sent without a pause",
+            '"more_body": bool(self._pieces)})\n                await asyncio.sleep(0)',
+            '"more_body": bool(self._pieces)})',
+        ),
+        ("a large answer is one piece", "if num_bytes >= BYTES_A_CALL:", "if False:"),
         (
             "large bodies are read on the event loop",
             "return await asyncio.to_thread(work) if num_bytes > LARGE_BYTES else work()",

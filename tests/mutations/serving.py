@@ -250,6 +250,22 @@ SERVING_MUTANTS = (
         ("tests/text/test_output.py",),
     ),
     Mutant(
+        "a long prompt's log-probabilities are one response",
+        "dflash_backend/text/output.py",
+        "if not self.parsed.stream or len(of_prompt) <= most:",
+        "if True:",
+        ("tests/text/test_output.py",),
+    ),
+    Mutant(
+        "a stop waits for a stream that Triton keeps",
+        "cli/dflash_cli/launcher/server.py",
+        "if has_stub and time.monotonic() - busy_at > IDLE_EXIT_S:",
+        "if False:",
+        (
+            "tests/cli/test_launcher.py::test_a_stream_that_triton_keeps_is_not_waited_for_once_the_model_has_no_requests",
+        ),
+    ),
+    Mutant(
         "the engine is not told of a cancelled request",
         f"{TRITON}/running_requests.py",
         "self._engines.send(request.placement.engine, AbortRequests(request.state.engine_ids))",
@@ -295,6 +311,11 @@ SERVING_MUTANTS = (
         ("a stream is cancelled as it ends", "ended.wait(END_S)", "pass"),
         ("a stream is cancelled as it ends, with asyncio", "timeout=END_S", "timeout=0"),
         ("a stream that does not end after its error is waited for", "ended.wait(END_S)", "ended.wait()"),
+        (
+            "large responses are read on the event loop",
+            "yield await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)",
+            "yield read_response(data)",
+        ),
     ),
     *mutants_of(
         f"{TRITON}/model_config.py",

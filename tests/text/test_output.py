@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from dflash_backend.messages import FinishReason, RequestStats, SamplingParams, TokenDelta, TokenLogprobs
@@ -16,8 +17,10 @@ NO_FLAGS = ReturnFlags()
 STATS = RequestStats(2, 9, 0, SpecDecodingStats(3, 9, 6, [3, 2, 1]), 0, 0.5)
 
 
-def state(tokenizer: Tokenizer, returns: ReturnFlags = NO_FLAGS, as_json: bool = True, **sampling) -> RequestState:
-    parsed = ParsedRequest(list(b"ab"), SamplingParams(**sampling), False, "", returns)
+def state(
+    tokenizer: Tokenizer, returns: ReturnFlags = NO_FLAGS, as_json: bool = True, stream: bool = False, **sampling
+) -> RequestState:
+    parsed = ParsedRequest(list(b"ab"), SamplingParams(**sampling), stream, "", returns)
     return RequestState("r", parsed, tokenizer, logprobs_as_json=as_json)
 
 
@@ -137,6 +140,30 @@ def test_log_probabilities_of_the_prompt_wait_for_the_next_response(tokenizer: T
     request.clear()
     request.add(delta(b"d"))
     assert request.prompt_logprobs.json == []
+
+
+def test_many_log_probabilities_of_the_prompt_are_responses_of_their_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_backend.text.output.PROMPT_PIECE", 8)
+    entries = [TokenLogprobs([98 + position], [-0.5], [1]) for position in range(10)]
+    whole = msgspec.structs.replace(delta(b"c"), prompt_logprobs=entries)
+    in_one = state(tokenizer, prompt_logprobs=1)
+    assert list(in_one.parts(whole)) == [whole]
+    streamed = state(tokenizer, stream=True, prompt_logprobs=1)
+    sent: list[list[str]] = []
+    for part in streamed.parts(whole):
+        streamed.add(part)
+        assert streamed.has_output
+        assert streamed.prompt_logprobs is not None
+        sent.append(streamed.prompt_logprobs.json)
+        streamed.clear()
+    assert [len(one) for one in sent] == [5, 4, 2]  # null for the first token
+    assert [list(json.loads(text) or {}) for one in sent for text in one] == [[], *([str(98 + i)] for i in range(10))]
+    small = TokenDelta("r", [], prompt_logprobs=entries[:3])
+    assert list(streamed.parts(small)) == [small]
+    streamed.add(small)
+    assert not streamed.has_output
 
 
 def test_only_the_first_completion_is_asked_for_those_of_the_prompt(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,13 @@ def test_the_file_is_made_and_touched_once_an_interval(tmp_path):
     assert file.stat().st_mtime > 1
 
 
+def test_the_number_of_requests_is_beside_it_by_process(tmp_path):
+    heartbeat = Heartbeat(str(tmp_path / "heartbeat"), print)
+    for now, num_requests in ((100.0, 3), (101.0, 0)):
+        heartbeat.beat(now, num_requests)
+        assert (tmp_path / f"heartbeat-{os.getpid()}").read_text() == str(num_requests)
+
+
 def test_without_a_file_nothing_is_done():
     Heartbeat(None, print).beat(100.0)
 

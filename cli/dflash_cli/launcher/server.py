@@ -41,6 +41,9 @@ __all__ = ["GrpcTls", "LauncherError", "TritonServer"]
 EXIT_MARGIN_S = 3.0
 # A server that has not finished loading has no requests to wait for, and does not heed a signal until it has.
 LOADING_EXIT_S = 1.0
+# A server whose models have had no request for so long has nothing to wait for. Triton 2.51 may wait all the same, for
+# a stream that was cancelled in the moment in which it ended (server pull request 8078).
+IDLE_EXIT_S = 2.5
 # Once its models' stubs have ended, a server has sent all answers, but waits for up to two seconds more.
 UNLOADED_EXIT_S = 0.3
 TERMINATE_S = 0.5
@@ -350,13 +353,28 @@ class TritonServer:
                 break
         process.wait(KILL_S)
 
+    def _has_no_requests(self, stub: Process, began: float) -> bool:
+        """Whether a model's process, which writes its number once a second, has said so since the stop began."""
+        file = self.heartbeat.with_name(f"{self.heartbeat.name}-{stub.pid}")
+        try:
+            return file.stat().st_mtime >= began and file.read_text(encoding="ascii") == "0"
+        except OSError:
+            return False
+
     def _wait_for_end(self, process: subprocess.Popen[str], members: set[Process]) -> None:
-        """Until it has ended, or its models have, or the time for requests in flight is over, or there is a hurry."""
+        """Until it has ended, or its models have, or they have no requests, or the time for requests in flight is over,
+        or there is a hurry."""
         patience = self._exit_timeout_s + EXIT_MARGIN_S if self._ready else LOADING_EXIT_S
-        deadline = time.monotonic() + patience
+        began, busy_at = time.time(), time.monotonic()
+        deadline = busy_at + patience
         has_stub = self._ready and bool(named(members, STUB_NAME))
         while process.poll() is None and time.monotonic() < deadline and not self._hurry.is_set():
-            if has_stub and not named(members, STUB_NAME):
+            stubs = named(members, STUB_NAME)
+            if has_stub and not stubs:
                 deadline, has_stub = min(deadline, time.monotonic() + UNLOADED_EXIT_S), False
+            if not all(self._has_no_requests(stub, began) for stub in stubs):
+                busy_at = time.monotonic()
+            if has_stub and time.monotonic() - busy_at > IDLE_EXIT_S:
+                break
             members |= family(process.pid, members)
             time.sleep(POLL_S)

@@ -108,11 +108,14 @@ class TritonPythonModel:
 
 
 def beat(path):
-    """Touch the file over and over, as the project's model does while it lives."""
+    """Touch the file over and over, as the project's model does while it lives, and say how many requests it has."""
     while True:
         with open(path, "w"):
             pass
         os.utime(path)
+        if num_requests := os.environ.get("TOY_REQUESTS"):
+            with open(f"{path}-{os.getpid()}", "w") as file:
+                file.write(num_requests)
         time.sleep(0.2)
 
 
