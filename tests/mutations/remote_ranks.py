@@ -42,7 +42,7 @@ REMOTE_RANK_MUTANTS = (
         (
             "a lost rank is waited for in a sum over the network",
             "if reason := self._lost():\n                    raise SumError(reason)",
-            "if reason := '':",
+            "if reason := '':\n                    raise SumError(reason)",
         ),
         (
             "a sum that is complete when a wait for it gives up has failed",
@@ -52,7 +52,7 @@ REMOTE_RANK_MUTANTS = (
         (
             "a sum that has failed is waited for",
             "if is_completed:",
-            "if False:\n                    raise SumError(reason)",
+            "if False:",
         ),
         ("a lost rank is looked for every few hours", "timedelta(seconds=LOOK_S)", "timedelta(LOOK_S)"),
         ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
