@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "tensor_parallel": (("checks.tensor_parallel",), "200 texts of 2 and 4 ranks are those of one process"),
     "vocabulary": (
-        ("pytest", "-q", "tests/parallel/test_vocabulary_ranks.py", "tests/models/test_vocabulary.py"),
+        ("pytest", "-q", "tests/parallel/test_vocabulary_ranks.py"),
         "a vocabulary split over 2 and 4 ranks, 16 kinds of targets, and hard logits: the text of one process",
     ),
     "tenant_flood": (("checks.tenant_flood",), "short requests beside 500 long prompts of another tenant"),

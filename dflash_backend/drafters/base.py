@@ -13,7 +13,7 @@ from dflash_backend.attention import AttentionBackend, AttentionBatch, Attention
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
-from dflash_backend.models.interface import Choice, PendingLogits, TargetModel
+from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 
 
@@ -194,10 +194,6 @@ class LoadOptions:
 class SampleOps(Protocol):
     """How tokens are chosen. `worker.step_ops` has these operations."""
 
-    on_host: bool
-    """Whether steps run on a CPU. Only there may a token be chosen before all logits are in one process
-    (`PendingLogits`): a GPU's steps gather them."""
-
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]`: int64 `[n]`."""
         ...
@@ -254,10 +250,6 @@ class DraftSampler:
             chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
         confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
         return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)
-
-    def choose_pending(self, logits: PendingLogits, positions: torch.Tensor) -> Drafts:
-        """As `choose`, for logits over the target's vocabulary, on a CPU."""
-        return Drafts(*logits.chosen(Choice(self.temperature, self.seeds, positions, self.wants_confidence)))
 
     def at(self, drafts: torch.Tensor) -> DraftSampler:
         """The sampler of these drafts alone: int64 `[m]`, their indices among all."""

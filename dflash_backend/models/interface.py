@@ -82,42 +82,6 @@ class TargetOutput:
     features: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Which tokens rows with a temperature may have, as of `logits_filter`. top_k: int64 `[n]`, 0 for all. top_p, 1 for
-    all, and min_p, 0 for all: float32 `[n]`."""
-
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How tokens are chosen from `n` rows of logits: by the argmax, or, where `temperature` (float32 `[n]`, 0 for the
-    argmax) is given, with the noise of `seeds` and `positions`, int64 `[n]`. wants_log_odds: whether to say how sure
-    the logits are of them, as `drafters.base.SampleOps.log_odds`, which goes without filters. filters: None where no
-    row has any."""
-
-    temperature: torch.Tensor | None = None
-    seeds: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    wants_log_odds: bool = False
-    filters: Filters | None = None
-
-
-class PendingLogits(Protocol):
-    """Logits `[n, vocab_size]` of which no process has all."""
-
-    def gathered(self) -> torch.Tensor:
-        """All of them, in this process."""
-        ...
-
-    def chosen(self, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The token of each row, int64 `[n]`, and its log-odds where they are asked for, float32 `[n]`."""
-        ...
-
-
 class TargetModel(Protocol):
     """A target decoder."""
 
@@ -148,10 +112,6 @@ class TargetModel(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: `[n, hidden_size]` -> `[n, vocab_size]`."""
         ...
-
-    def pending_logits(self, hidden: torch.Tensor) -> torch.Tensor | PendingLogits:
-        """As `logits`; where ranks share the head, what can be chosen from before all logits are in one place."""
-        return self.logits(hidden)
 
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:

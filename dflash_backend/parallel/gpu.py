@@ -22,8 +22,8 @@ import torch
 from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.heap import freeze_heap
 from dflash_backend.models.peers import Peers, RankLostError
-from dflash_backend.models.vocabulary import Sums
 from dflash_backend.parallel.target import Follower
+from dflash_backend.parallel.vocabulary import Sums
 from dflash_backend.worker.graphs import every_kernel, no_collection
 from dflash_backend.worker.memory import MemoryProbe, MemoryUse
 

@@ -30,7 +30,7 @@ CAUSE_S = 1.0
 
 
 class Reduce(Protocol):
-    """As `models.vocabulary.Sums`. num_bytes: of all terms that this rank has given."""
+    """As `parallel.vocabulary.Sums`. num_bytes: of all terms that this rank has given."""
 
     num_bytes: int
 

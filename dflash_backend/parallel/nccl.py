@@ -256,7 +256,7 @@ class GpuSum:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `models.vocabulary.Sums.gather`."""
+        """As `parallel.vocabulary.Sums.gather`."""
         self.num_bytes += x.nbytes
         found = self._gathered(x.contiguous())
         return list(found) if self._shard.rank == 0 else []

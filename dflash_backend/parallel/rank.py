@@ -24,12 +24,12 @@ from dflash_backend.device import num_rank_threads, prepare_gpu
 from dflash_backend.heap import keep_step_buffers
 from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.models.recurrent_state import StatePool
-from dflash_backend.models.vocabulary import Sums
 from dflash_backend.parallel.gpu import CudaCapture, DeviceMessages, GpuFollower
 from dflash_backend.parallel.links import BEAT_S, CAUSE_S, Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum, load_nccl
 from dflash_backend.parallel.sums import SharedSum
 from dflash_backend.parallel.target import Follower, load_shard, vocabulary_part
+from dflash_backend.parallel.vocabulary import Sums
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory

@@ -80,7 +80,7 @@ class SharedSum(PiecewiseSum):
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `models.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
+        """As `parallel.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
         self.num_bytes += x.nbytes
         flat, step = x.contiguous().view(-1), SLOT_BYTES // x.element_size()
         found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
@@ -215,7 +215,7 @@ class NetworkSum(PiecewiseSum):
             raise SumError(f"the ranks did not find each other within {JOIN_S:g} s: {error}") from error
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `models.vocabulary.Sums.gather`. Raises `SumError` when a rank is lost."""
+        """As `parallel.vocabulary.Sums.gather`. Raises `SumError` when a rank is lost."""
         assert self._group is not None, "join comes first"
         self.num_bytes += x.nbytes
         given = x.contiguous().view(-1).view(torch.uint8)

@@ -22,15 +22,15 @@ from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weig
 from dflash_backend.models.decoder import TargetWeights, is_unused, read_weights, target_of
 from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4LayerWeights, Gemma4Weights
 from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
-from dflash_backend.models.interface import PagedContext, PendingLogits, TargetModel, TargetOutput
+from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import Mlp
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.peers import ALONE, Peers, RankLostError
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
-from dflash_backend.models.vocabulary import HeadPass, Lookup, SlicedHead, SlicedLogits, Sums, VocabularyPart
 from dflash_backend.parallel.shard import EMBEDDING, Shard, SlicedSource
+from dflash_backend.parallel.vocabulary import HeadPass, Lookup, SlicedHead, Sums, VocabularyPart, gathered_logits
 
 T = TypeVar("T")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -255,14 +255,13 @@ class OtherRanks(Protocol):
 
 
 class SharedVocabulary:
-    """Embedding and head over all ranks, as rank 0 has them: `models.vocabulary.Ranks`."""
+    """Embedding and head over all ranks, as rank 0 has them: `parallel.vocabulary.Ranks`."""
 
     def __init__(self, part: VocabularyPart, ranks: OtherRanks) -> None:
         """part: rank 0's."""
         self._part = part
         self._ranks = ranks
         self.slices = part.slices
-        self.num_gathers = 0
 
     def look_up(self, task: Lookup) -> torch.Tensor:
         return self._together(task, lambda: self._part.rows(task))
@@ -307,12 +306,7 @@ class SharedTarget(TargetModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:
             return self.local.logits(hidden)
-        return SlicedLogits(self._vocabulary, hidden, of_target=True).gathered()
-
-    def pending_logits(self, hidden: torch.Tensor) -> torch.Tensor | PendingLogits:
-        if self._vocabulary is None:
-            return self.local.logits(hidden)
-        return SlicedLogits(self._vocabulary, hidden, of_target=True)
+        return gathered_logits(self._vocabulary, hidden, of_target=True)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

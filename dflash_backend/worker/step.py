@@ -17,7 +17,7 @@ import torch
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.error_text import first_line
-from dflash_backend.models.interface import PagedContext, PendingLogits, TargetModel
+from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.grammars import StepGrammars
@@ -43,7 +43,7 @@ class Forwarded:
     inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
-    logits: torch.Tensor | PendingLogits | None
+    logits: torch.Tensor | None
     timestamps: torch.Tensor
     states: StateRows | None = None
 
@@ -220,14 +220,13 @@ class ModelStep:
         hidden = output.hidden
         if prompt_logprobs is not None:
             prompt_logprobs.compute(hidden, self.target, self.state.tokens)
-        logits: torch.Tensor | PendingLogits | None = None
+        logits = None
         if inputs.traits.chooses:
             if inputs.logits_token is not None:
                 hidden = hidden.index_select(0, inputs.logits_token)
+            logits = self.target.logits(hidden)
             if processors is not None:
-                logits = processors.apply(self.target.logits(hidden), self.ops)
-            else:
-                logits = self.target.pending_logits(hidden) if self.ops.on_host else self.target.logits(hidden)
+                logits = processors.apply(logits, self.ops)
         return Forwarded(inputs, prepared, output.features, logits, timestamps, states)
 
     def _states(self, inputs: StepInputs, prepared: Prepared, guard: WriteGuard | None) -> StateRows | None:
@@ -247,10 +246,7 @@ class ModelStep:
         inputs, prepared, logits = forwarded.inputs, forwarded.prepared, forwarded.logits
         if logits is None:
             target_tokens = torch.zeros(len(inputs.logits_row), dtype=torch.int64, device=self.device)
-        elif not isinstance(logits, torch.Tensor) and grammars is None:
-            target_tokens = self.ops.pending_tokens(logits, inputs, prepared, self.state)
         else:
-            logits = logits if isinstance(logits, torch.Tensor) else logits.gathered()
             if grammars is not None and (masks := grammars.masks()) is not None:
                 self.ops.apply_token_bitmask(logits, *masks)
             target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)

@@ -17,7 +17,7 @@ import torch
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
-from dflash_backend.models.interface import Choice, Filters, PendingLogits, WindowSlots
+from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.batch import (
     DeviceBatch,
     DraftingRow,
@@ -133,32 +133,12 @@ class DeviceStepOps:
         temperature, filters and noise for the token's position; the argmax for a greedy request."""
         if not inputs.traits.sampled:
             return self.argmax(logits)
-        positions = self._decided_positions(inputs, prepared)
-        return self.chosen_tokens(logits, self._logits_req_idx(inputs), positions, state, sampled=True)
-
-    @staticmethod
-    def _decided_positions(inputs: StepInputs, prepared: Prepared) -> torch.Tensor:
-        """The position that each row of logits decides: after position p, p + 1."""
+        # After position p a row of logits decides p + 1.
         positions = prepared.positions + 1
-        return positions if inputs.logits_token is None else positions.index_select(0, inputs.logits_token)
-
-    @staticmethod
-    def _logits_req_idx(inputs: StepInputs) -> torch.Tensor:
-        """The request of each row of logits."""
-        return inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
-
-    def pending_tokens(
-        self, logits: PendingLogits, inputs: StepInputs, prepared: Prepared, state: StateTensors
-    ) -> torch.Tensor:
-        """As `target_tokens`, on a CPU, for logits that are in one place only where that is needed."""
-        if not inputs.traits.sampled:
-            return logits.chosen(Choice())[0]
-        sampling = state.sampling_tensors(self._logits_req_idx(inputs))
-        filters = None
-        if logits_filter.any_filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p):
-            filters = Filters(sampling.top_k, sampling.top_p, sampling.min_p)
-        positions = self._decided_positions(inputs, prepared)
-        return logits.chosen(Choice(sampling.temperature, sampling.seeds, positions, filters=filters))[0]
+        if inputs.logits_token is not None:
+            positions = positions.index_select(0, inputs.logits_token)
+        req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
+        return self.chosen_tokens(logits, req_idx, positions, state, sampled=True)
 
     def chosen_tokens(
         self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool

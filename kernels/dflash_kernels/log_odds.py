@@ -27,16 +27,11 @@ def log_odds_reference(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.T
     num_rows = max(1, PART_BYTES // (4 * logits.shape[1]))
     parts = zip(logits.split(num_rows), token_ids.split(num_rows), strict=True)
     surprisal = torch.cat([-part.float().log_softmax(dim=-1).gather(1, ids[:, None])[:, 0] for part, ids in parts])
-    return log_odds_of_surprisal(surprisal.cpu()).to(logits.device)
-
-
-def log_odds_of_surprisal(surprisal: torch.Tensor) -> torch.Tensor:
-    """As `log_odds_reference`, float32 `[n]`, for -log(p), `[n]` on the host."""
     # In numpy, whose calls cost less: these arrays are small.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        log_odds = -np.log(np.expm1(np.maximum(surprisal.numpy(), 0)))
+        log_odds = -np.log(np.expm1(np.maximum(surprisal.cpu().numpy(), 0)))
     log_odds = np.where(np.isnan(log_odds), -MAX_LOG_ODDS, log_odds).clip(-MAX_LOG_ODDS, MAX_LOG_ODDS)
-    return torch.from_numpy(log_odds.astype(np.float32))
+    return torch.from_numpy(log_odds.astype(np.float32)).to(logits.device)
 
 
 if triton is not None:

@@ -23,11 +23,6 @@ TILE = 8192
 WARPS = 16
 
 
-def any_filters(temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> bool:
-    """Whether `lowest_kept_reference` leaves out any logit of any row, by the same arguments on the host."""
-    return bool(((temperature > 0.0) & ((min_p > 0.0) | (top_k > 0) | (top_p < 1.0))).any())
-
-
 def lowest_kept_reference(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor | None:
@@ -60,7 +55,7 @@ def _by_rank(
     kth = ordered.gather(1, top_k.clamp(1, logits.shape[1])[:, None] - 1).squeeze(1)
     lowest = torch.where(top_k > 0, torch.maximum(lowest, kth), lowest)
     kept = ordered.masked_fill(ordered < lowest[:, None], float("-inf"))
-    # In float64: ranks that have a part of the logits each add in another order (`models/filtered_choice.py`).
+    # In float64, so that the order of a sum does not move the cut.
     above = (kept / temperature[:, None]).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1).roll(1, dims=-1)
     above[:, 0] = -1.0  # the most likely token is kept, also by a p that is 0 in float32
     last = kept.masked_fill(above >= top_p[:, None], float("inf")).amin(dim=-1)

@@ -64,28 +64,6 @@ def sample_reference(
     return torch.cat([argmax_reference(part.add_(gumbel_reference(seed, at, ids))) for part, seed, at in parts])
 
 
-def scored_sample_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    token_ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `sample_reference` chooses in each row, its score, float32 `[n]`, and its column, int64 `[n]`: so that the
-    best of several slices of a vocabulary can be told. temperature: None for the argmax of all rows. token_ids: the ids
-    of the slice's columns."""
-    values = logits.float()
-    if temperature is None or seeds is None or positions is None:
-        columns = argmax_reference(values)
-        return values.gather(1, columns[:, None])[:, 0], columns
-    columns = sample_reference(values, temperature, seeds, positions, token_ids=token_ids)
-    scores = values.gather(1, columns[:, None])[:, 0]
-    sampled = temperature.nonzero()[:, 0]
-    noise = gumbel_reference(seeds[sampled], positions[sampled], token_ids[columns[sampled], None])[:, 0]
-    scores[sampled] = scores[sampled] / temperature[sampled] + noise
-    return scores, columns
-
-
 if triton is not None:
     # A view of positions may begin at any of them.
     @cached_launches

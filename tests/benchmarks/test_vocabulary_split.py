@@ -15,8 +15,7 @@ def test_it_prints_what_a_rank_holds_and_what_a_step_sends(capsys: pytest.Captur
     kib = {row[3]: [float(each.replace(",", "")) for each in row[4:6]] for row in rows}
     for row in rows:
         assert int(row[2]) * 2 == int(row[1]) == 8
-    # Each rank has 2,050 logits for each of four rows. Of random weights top-p alone keeps more than a few: they are
-    # gathered.
-    for name, (before, after) in kib.items():
-        assert (after - before > 4 * 2050 * 4 / 1024 * 0.9) == (name == "top-p")
+    # Each rank gives its 2,050 logits for each of four rows.
+    for before, after in kib.values():
+        assert after - before > 4 * 2050 * 4 / 1024 * 0.9
         assert all(float(each) > 0 for each in rows[0][6:])

@@ -151,7 +151,7 @@ DRAFTERS_MUTANTS = (
     ),
     Mutant(
         "ranks give a drafter scaled rows whatever it asks for",
-        "dflash_backend/models/vocabulary.py",
+        "dflash_backend/parallel/vocabulary.py",
         "self._target.embed(task.token_ids, task.scaled)",
         "self._target.embed(task.token_ids)",
         ("tests/parallel/test_shards.py::test_ranks_give_a_drafter_the_rows_that_it_asks_for",),
@@ -162,13 +162,6 @@ DRAFTERS_MUTANTS = (
         "is not None and self._has_drafter():",
         "is not None and not self._has_drafter():",
         ("tests/triton/test_reporter.py::test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log",),
-    ),
-    Mutant(
-        "a GPU's drafts are chosen slice by slice",
-        DRAFTER,
-        "isinstance(head, SlicedHead) and sampler.ops.on_host",
-        "isinstance(head, SlicedHead)",
-        ("tests/parallel/test_vocabulary_ranks.py::test_the_steps_of_a_gpu_gather_the_logits",),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/tensor_names.py",

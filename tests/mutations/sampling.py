@@ -14,8 +14,8 @@ SAMPLING_MUTANTS = (
     Mutant(
         "all drafts of a row are compared with samples of one noise",
         STEP_OPS_FILE,
-        "else positions.index_select(0, inputs.logits_token)",
-        "else positions[inputs.logits_token.min()].expand(len(inputs.logits_token))",
+        "positions = positions.index_select(0, inputs.logits_token)",
+        "positions = positions[inputs.logits_token.min()].expand(len(inputs.logits_token))",
         STEP_OPS,
     ),
     Mutant(

@@ -18,13 +18,13 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
-from dflash_backend.models.vocabulary import Sums
 from dflash_backend.parallel import rank
 from dflash_backend.parallel.channel import HEARTBEAT_MS
 from dflash_backend.parallel.links import NETWORK_SILENCE_S, RankSetup, RemoteRank, packed
 from dflash_backend.parallel.remote import RemoteRanks
 from dflash_backend.parallel.sums import NetworkSum
 from dflash_backend.parallel.target import Follower
+from dflash_backend.parallel.vocabulary import Sums
 from tests.parallel import rank_forks
 from tests.parallel.rank_forks import ForkLauncher, PausedStep
 from tests.parallel.test_ranks import (

@@ -22,9 +22,9 @@ from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.gemma4 import Gemma4Target
 from dflash_backend.models.interface import TargetModel, TargetOutput
-from dflash_backend.models.vocabulary import Lookup, VocabularyPart
 from dflash_backend.parallel.shard import Shard, unsupported
 from dflash_backend.parallel.target import load_shard
+from dflash_backend.parallel.vocabulary import Lookup, VocabularyPart
 from tests.models.test_text_parts import stack_experts
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.paged import block_tables, caches, context, noisy_pool
@@ -400,3 +400,10 @@ def test_what_cannot_be_shared_is_named(
 def test_groups_of_mxfp4_are_not_split(tmp_path: Path) -> None:
     make_mxfp4_target(tmp_path)
     assert "the 3 MXFP4 groups of an expert are no multiple" in str(unsupported(read_target(tmp_path), 2))
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(97, 2), (97, 4), (8, 4), (4, 4), (151_936, 3)])
+def test_slices_hold_each_token_once(vocab_size: int, size: int) -> None:
+    found = [Shard(rank, size, True).vocabulary(vocab_size) for rank in range(size)]
+    assert [token for each in found for token in each] == list(range(vocab_size))
+    assert max(map(len, found)) - min(map(len, found)) <= 1

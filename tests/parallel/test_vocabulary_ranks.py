@@ -16,9 +16,9 @@ from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.models.vocabulary import HeadPass, SlicedHead
 from dflash_backend.parallel.group import vocabulary_bytes
 from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.vocabulary import SlicedHead
 from tests.batch_invariance import differing, random_prompts, run
 from tests.drafters.drafts import make_dspark, make_eagle3
 from tests.parallel.rank_forks import fork_ranks, over_the_network
@@ -28,7 +28,6 @@ from tests.parallel.test_ranks import (
     SETTINGS,
     assert_same_texts,
     end,
-    group,
     in_turn,
     mixed_texts,
 )
@@ -43,7 +42,7 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 4, "top_k": 9, "top_p": 0.9},
     {"temperature": 1.0, "seed": 5, "min_p": 0.05},
 ]
-# What needs logits of the whole vocabulary in one place.
+# What goes by other paths than `sample`.
 SPECIAL: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
     {"temperature": 1.0, "seed": 6, "logit_bias": {5: 3.0}, "prompt_logprobs": 1},
@@ -62,20 +61,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_pair(tmp_path_factory.mktemp("models"), {"tie_word_embeddings": False})
 
 
-def head_passes(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> list[HeadPass]:
-    """What becomes of the head from now on, as it is sent."""
-    ranks, passes = group(built), []
-    send = ranks.send
-
-    def kept(step: Any) -> None:
-        if isinstance(step, HeadPass):
-            passes.append(step)
-        send(step)
-
-    monkeypatch.setattr(ranks, "send", kept)
-    return passes
-
-
 def compare(models: dict[str, Any], size: int, *samplings: dict[str, Any], **settings: Any) -> None:
     """`size` ranks give the text of one process."""
     alone, shared = (engine(**models, **(SETTINGS | settings), **of) for of in ({}, {"tensor_parallel_size": size}))
@@ -90,8 +75,8 @@ def compare(models: dict[str, Any], size: int, *samplings: dict[str, Any], **set
 
 
 def rounds(samplings: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What the prompts ask for, again and again: as many unlike things as there are prompts, those that need all logits
-    apart from the others but for one; by night each of them alone as well."""
+    """What the prompts ask for, again and again: as many unlike things as there are prompts, the special ones apart
+    from the others but for one; by night each of them alone as well."""
     plain = [each for each in samplings if each not in SPECIAL]
     special = [each for each in samplings if each in SPECIAL]
     found = [plain, [*special, *plain[:1]]] if special else [plain]
@@ -130,31 +115,17 @@ def test_other_families_split_theirs(tmp_path: Path, architecture: str, size: in
 
 
 @pytest.mark.parametrize("dtype", [by_night("float32"), "bfloat16"])
-def test_text_depends_neither_on_the_batch_nor_on_what_is_gathered(
-    pair: dict[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `batch_invariant` each rank's slice of the logits has the same bits in any batch, and the few logits of a
-    filtered row choose what all do."""
+def test_text_does_not_depend_on_the_batch(pair: dict[str, str], dtype: str) -> None:
+    """With `batch_invariant` each rank's slice of the logits has the same bits in any batch."""
     settings: dict[str, Any] = SETTINGS | {"dtype": dtype, "batch_invariant": True, "enable_prefix_caching": False}
     built = engine(**pair, **settings, tensor_parallel_size=2)
-    target = built.runner.step.target
-    assert isinstance(target, SharedTarget)
     prompts = random_prompts(5, VOCAB_SIZE, longest=60)
-    passes = head_passes(built, monkeypatch)
     by_sum = {"temperature": 1.0, "seed": 8, "top_p": 0.9}
     for number, sampling in enumerate((by_sum, FILTERED[0]) if SCALE >= 4 else (by_sum,)):
-        together = run(built, prompts, f"together{number} ", **sampling)[0]
-        assert any(each.of_target and each.choice is not None for each in passes)
-        passes.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(SharedTarget, "pending_logits", SharedTarget.logits)
-            alone = run(built, prompts[:1], f"alone{number} ", **sampling, num_speculative_tokens=0)
-            of_all = run(built, prompts, f"gathered{number} ", **sampling)
-        assert all(each.choice is None for each in passes if each.of_target)
-        passes.clear()
-        assert differing(alone[1], of_all[1]) == 0
-        assert together == of_all[0]
-        assert alone[0]["0"] == together["0"]
+        together = run(built, prompts, f"together{number} ", **sampling)
+        alone = run(built, prompts[:1], f"alone{number} ", **sampling, num_speculative_tokens=0)
+        assert differing(alone[1], together[1]) == 0
+        assert alone[0]["0"] == together[0]["0"]
     end(built)
 
 
@@ -185,45 +156,20 @@ def test_drafts_are_those_that_one_process_proposes(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["dflash", *map(by_night, ("dspark without heads", "eagle3"))])
-def test_the_steps_of_a_gpu_gather_the_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter's too: what is chosen from a slice of the vocabulary is chosen by the operations of a CPU."""
+def test_the_steps_of_a_gpu_give_the_text_of_one(name: str, tmp_path: Path) -> None:
     models = make_pair(tmp_path, {"tie_word_embeddings": False})
     if name == "eagle3":
         make_eagle3(tmp_path / "d", head=False)
     elif name != "dflash":
         make_dspark(tmp_path / "d", rank=0, confidence=False)
     alone, shared = engine(**models, **SETTINGS), engine(**models, **SETTINGS, tensor_parallel_size=2)
-    steps = on_device_runner(shared)
-    passes = head_passes(shared, monkeypatch)
-    assert_same_texts(steps, alone, (GREEDY, SAMPLED))
-    assert {each.of_target for each in passes} == ({False, True} if name != "eagle3" else {True})
-    assert all(each.choice is None for each in passes)
+    assert_same_texts(on_device_runner(shared), alone, (GREEDY, SAMPLED))
     end(shared)
 
 
 def test_ranks_over_the_network_split_it_too(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     over_the_network(monkeypatch)
     compare(pair, 2, SAMPLED, FILTERED[0], **RAY)
-
-
-def few_texts(built: BuiltEngine, sampling: dict[str, Any]) -> None:
-    outputs_of(built, PROMPTS[:2], [{"max_tokens": 6, **sampling}] * 2)
-
-
-def test_only_what_needs_all_logits_gathers_them(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    built = engine(**pair, **SETTINGS, tensor_parallel_size=2)
-    passes = head_passes(built, monkeypatch)
-    for sampling in (GREEDY, SAMPLED, *FILTERED, {"temperature": 0.0, "top_k": 5}):
-        few_texts(built, sampling)
-        assert {each.of_target for each in passes} == {False, True}
-        assert all(each.choice is not None for each in passes)
-        passes.clear()
-    for sampling in SPECIAL:
-        few_texts(built, sampling)
-        assert any(each.choice is None for each in passes if each.of_target)
-        assert all(each.choice is not None for each in passes if not each.of_target)
-        passes.clear()
-    end(built)
 
 
 def test_log_probabilities_are_those_of_one_process(pair: dict[str, str]) -> None:

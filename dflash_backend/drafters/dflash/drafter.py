@@ -26,7 +26,6 @@ from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.drafters.vocabulary import is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.models.vocabulary import SlicedHead
 
 
 class DFlashDrafter(Drafter[DFlashSpec]):
@@ -89,11 +88,8 @@ class DFlashDrafter(Drafter[DFlashSpec]):
 
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
-        hidden, head = queries.of_drafts(outputs), self.lm_head
-        if isinstance(head, SlicedHead) and sampler.ops.on_host:
-            logits = head.logits(hidden, partial(formed, self.model.spec.logits))
-            return sampler.choose_pending(logits, queries.draft_positions())
-        return sampler.choose(self._head(hidden), queries.draft_positions(), self.model.id_map)
+        logits = self._head(queries.of_drafts(outputs))
+        return sampler.choose(logits, queries.draft_positions(), self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
