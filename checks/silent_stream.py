@@ -27,6 +27,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "stream": True},
     "/v1/completions": {"prompt": "a", "stream": True},
     "/v1/responses": {"input": "a", "stream": True},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": True},
 }
 
 
@@ -85,7 +86,7 @@ async def read(port: int, path: str) -> str:
 
 def is_whole(text: str) -> bool:
     """Whether a stream has reached its end."""
-    return text.endswith("data: [DONE]\n\n") or "event: response.completed" in text
+    return text.endswith("data: [DONE]\n\n") or "event: response.completed" in text or "event: message_stop" in text
 
 
 def run(silent_s: float, read_timeout_s: float, ping_interval_s: float) -> dict[str, tuple[bool, int, float]]:
@@ -94,7 +95,7 @@ def run(silent_s: float, read_timeout_s: float, ping_interval_s: float) -> dict[
     async def one(port: int, path: str) -> tuple[bool, int, float]:
         began = time.monotonic()
         text = await read(port, path)
-        return is_whole(text), text.count(": ping\n\n"), time.monotonic() - began
+        return is_whole(text), text.count(": ping\n"), time.monotonic() - began
 
     async def all_of(port: int) -> dict[str, tuple[bool, int, float]]:
         async with proxy(port, read_timeout_s) as through:

@@ -16,7 +16,7 @@ from dflash_openai.bodies import ITEMS_A_CALL, PiecesResponse, encoded, in_threa
 from dflash_openai.errors import ApiError, ClientGone, as_event
 from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
-from dflash_openai.sse import DONE, EventStream, event
+from dflash_openai.sse import DONE, PING, EventStream, event
 from dflash_openai.usage import UsageCounter
 
 # A stream begins after so long without its first delta: until then an error has a status of its own.
@@ -26,6 +26,7 @@ FIRST_WAIT_S = 3.0
 class Answer(ABC):
     """The JSON of one answer. Subclasses write the choices."""
 
+    ping = PING
     id_prefix: str
     object: str
     chunk_object: str
@@ -108,7 +109,9 @@ class Answer(ABC):
 
 
 class Writer(Protocol):
-    """Writes the answer of a generation."""
+    """Writes the answer of a generation. `ping`: what a stream sends that has nothing else to send."""
+
+    ping: bytes
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """In one piece."""
@@ -147,7 +150,7 @@ async def respond(answer: Writer, generation: Generation, stream: bool, ping_s: 
             return await in_thread(generation.num_bytes, whole)
         begun = await generation.begin(min(FIRST_WAIT_S, ping_s / 3) if ping_s else None)
         streaming = True
-        return EventStream(answer.events(generation.items()), generation.aclose, ping_s, ping_first=not begun)
+        return EventStream(answer.events(generation.items()), generation.aclose, ping_s, not begun, answer.ping)
     finally:
         if not streaming:
             await generation.aclose()

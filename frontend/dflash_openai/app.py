@@ -16,6 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_backend.text.prompt_size import InputError
+from dflash_openai.anthropic_errors import AnthropicErrorsMiddleware
+from dflash_openai.anthropic_messages import count_tokens, create_message
 from dflash_openai.chat import create_chat_completion
 from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
@@ -52,6 +54,8 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/completions", create_completion, methods=["POST"]),
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health", live),
@@ -68,6 +72,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         routes=routes,
         middleware=[
             Middleware(TrailingSlashMiddleware),
+            Middleware(AnthropicErrorsMiddleware),
             Middleware(MetricsMiddleware, metrics=metrics),
             *config.security.middleware(),
             *_telemetry(config),

@@ -45,6 +45,11 @@ class MessageReader:
                 self._called = event.complete
         return [event for event in events if self._include_reasoning or not isinstance(event, ReasoningDelta)]
 
+    @property
+    def called(self) -> bool:
+        """Whether the answer has calls, the last of which is complete."""
+        return self._called is True
+
     def deltas(self, text: str, finished: bool) -> Iterator[dict[str, Any]]:
         """The same as the fields of OpenAI's deltas, which a client joins to the whole message."""
         for event in self.events(text, finished):

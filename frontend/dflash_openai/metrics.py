@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash_openai.sse import PING
+from dflash_openai.sse import PINGS
 
 FETCH_TIMEOUT_S = 2.0
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -112,7 +112,7 @@ class MetricsMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 waits_for_event = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
-            elif waits_for_event and not message.get("body", b"").startswith(PING):
+            elif waits_for_event and not message.get("body", b"").startswith(PINGS):
                 waits_for_event = False
                 metrics.first_event(path, time.monotonic() - began)
             await send(message)

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_openai.anthropic_request import CountTokensRequest, MessagesRequest
 from dflash_openai.responses_schemas import ResponsesRequest
 from dflash_openai.schemas import ChatRequest, CompletionRequest
 from dflash_openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -16,6 +17,8 @@ from dflash_openai.tokenize import DetokenizeRequest, TokenizeRequest
 BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer messages"),
     "/v1/responses": (ResponsesRequest, "Answer an input, of which nothing is kept"),
+    "/v1/messages": (MessagesRequest, "Answer messages, as Anthropic's API does"),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Count the tokens of messages"),
     "/v1/completions": (CompletionRequest, "Complete one or more prompts"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),

@@ -24,7 +24,7 @@ from dflash_openai.response_items import Fields, ResponseItems
 from dflash_openai.responses_schemas import ResponsesRequest, as_chat, tools_of
 from dflash_openai.sampling import max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest
-from dflash_openai.sse import named_event
+from dflash_openai.sse import PING, named_event
 from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
 from dflash_openai.usage import UsageCounter
@@ -56,6 +56,8 @@ async def create_response(request: Request) -> Response:
 
 class ResponseAnswer:
     """The JSON of one response, in one piece or as events."""
+
+    ping = PING
 
     def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
         self._reader = MessageReader(asked.parser(), body.include_reasoning is not False, asked.use)

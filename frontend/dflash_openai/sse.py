@@ -13,6 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 # A comment, which readers of events skip.
 PING = b": ping\n\n"
+# What begins a part of a stream that says nothing of its answer.
+PINGS = (PING, b"event: ping\n")
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -27,7 +29,7 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """A response that sends events as they come, and a comment whenever it has sent nothing for `ping_s` (0: none), so
+    """A response that sends events as they come, and `ping` whenever it has sent nothing for `ping_s` (0: none), so
     that no proxy takes it for dead. `close` is called at its end, however that comes."""
 
     def __init__(
@@ -36,9 +38,11 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         ping_s: float = 0.0,
         ping_first: bool = False,
+        ping: bytes = PING,
     ) -> None:
         """ping_first: there is no event yet. A server may hold the headers back until something follows them."""
         self._events, self._close, self._ping_s, self._ping_first = events, close, ping_s, ping_first
+        self._ping = ping
         self.status_code, self.background = 200, None
         self.init_headers(
             {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -46,11 +50,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        sender = _PingingSend(send, self._ping_s)
+        sender = _PingingSend(send, self._ping_s, self._ping)
         try:
             await sender.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if self._ping_first:
-                await sender.send(_body(PING))
+                await sender.send(_body(self._ping))
             async for data in self._events:
                 await sender.send(_body(data))
             await sender.send(_body(b"", more=False))
@@ -76,8 +80,8 @@ def _body(data: bytes, more: bool = True) -> Message:
 class _PingingSend:
     """Sends the parts of one stream for the task that made it, and pings between them. One timer serves all parts."""
 
-    def __init__(self, send: Send, ping_s: float) -> None:
-        self._send, self._ping_s = send, ping_s
+    def __init__(self, send: Send, ping_s: float, ping: bytes) -> None:
+        self._send, self._ping_s, self._data = send, ping_s, ping
         self._loop = asyncio.get_running_loop()
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.failure: BaseException | None = None
@@ -102,7 +106,7 @@ class _PingingSend:
 
     async def _send_ping(self) -> None:
         try:
-            await self._send(_body(PING))
+            await self._send(_body(self._data))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the stream's
             self.failure = error
             self.task.cancel()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
 }
 PROVIDER = "dflash"

@@ -159,7 +159,7 @@ def test_the_version_is_that_of_the_package(http: TestClient) -> None:
 
 def test_metrics_count_requests_by_path_and_status(http: TestClient) -> None:
     http.post("/v1/completions", json={"prompt": "a", "stream": True})
-    http.post("/v1/completions", json={"prompt": "a", "wrong": 1})
+    http.post("/v1/completions", json={"prompt": "a", "temperature": "warm"})
     http.get("/v1/made-up")
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
     counted = {

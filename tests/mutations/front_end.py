@@ -78,7 +78,7 @@ FRONT_END_MUTANTS = (
     *mutants_of(
         f"{FRONTEND}/metrics.py",
         (f"{TESTS}/test_keep_alive.py",),
-        ("a comment counts as a first event", 'and not message.get("body", b"").startswith(PING)', ""),
+        ("a comment counts as a first event", 'and not message.get("body", b"").startswith(PINGS)', ""),
     ),
     *mutants_of(
         f"{FRONTEND}/schemas.py",
@@ -102,6 +102,30 @@ FRONT_END_MUTANTS = (
         f"{FRONTEND}/tools.py",
         (f"{TESTS}/test_agents.py",),
         ("tools that a server runs are refused", 'if tool.get("type") in (*CLIENT_TYPES, None)]', "]"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/anthropic_messages.py",
+        (f"{TESTS}/test_anthropic.py",),
+        ("a call ends a message like text", 'if reason == "stop" and self._reader.called:', "if False:"),
+        ("cached tokens are counted twice", 'usage["prompt_tokens"] - cached', 'usage["prompt_tokens"]'),
+        ("each piece of text is a block", "if joins and self._open is not None", "if False and self._open is not None"),
+        (
+            "a full context is a limit of requests",
+            "self._fewer_fit = limit < body.max_tokens",
+            "self._fewer_fit = False",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/anthropic_request.py",
+        (f"{TESTS}/test_anthropic.py",),
+        ("the answer begins anew after a message of the assistant", 'messages[-1]["role"] == "assistant"', "False"),
+        ("each request of Claude Code has a prompt of its own", "if not t.startswith(BILLING)", ""),
+        ("results of tools come after the text about them", "    messages += results\n", ""),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/anthropic_errors.py",
+        (f"{TESTS}/test_anthropic.py",),
+        ("errors have OpenAI's form", 'and message["status"] >= 400:', 'and message["status"] >= 600:'),
     ),
     *mutants_of(
         f"{FRONTEND}/answers.py",

@@ -15,11 +15,12 @@ HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/ping"))
 # What answers without a key: whether the server is up, and the page, which asks its user for one.
 OPEN_PATHS = HEALTH_PATHS | {"/"}
 OPEN_PREFIX = "/static/"
+API_KEY = "x-api-key"
 
 
 class AuthenticationMiddleware:
-    """Checks `Authorization: Bearer KEY`, and puts the `ApiKey` into the request's state as `api_key`. Without keys
-    everything is let in, and `api_key` is None."""
+    """Checks `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, and puts the `ApiKey` into the request's
+    state as `api_key`. Without keys everything is let in, and `api_key` is None."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_metrics: bool = False) -> None:
         """open_metrics: let /metrics answer without a key."""
@@ -39,10 +40,11 @@ class AuthenticationMiddleware:
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> ApiKey | None:
-        scheme, _, presented = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            return None
-        return find_key(self._keys, presented.strip())
+            presented = headers.get(API_KEY, "")
+        return find_key(self._keys, presented.strip()) if presented else None
 
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith(OPEN_PREFIX)
@@ -50,7 +52,7 @@ class AuthenticationMiddleware:
 
 def _refusal(headers: Headers) -> ApiError:
     """The error; it does not repeat what was presented."""
-    if "authorization" in headers:
+    if "authorization" in headers or API_KEY in headers:
         message = "the API key is not one of this server's"
     else:
         message = "this server needs an API key, sent as 'Authorization: Bearer KEY'"

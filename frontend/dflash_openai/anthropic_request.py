@@ -1,0 +1,222 @@
+"""The body of POST /v1/messages, Anthropic's, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dflash_backend.text.client_json import quoted
+from dflash_openai.errors import ApiError, invalid
+from dflash_openai.notices import log_once
+from dflash_openai.schemas import ChatRequest, SharedFields
+
+# What a client of this endpoint calls a parameter of the model.
+CLIENT_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
+# Claude Code puts a block with a number of its own for each request before its system prompt; with it no prefix of a
+# prompt would be found again.
+BILLING = "x-anthropic-billing-header:"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields that a chat request has by the same names.
+_SAME_NAMES = (*SharedFields.__struct_fields__, "chat_template_kwargs", "enable_thinking")
+
+
+class CountedFields(SharedFields, kw_only=True):
+    """What a prompt is made of: of a message, and of the count of its tokens."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    # Of the beta.
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    # Taken, without effect.
+    cache_control: dict[str, Any] | None = None
+    container: Any = None
+    context_management: Any = None
+    inference_geo: str | None = None
+    speed: str | None = None
+
+
+class CountTokensRequest(CountedFields, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(CountedFields, kw_only=True):
+    """POST /v1/messages. Messages and tools are checked where they are turned into a chat."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+
+
+def as_chat(body: CountedFields) -> ChatRequest:
+    """The chat request that a request stands for. Raises `ApiError`."""
+    fields = {name: getattr(body, name) for name in _SAME_NAMES}
+    config = body.output_config or {}
+    choice, parallel = _tool_choice(body.tool_choice or {"type": "auto"})
+    if (thinking := _thinking(body.thinking)) is not None and body.enable_thinking is None:
+        fields["enable_thinking"] = thinking
+    if isinstance(body, MessagesRequest):
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or body.stop}
+    messages = messages_of(body.messages, body.system)
+    return ChatRequest(
+        messages=messages,
+        tools=_chat_tools(body.tools or []),
+        tool_choice=choice if body.tools else None,
+        parallel_tool_calls=parallel,
+        response_format=_response_format(body.output_format if config.get("format") is None else config["format"]),
+        reasoning_effort=_effort(config.get("effort")),
+        # The answer goes on from a message of the assistant at the end, and does not repeat it.
+        continue_final_message=messages[-1]["role"] == "assistant",
+        **fields,
+    )
+
+
+def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """The messages of a chat, the system prompt first. Raises `ApiError`."""
+    messages: list[dict[str, Any]] = []
+    if system is not None:
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        texts = [_text_of(block, f"system[{index}]") for index, block in enumerate(blocks)]
+        messages.append({"role": "system", "content": "\n".join(t for t in texts if not t.startswith(BILLING))})
+    if not given:
+        raise invalid("'messages' is an empty list", "messages")
+    for index, message in enumerate(given):
+        content = message.get("content")
+        if isinstance(content, str):
+            messages.append({"role": message.get("role"), "content": content})
+        elif isinstance(content, list):
+            _add(messages, message.get("role"), content, f"messages[{index}].content")
+        else:
+            raise invalid(f"messages[{index}] has no content: a text or a list of blocks", f"messages[{index}].content")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where: str) -> None:
+    """Add one message of blocks: a message, and one before it for each result of a tool."""
+    texts: list[str] = []
+    fields: dict[str, Any] = {}
+    results: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}[{index}]"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            fields.setdefault("tool_calls", []).append(call)
+        elif kind == "tool_result":
+            given = block.get("content") or ""
+            parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
+            text = "\n".join(_text_of(part, f"{at}.content[{place}]") for place, part in enumerate(parts))
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "thinking":
+            fields["reasoning"] = fields.get("reasoning", "") + str(block.get("thinking") or "")
+        elif kind == "redacted_thinking":
+            continue
+        elif isinstance(kind, str) and (kind == "server_tool_use" or kind.endswith("_tool_result")):
+            _leave_out("blocks", kind[:64])
+        else:
+            texts.append(_text_of(block, at))
+    messages += results
+    if texts or fields or not results:
+        messages.append({"role": role, "content": "\n".join(texts), **fields})
+
+
+def _text_of(block: Any, where: str) -> str:
+    """The text of a block: of text, of a search result, or of a document that is text. Raises `ApiError`."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "text" and isinstance(block.get("text"), str):
+        return str(block["text"])
+    if kind == "search_result" and isinstance(block.get("content"), list):
+        return "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(block["content"]))
+    source = block.get("source") if kind == "document" else None
+    if isinstance(source, Mapping):
+        if source.get("type") == "text" and isinstance(source.get("data"), str):
+            return str(source["data"])
+        if source.get("type") == "content" and isinstance(source.get("content"), str):
+            return str(source["content"])
+    raise _no_text(kind, where)
+
+
+def _no_text(kind: Any, where: str) -> ApiError:
+    what = {"image": "is an image", "document": "is a document that is no text"}.get(
+        str(kind), f"is a block of the type {quoted(kind)}, or has no text"
+    )
+    return invalid(
+        f"{where} {what}; this server's model reads text alone. Allowed: text, thinking, tool_use, tool_result, "
+        "search_result and documents of text",
+        where,
+    )
+
+
+def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools in the form of chat completions. Those that Anthropic defines are left out: the model does not know
+    them."""
+    found = []
+    for tool in tools:
+        if (kind := tool.get("type")) not in (None, "custom"):
+            _leave_out("tools", str(kind)[:64])
+            continue
+        names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+        function = {ours: tool[theirs] for theirs, ours in names.items() if tool.get(theirs) is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _leave_out(what: str, kind: str) -> None:
+    log_once(f"{what} {kind}", lambda: f"{what} of the type {kind!r} are left out: this server runs no tools itself")
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:
+    """OpenAI's `tool_choice` and `parallel_tool_calls`. Raises `ApiError`."""
+    kind, parallel = choice.get("type"), choice.get("disable_parallel_tool_use") is not True
+    if kind in _CHOICES:
+        return _CHOICES[kind], parallel
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}, parallel
+    raise invalid(
+        f"'tool_choice' is {quoted(choice)}; allowed: an object of the type auto, any, none, or tool with a 'name'",
+        "tool_choice",
+    )
+
+
+def _thinking(given: Mapping[str, Any] | None) -> bool | None:
+    """Whether the model is to think; None where the chat template decides. Raises `ApiError`."""
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind not in ("enabled", "adaptive", "between_tools", "disabled"):
+        raise invalid(f"'thinking.type' is {quoted(kind)}; allowed: enabled, adaptive and disabled", "thinking.type")
+    if given.get("budget_tokens") is not None:
+        log_once("thinking.budget_tokens", lambda: "'thinking.budget_tokens' is ignored: thinking has no length here")
+    return bool(kind != "disabled")
+
+
+def _effort(given: Any) -> str | None:
+    if given is not None and not isinstance(given, str):
+        raise invalid(f"'output_config.effort' is wrong: {quoted(given)} is no text", "output_config.effort")
+    return given
+
+
+def _response_format(given: Any) -> dict[str, Any] | None:
+    """OpenAI's form of `output_config.format`. Raises `ApiError`."""
+    if given is None:
+        return None
+    schema = given.get("schema") if isinstance(given, Mapping) and given.get("type") == "json_schema" else None
+    if schema is None:
+        raise invalid("'output_config.format' is not of the type json_schema with a 'schema'", "output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+def arguments_of(text: str) -> Any:
+    """The JSON text of a call's arguments as an object; empty where the answer broke off before its end."""
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    return msgspec.Raw(text.encode())
