@@ -201,7 +201,7 @@ def test_rows_stay_full_where_every_step_has_prompts(tenants: str, decode_s: flo
 def test_steps_stay_short_for_a_tenant_that_may_ask_again() -> None:
     """Two tenants have many requests that wait: their steps may be long, but not within 5 seconds of another's."""
     engine, worker = slow_engine(0.004, 0.0001, max_num_seqs=4, max_queue_size=900, num_blocks=9000)
-    prompts = [[i % 50, i // 50, *([7] * 600)] for i in range(800)]
+    prompts = [[i % 50, i // 50, *([7] * 600)] for i in range(500)]
     engine.add(*[make_request(f"r{i}", p, max_tokens=2, tenant="ab"[i % 2]) for i, p in enumerate(prompts)])
     engine.steps(40)
     assert max(worker.took[-20:]) > 0.04, "nobody else is there"

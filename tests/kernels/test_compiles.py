@@ -50,9 +50,13 @@ MODULES = [module for module in FILES if module != "model_launches" or SCALE >= 
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, set[str]]:
-    """The kernels of each module, by one process, of which each would take two seconds to import torch."""
-    return compiled_kernels([f"tests.kernels.{module}" for module in MODULES])
+def compiled(request: pytest.FixtureRequest) -> dict[str, set[str]]:
+    """The kernels of each module that a test of this run asks for, by one process, of which each would take two seconds
+    to import torch."""
+    asked = {item.name for item in request.session.items if item.path == request.path}
+    return compiled_kernels(
+        [f"tests.kernels.{module}" for module in MODULES if any(f"[{module}]" in one for one in asked)]
+    )
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
+from tests.lint.source_files import ROOT, SOURCE_FOLDERS, definitions, python_files
 
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
@@ -26,7 +26,7 @@ def test_functions_are_short(sources: dict[str, str]) -> None:
     long = {
         f"{file}:{node.name}"
         for file, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        for node in definitions(text)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     }

@@ -12,6 +12,8 @@ import re
 import tokenize
 from collections.abc import Iterator
 
+from tests.lint.source_files import definitions
+
 IN_IDENTIFIERS = {
     "judge": "verify, score, check",
     "judged": "to verify, scored",
@@ -105,9 +107,4 @@ def _words(identifier: str) -> list[str]:
 
 
 def _docstring_lines(source: str) -> set[int]:
-    return {
-        node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node, clean=False) is not None
-    }
+    return {node.body[0].lineno for node in definitions(source) if ast.get_docstring(node, clean=False) is not None}
