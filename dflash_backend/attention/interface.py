@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ import torch
 from dflash_backend.huge_pages import Scratch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
 from dflash_kernels.shared_prefix import SharedRows
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 FP8 = torch.float8_e4m3fn
 """The dtype of KV in FP8, whose memory is uint8 with scales beside it (`KVLayer`)."""
@@ -201,3 +203,17 @@ class AttentionBackend(Protocol):
         """In this block `attend` runs every kernel that rows up to as long as those prepared in it can need, so that
         all are compiled. The rows must be padding alone."""
         return nullcontext()
+
+
+def hidden_keys(pattern: AttentionPattern, lens: Array, query: Array, key: Array) -> Array:
+    """Which positions the queries of rows do not see: bool `[num_rows, query_len, num_keys]`.
+
+    lens: int64 `[num_rows]`. query: int64 `[num_rows, query_len]`, positions. key: int64 `[num_keys]` or
+    `[num_rows, 1, num_keys]`, positions.
+    """
+    query = query[:, :, None]
+    # Without `causal` a row's last key is the same for all of its queries.
+    hidden = key > (query if pattern.causal else query * 0 + lens[:, None, None] - 1)
+    if pattern.sliding_window is not None:
+        hidden = hidden | (abs(key - query) >= pattern.sliding_window)
+    return hidden

@@ -23,8 +23,8 @@ from dflash_backend.attention.interface import (
     AttentionPattern,
     Capabilities,
     KVLayer,
+    hidden_keys,
 )
-from dflash_backend.attention.torch_backend import hidden_keys
 
 # Positions of a tile of keys. Queries of a tile times the query heads that share a KV head.
 TILE_KEYS = 128

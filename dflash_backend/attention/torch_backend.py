@@ -11,7 +11,6 @@ masks hide what the real lengths leave out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +25,9 @@ from dflash_backend.attention.interface import (
     Capabilities,
     DeviceLengths,
     KVLayer,
+    hidden_keys,
 )
-from dflash_backend.attention.sinks import attend_with_sinks
+from dflash_backend.attention.invariant_torch import InvariantTorchBackend
 from dflash_backend.huge_pages import Scratch
 
 # A group may compute this many times the KV positions that its rows need, plus a few blocks.
@@ -117,9 +117,6 @@ class TorchBackend(AttentionBackend):
         self.block_size = block_size
 
     def batch_invariant(self) -> AttentionBackend:
-        """As `AttentionBackend.batch_invariant`, on a CPU."""
-        from dflash_backend.attention.invariant_torch import InvariantTorchBackend
-
         return InvariantTorchBackend(self.block_size, self.capabilities)
 
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
@@ -286,23 +283,6 @@ class TorchBackend(AttentionBackend):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
 
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
-
-
-def hidden_keys(pattern: AttentionPattern, lens: Array, query: Array, key: Array) -> Array:
-    """Which positions the queries of rows do not see: bool `[num_rows, query_len, num_keys]`.
-
-    lens: int64 `[num_rows]`. query: int64 `[num_rows, query_len]`, positions. key: int64 `[num_keys]` or
-    `[num_rows, 1, num_keys]`, positions.
-    """
-    query = query[:, :, None]
-    # Without `causal` a row's last key is the same for all of its queries.
-    hidden = key > (query if pattern.causal else query * 0 + lens[:, None, None] - 1)
-    if pattern.sliding_window is not None:
-        hidden = hidden | (abs(key - query) >= pattern.sliding_window)
-    return hidden
-
-
 def one_row_mask(seq_len: int, query_len: int, padded_len: int, causal: bool) -> torch.Tensor:
     """What hides the keys that the last `query_len` of `seq_len` positions do not see, all before it being seen:
     float32 0 or -inf, `[1, 1, query_len, padded_len]`."""
@@ -374,3 +354,29 @@ def split_groups(query_lens: np.ndarray, seq_lens: np.ndarray) -> list[int]:
         sizes.append(1)
         total, longest, num_queries, most_queries = length, length, query_len, query_len
     return sizes
+
+
+def attend_with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """query: `[num_rows, num_heads, query_len, head_dim]`; key, value: `[num_rows, num_kv_heads, num_keys, head_dim]`;
+    mask: additive, `[num_rows, 1, query_len, num_keys + 1]`, the sink's column last; sinks: `[num_heads]`. Returns
+    `[num_rows, num_heads, query_len, head_dim]`.
+
+    The sink is a key of its own with a value of zeros. Heads have one more number, by which the product with this key
+    is the head's sink and with every other key is what it was: so the mask stays one for all heads, and no scores are
+    kept.
+    """
+    head_dim = query.shape[-1]
+    logits = (sinks * head_dim**0.5).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    key, value = (F.pad(part, (0, 1, 0, 1)) for part in (key, value))
+    key[..., -1, -1] = 1.0
+    attended = F.scaled_dot_product_attention(
+        torch.cat([query, logits], dim=-1),
+        key,
+        value,
+        attn_mask=mask,
+        scale=head_dim**-0.5,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended[..., :head_dim]
