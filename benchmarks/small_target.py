@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from dflash_backend.checkpoints import read_target
 from dflash_backend.checkpoints.weights import expected_tensors
-from dflash_backend.models.decoder import read_weights
+from dflash_backend.models.decoder import TargetWeights
 
 
 def write_small_target(directory: Path, config: Mapping[str, Any]) -> Path:
@@ -26,7 +26,7 @@ def write_small_target(directory: Path, config: Mapping[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(each.shape, generator=generator) * 0.05
-        for name, each in expected_tensors(lambda source: read_weights(source, spec)).items()
+        for name, each in expected_tensors(lambda source: TargetWeights.read(source, spec)).items()
     }
     save_file(tensors, directory / "model.safetensors")
     return directory

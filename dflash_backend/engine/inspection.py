@@ -155,7 +155,7 @@ def inspect_target(spec: TargetSpec, num_drafts: int = 0) -> CheckpointReport:
     kv, kv_fp8 = target_kv(spec.decoder, spec.dtype, num_drafts)
     headers = check_weights(
         spec.path,
-        lambda source: decoder.read_weights(source, spec),
+        lambda source: decoder.TargetWeights.read(source, spec),
         ignored=lambda name: decoder.is_unused(spec, name),
     )
     return CheckpointReport(

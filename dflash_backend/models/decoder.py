@@ -1,18 +1,19 @@
-"""The target decoder over paged attention, with capture of hidden states for the drafter: one class for every family of
+"""Target decoders over paged attention, with capture of hidden states for the drafter, for every family of
 `checkpoints.families`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.quantization.at_load import Fp8Source
-from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
-from dflash_backend.models.gemma4 import Gemma4Target, Gemma4Weights
+from dflash_backend.models.gemma4 import Gemma4Layer, Gemma4LayerWeights
 from dflash_backend.models.hybrid_layers import (
     DeltaNetLayer,
     DeltaNetLayerWeights,
@@ -26,6 +27,8 @@ from dflash_backend.models.linear import Linear, embedded
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
+AnyLayerWeights = LayerWeights | DeltaNetLayerWeights | Gemma4LayerWeights
+
 
 @dataclass(frozen=True)
 class TargetWeights:
@@ -34,7 +37,7 @@ class TargetWeights:
     first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
 
     embedding: torch.Tensor
-    layers: list[LayerWeights | DeltaNetLayerWeights]
+    layers: list[AnyLayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
     share: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -42,39 +45,42 @@ class TargetWeights:
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> TargetWeights:
-        """Read every tensor of a target."""
-        decoder = spec.decoder
+        """Read every tensor of a target of any family."""
+        decoder, prefix = spec.decoder, spec.prefix
         hidden, vocab = decoder.hidden_size, spec.vocab_size
-        embedding = source.tensor(f"{spec.prefix}embed_tokens.weight", vocab, hidden)
-        read_layer = LayerWeights.read if decoder.delta_net is None else read_hybrid_layer
+        embedding = source.tensor(f"{prefix}embed_tokens.weight", vocab, hidden)
+        read_layer: Callable[[WeightSource, str, DecoderSpec, int], AnyLayerWeights] = LayerWeights.read
+        if decoder.gemma4 is not None:
+            read_layer = Gemma4LayerWeights.read
+        elif decoder.delta_net is not None:
+            read_layer = read_hybrid_layer
         return cls(
             embedding,
-            [read_layer(source, f"{spec.prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
-            read_norm(source, f"{spec.prefix}norm.weight", decoder, hidden),
+            [read_layer(source, f"{prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            read_norm(source, f"{prefix}norm.weight", decoder, hidden),
             Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
         )
 
 
-class DecoderTarget(TargetModel):
-    """A target of any family."""
+class LayeredTarget(TargetModel, ABC):
+    """What targets of all families share: embedding, capture, final norm and head."""
 
-    def __init__(
-        self, spec: TargetSpec, weights: TargetWeights, max_positions: int, ops: LayerOps | None = None
-    ) -> None:
-        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
+    def __init__(self, spec: TargetSpec, weights: TargetWeights, ops: LayerOps | None = None) -> None:
+        """`ops`: by default those for the weights' device."""
         self.spec = spec
         self.eps = spec.decoder.rms_norm_eps
         self.embedding = weights.embedding
         self.final_norm = weights.final_norm
         self._share, self._first_id = weights.share, weights.first_id
-        device, dtype = weights.embedding.device, weights.embedding.dtype
-        self.ops = ops or select_ops(device)
+        self.ops = ops or select_ops(weights.embedding.device)
         # Drafters multiply by the head as well, in their own way.
         self.lm_head = weights.lm_head
         self._head = weights.lm_head.with_product(self.ops.product_of)
-        self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = target_patterns(spec)
-        self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
+
+    @abstractmethod
+    def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
+        """The output of each layer: `[num_tokens, hidden_size]`, of the embeddings `hidden`."""
 
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         return embedded(token_ids, self.embedding, self._first_id)
@@ -82,12 +88,37 @@ class DecoderTarget(TargetModel):
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
-        hidden = self.embed(token_ids)
+        hidden = embeddings = self.embed(token_ids)
         if self._share is not None:
-            hidden = self._share(hidden)
+            hidden = embeddings = self._share(embeddings)
+        captured: dict[int, torch.Tensor] = {}
+        num_layers = self.spec.decoder.num_layers
+        for index, hidden in enumerate(self._run_layers(embeddings, context, caches)):
+            if index in capture:
+                captured[index] = hidden
+        if num_layers in capture:
+            captured[num_layers] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
+        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
+        return TargetOutput(hidden, features)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+
+
+class DecoderTarget(LayeredTarget):
+    """A target of any family but Gemma 4."""
+
+    def __init__(
+        self, spec: TargetSpec, weights: TargetWeights, max_positions: int, ops: LayerOps | None = None
+    ) -> None:
+        """Able to run positions below `max_positions`."""
+        super().__init__(spec, weights, ops)
+        self.rotary = Rotary(spec.decoder, max_positions, weights.embedding.device, weights.embedding.dtype)
+        self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
+
+    def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         rotation = self.ops.rotation(self.rotary, context.positions)
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
-        captured: dict[int, torch.Tensor] = {}
         own_cache = iter(caches)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DeltaNetLayer):
@@ -99,20 +130,52 @@ class DecoderTarget(TargetModel):
                 normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
             else:
                 hidden = hidden + added
-            if index in capture:
-                captured[index] = hidden
-        if len(self.layers) in capture:
-            captured[len(self.layers)] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
-        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
-        return TargetOutput(hidden, features)
+            yield hidden
+
+
+class Gemma4Target(LayeredTarget):
+    """A target of the family Gemma 4, whose layers have heads of two kinds."""
+
+    def __init__(
+        self, spec: TargetSpec, weights: TargetWeights, max_positions: int, ops: LayerOps | None = None
+    ) -> None:
+        """Able to run positions below `max_positions`."""
+        super().__init__(spec, weights, ops)
+        decoder = spec.decoder
+        assert decoder.gemma4 is not None
+        self.softcap = decoder.gemma4.softcap
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        # In the model's dtype, as the family was trained.
+        self.embedding_scale = float(torch.tensor(decoder.hidden_size**0.5, dtype=dtype))
+        heads = [decoder.of_layer(index) for index in range(decoder.num_layers)]
+        self.rotaries = {
+            (own.rope, own.head_dim): Rotary(own, max_positions, device, dtype) for own in dict.fromkeys(heads)
+        }
+        self._kinds: list[tuple[RopeSpec, int]] = [(own.rope, own.head_dim) for own in heads]
+        self.layers = [
+            Gemma4Layer(own, layer.with_product(self.ops.product_of), pattern, self.ops)
+            for own, layer, pattern in zip(heads, weights.layers, self.patterns, strict=True)
+            if isinstance(layer, Gemma4LayerWeights)
+        ]
+
+    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
+        rows = super().embed(token_ids)
+        return rows * self.embedding_scale if scaled else rows
+
+    def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
+        rotations = {kind: self.ops.rotation(rotary, context.positions) for kind, rotary in self.rotaries.items()}
+        for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
+            hidden = layer.forward(hidden, context, cache, rotations[kind])
+            yield hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+        logits = super().logits(hidden)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def _layers(
     decoder: DecoderSpec,
-    weights: list[LayerWeights | DeltaNetLayerWeights],
+    weights: list[AnyLayerWeights],
     patterns: tuple[AttentionPattern, ...],
     ops: LayerOps,
 ) -> list[DecoderLayer | DeltaNetLayer]:
@@ -124,7 +187,7 @@ def _layers(
         layer = each.with_product(ops.product_of)
         if isinstance(layer, LayerWeights):
             layers.append(attention(decoder, layer, next(own_pattern), ops))
-        else:
+        elif isinstance(layer, DeltaNetLayerWeights):
             number = sum(isinstance(before, DeltaNetLayer) for before in layers)
             layers.append(DeltaNetLayer(decoder, layer, number, ops))
     return layers
@@ -142,38 +205,45 @@ def load_target(
 ) -> TargetModel:
     """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
     device. fp8: with the weights that FP8 would hold in place of its own. Raises `CheckpointError`."""
-    weights = load_weights(
+    weights = load_target_weights(spec, dtype, device, progress, ops, fp8=fp8)
+    return target_of(spec, weights, max_positions, ops)
+
+
+def load_target_weights(
+    spec: TargetSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    ops: LayerOps | None,
+    *,
+    fp8: bool,
+    part: Callable[[WeightSource], WeightSource] = lambda source: source,
+) -> TargetWeights:
+    """The weights of a target, or a part of them: `spec` is that part's. Arguments as of `load_target`."""
+    return load_weights(
         spec.path,
-        lambda source: read_weights(Fp8Source(source) if fp8 else source, spec),
+        lambda source: TargetWeights.read(part(Fp8Source(source) if fp8 else source), spec),
         dtype,
         device,
         ignored=lambda name: is_unused(spec, name),
         progress=progress,
         keep_quantised=(ops or select_ops(device)).keeps_quantised,
     )
-    return target_of(spec, weights, max_positions, ops)
 
 
-def target_of(
-    spec: TargetSpec, weights: TargetWeights | Gemma4Weights, max_positions: int, ops: LayerOps | None = None
-) -> TargetModel:
+def target_of(spec: TargetSpec, weights: TargetWeights, max_positions: int, ops: LayerOps | None = None) -> TargetModel:
     """The target with these weights, of any family."""
-    if isinstance(weights, Gemma4Weights):
-        return Gemma4Target(spec, weights, max_positions, ops)
-    return DecoderTarget(spec, weights, max_positions, ops)
-
-
-def read_weights(source: WeightSource, spec: TargetSpec) -> TargetWeights | Gemma4Weights:
-    """Read every tensor of a target of any family."""
-    return (TargetWeights if spec.decoder.gemma4 is None else Gemma4Weights).read(source, spec)
+    return (DecoderTarget if spec.decoder.gemma4 is None else Gemma4Target)(spec, weights, max_positions, ops)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:
     """Whether a tensor of the checkpoint is left out: frequencies, which follow from config.json and which some older
-    exports store, a tied head, which repeats the embedding, a hybrid's own layers for drafting (MTP), and parts that
-    are not served."""
+    exports store, a tied head, which repeats the embedding, the embedding of a rank without a vocabulary, a hybrid's
+    own layers for drafting (MTP), and parts that are not served."""
     if name.startswith(spec.left_out):
         return True
     if spec.decoder.delta_net is not None and name.startswith("mtp."):
+        return True
+    if not spec.vocab_size and name.endswith("embed_tokens.weight"):
         return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")

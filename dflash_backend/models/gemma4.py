@@ -6,20 +6,18 @@ Scores are not divided by the root of the head size, as backends do it: the quer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.experts import ExpertWeight, read_experts, run_experts
-from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
-from dflash_backend.models.linear import Linear, ProductOf, embedded
+from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import DenseMlp, Mlp
-from dflash_backend.models.ops import LayerOps, Rotation, select_ops
-from dflash_backend.models.rope import Rotary
+from dflash_backend.models.ops import LayerOps, Rotation
 
 
 @dataclass(frozen=True)
@@ -178,88 +176,3 @@ class Gemma4Layer:
             qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
         return w.output(context.backend.attend(query, cache, context.metadata[self.pattern]))
-
-
-@dataclass(frozen=True)
-class Gemma4Weights:
-    """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
-    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others.
-    first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
-
-    embedding: torch.Tensor
-    layers: list[Gemma4LayerWeights]
-    final_norm: torch.Tensor
-    lm_head: Linear
-    share: Callable[[torch.Tensor], torch.Tensor] | None = None
-    first_id: int | None = None
-
-    @classmethod
-    def read(cls, source: WeightSource, spec: TargetSpec) -> Gemma4Weights:
-        """Read every tensor of a target."""
-        decoder, prefix = spec.decoder, spec.prefix
-        hidden, vocab = decoder.hidden_size, spec.vocab_size
-        embedding = source.tensor(f"{prefix}embed_tokens.weight", vocab, hidden)
-        return cls(
-            embedding,
-            [Gemma4LayerWeights.read(source, f"{prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
-            source.tensor(f"{prefix}norm.weight", hidden),
-            Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
-        )
-
-
-class Gemma4Target(TargetModel):
-    """A target of the family."""
-
-    def __init__(
-        self, spec: TargetSpec, weights: Gemma4Weights, max_positions: int, ops: LayerOps | None = None
-    ) -> None:
-        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
-        decoder = spec.decoder
-        assert decoder.gemma4 is not None
-        self.spec = spec
-        self.eps = decoder.rms_norm_eps
-        self.softcap = decoder.gemma4.softcap
-        self.embedding = weights.embedding
-        self.final_norm = weights.final_norm
-        self._share, self._first_id = weights.share, weights.first_id
-        device, dtype = weights.embedding.device, weights.embedding.dtype
-        # In the model's dtype, as the family was trained.
-        self.embedding_scale = float(torch.tensor(decoder.hidden_size**0.5, dtype=dtype))
-        self.ops = ops or select_ops(device)
-        self.lm_head = weights.lm_head
-        self._head = weights.lm_head.with_product(self.ops.product_of)
-        self.patterns = target_patterns(spec)
-        heads = [decoder.of_layer(index) for index in range(decoder.num_layers)]
-        self.rotaries = {
-            (own.rope, own.head_dim): Rotary(own, max_positions, device, dtype) for own in dict.fromkeys(heads)
-        }
-        self._kinds: list[tuple[RopeSpec, int]] = [(own.rope, own.head_dim) for own in heads]
-        self.layers = [
-            Gemma4Layer(own, layer.with_product(self.ops.product_of), pattern, self.ops)
-            for own, layer, pattern in zip(heads, weights.layers, self.patterns, strict=True)
-        ]
-
-    def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
-        rows = embedded(token_ids, self.embedding, self._first_id)
-        return rows * self.embedding_scale if scaled else rows
-
-    def forward(
-        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
-    ) -> TargetOutput:
-        hidden = self.embed(token_ids)
-        if self._share is not None:
-            hidden = self._share(hidden)
-        rotations = {kind: self.ops.rotation(rotary, context.positions) for kind, rotary in self.rotaries.items()}
-        captured: dict[int, torch.Tensor] = {}
-        for index, (layer, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):
-            hidden = layer.forward(hidden, context, caches[index], rotations[kind])
-            if index in capture:
-                captured[index] = hidden
-        if len(self.layers) in capture:
-            captured[len(self.layers)] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
-        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
-        return TargetOutput(hidden, features)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

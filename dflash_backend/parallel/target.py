@@ -16,20 +16,19 @@ from typing import Protocol, TypeVar
 import torch
 
 from dflash_backend.attention import AttentionBackend, AttentionBatch, KVLayer
-from dflash_backend.checkpoints.quantization.at_load import Fp8Source
 from dflash_backend.checkpoints.spec import TargetSpec
-from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
-from dflash_backend.models.decoder import TargetWeights, is_unused, read_weights, target_of
-from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4LayerWeights, Gemma4Weights
+from dflash_backend.checkpoints.weights import Progress
+from dflash_backend.models.decoder import AnyLayerWeights, TargetWeights, load_target_weights, target_of
+from dflash_backend.models.gemma4 import Gemma4Experts
 from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import Mlp
-from dflash_backend.models.ops import LayerOps, select_ops
+from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.peers import ALONE, Peers, RankLostError
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
-from dflash_backend.parallel.shard import EMBEDDING, Shard, SlicedSource
+from dflash_backend.parallel.shard import Shard, SlicedSource
 from dflash_backend.parallel.vocabulary import HeadPass, Lookup, SlicedHead, Sums, VocabularyPart, gathered_logits
 
 T = TypeVar("T")
@@ -122,16 +121,9 @@ def load_shard(
 ) -> TargetModel:
     """A rank's part of the target in `spec.path`; arguments as of `load_target`. Raises `CheckpointError`."""
     local = shard.spec(spec)
-
-    def read(source: WeightSource) -> TargetWeights | Gemma4Weights:
-        whole = Fp8Source(source) if fp8 else source
-        return read_weights(SlicedSource(whole, shard, spec), local)
-
-    def ignored(name: str) -> bool:
-        return is_unused(local, name) or (not local.vocab_size and name.endswith(EMBEDDING))
-
-    keeps = (ops or select_ops(device)).keeps_quantised
-    weights = load_weights(spec.path, read, dtype, device, ignored=ignored, progress=progress, keep_quantised=keeps)
+    weights = load_target_weights(
+        local, dtype, device, progress, ops, fp8=fp8, part=lambda source: SlicedSource(source, shard, spec)
+    )
     own = shard.vocabulary(spec.vocab_size)
     first_id = None if len(own) == spec.vocab_size else own.start
     return target_of(local, replace(_summed(weights, reduce), first_id=first_id), max_positions, ops)
@@ -145,22 +137,18 @@ def vocabulary_part(local: TargetModel, spec: TargetSpec, shard: Shard, sums: Su
     return VocabularyPart(local, slices, shard.rank, sums)
 
 
-def _summed(weights: TargetWeights | Gemma4Weights, reduce: Reduce) -> TargetWeights | Gemma4Weights:
-    """The same weights, with sums over the ranks behind what gives a term of one."""
-    if isinstance(weights, Gemma4Weights):
-        return replace(weights, layers=[_summed_gemma4(layer, reduce) for layer in weights.layers], share=reduce)
+def _summed(weights: TargetWeights, reduce: Reduce) -> TargetWeights:
+    """The same weights, with sums over the ranks after what gives a term of one."""
     return replace(weights, layers=[_summed_layer(layer, reduce) for layer in weights.layers], share=reduce)
 
 
-def _summed_layer(layer: LayerWeights | DeltaNetLayerWeights, reduce: Reduce) -> LayerWeights | DeltaNetLayerWeights:
+def _summed_layer(layer: AnyLayerWeights, reduce: Reduce) -> AnyLayerWeights:
     mlp = SummedMlp(layer.mlp, reduce)
+    if isinstance(layer, DeltaNetLayerWeights):
+        return replace(layer, net=replace(layer.net, output=SummedLinear(layer.net.output, reduce)), mlp=mlp)
+    output = SummedLinear(layer.output, reduce)
     if isinstance(layer, LayerWeights):
-        return replace(layer, output=SummedLinear(layer.output, reduce), mlp=mlp)
-    return replace(layer, net=replace(layer.net, output=SummedLinear(layer.net.output, reduce)), mlp=mlp)
-
-
-def _summed_gemma4(layer: Gemma4LayerWeights, reduce: Reduce) -> Gemma4LayerWeights:
-    output, mlp = SummedLinear(layer.output, reduce), SummedMlp(layer.mlp, reduce)
+        return replace(layer, output=output, mlp=mlp)
     experts = None if layer.experts is None else SummedGemma4Experts.of(layer.experts, reduce)
     return replace(layer, output=output, mlp=mlp, experts=experts)
 

@@ -20,7 +20,7 @@ from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.build import build_engine
 from dflash_backend.engine.inspection import inspect_draft, inspect_target
 from dflash_backend.engine.sizing import loaded_bytes, model_bytes
-from dflash_backend.models.decoder import read_weights
+from dflash_backend.models.decoder import TargetWeights
 from tests.drafters.drafts import make_speculators
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, make_qwen_fp8, write, write_by_name
@@ -64,7 +64,7 @@ def test_what_a_step_reads_of_mxfp4_is_what_its_numbers_take(tmp_path: Path) -> 
     """A CPU dequantises it, and the number of threads follows from this."""
     make_mxfp4_target(tmp_path)
     spec = read_target(tmp_path)
-    own = expected_tensors(lambda source: read_weights(source, spec))
+    own = expected_tensors(lambda source: TargetWeights.read(source, spec))
     packed = [4 * own[name].numel() for name in own if name.endswith(("_blocks", "_scales"))]
     numbers = sum(2 * own[name].numel() for name in own if name.endswith("_blocks"))
     others = sum(tensor.numel() for name, tensor in own.items() if not name.endswith(("_blocks", "_scales")))

@@ -88,7 +88,7 @@ def target_tensors(directory: Path) -> dict[str, torch.Tensor]:
     spec, found = read_target(directory), {}
     load_weights(
         directory,
-        lambda source: decoder.read_weights(Kept(source, found), spec),
+        lambda source: decoder.TargetWeights.read(Kept(source, found), spec),
         torch.float32,
         CPU,
         ignored=lambda name: decoder.is_unused(spec, name),

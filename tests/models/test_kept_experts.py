@@ -20,8 +20,8 @@ from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.at_load import made_fp8_bytes
 from dflash_backend.checkpoints.quantization.keepable import kept_bytes
 from dflash_backend.models import TargetModel, load_target
-from dflash_backend.models.decoder import DecoderTarget
-from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4Target
+from dflash_backend.models.decoder import DecoderTarget, Gemma4Target
+from dflash_backend.models.gemma4 import Gemma4Experts
 from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, QuantisedLinear

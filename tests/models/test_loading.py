@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, read_target
 from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.models import load_target
-from dflash_backend.models.decoder import read_weights
+from dflash_backend.models.decoder import TargetWeights
 from tests.models.sources import TensorSource
 from tests.tiny_models import make_target
 
@@ -25,10 +25,10 @@ def test_a_target_reads_every_tensor_of_its_checkpoint_once_and_without_a_second
 ) -> None:
     make_target(tmp_path, architecture=architecture, tie_word_embeddings=False)
     spec, tensors = read_target(tmp_path), load_file(tmp_path / "model.safetensors")
-    expected = expected_tensors(lambda source: read_weights(source, spec))
+    expected = expected_tensors(lambda source: TargetWeights.read(source, spec))
     assert {name: tensor.shape for name, tensor in expected.items()} == {n: t.shape for n, t in tensors.items()}
     source = TensorSource(tensors)
-    read_weights(source, spec)
+    TargetWeights.read(source, spec)
     assert not source.unread
     parameters = {out.untyped_storage().data_ptr(): out.untyped_storage().nbytes() for out in source.outs.values()}
     assert sum(parameters.values()) == sum(tensor.nbytes for tensor in tensors.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 MODEL = "dflash_backend/models/gemma4.py"
+TARGET = "dflash_backend/models/decoder.py"
 OF_FAMILY = ("tests/models/test_families.py::test_a_whole_prompt_gives_the_logits_of_transformers",)
 OF_READING = ("tests/checkpoints/test_targets.py",)
 
@@ -26,21 +27,6 @@ GEMMA4_MUTANTS = (
             "a layer's output is not multiplied by its scalar",
             "self.eps)) * w.scalar",
             "self.eps))",
-        ),
-        (
-            "embeddings are as they are stored",
-            "return rows * self.embedding_scale if scaled else rows",
-            "return rows",
-        ),
-        (
-            "logits are not capped",
-            "logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap",
-            "logits",
-        ),
-        (
-            "the capped logits are not scaled back",
-            "torch.tanh(logits / self.softcap) * self.softcap",
-            "torch.tanh(logits / self.softcap)",
         ),
         (
             "values of layers that see everything are the queries' last rows",
@@ -66,6 +52,25 @@ GEMMA4_MUTANTS = (
             "the MLP's output is not normed beside the experts'",
             "ops.rms_norm(added, w.experts.mlp_norm, self.eps) + own",
             "added + own",
+        ),
+    ),
+    *mutants_of(
+        TARGET,
+        OF_FAMILY,
+        (
+            "embeddings are as they are stored",
+            "return rows * self.embedding_scale if scaled else rows",
+            "return rows",
+        ),
+        (
+            "logits are not capped",
+            "logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap",
+            "logits",
+        ),
+        (
+            "the capped logits are not scaled back",
+            "torch.tanh(logits / self.softcap) * self.softcap",
+            "torch.tanh(logits / self.softcap)",
         ),
     ),
     Mutant(

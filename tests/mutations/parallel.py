@@ -46,8 +46,8 @@ PARALLEL_MUTANTS = (
         ),
         (
             "the outputs of attention are not summed",
-            "output=SummedLinear(layer.output, reduce), mlp",
-            "output=layer.output, mlp",
+            "output = SummedLinear(layer.output, reduce)",
+            "output = layer.output",
         ),
         (
             "the outputs of delta nets are not summed",

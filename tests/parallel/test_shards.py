@@ -19,8 +19,7 @@ from dflash_backend.checkpoints.quantization.stored import StoredWeight
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.models import load_target
-from dflash_backend.models.decoder import DecoderTarget
-from dflash_backend.models.gemma4 import Gemma4Target
+from dflash_backend.models.decoder import DecoderTarget, Gemma4Target
 from dflash_backend.models.interface import TargetModel, TargetOutput
 from dflash_backend.parallel.shard import Shard, unsupported
 from dflash_backend.parallel.target import load_shard
