@@ -22,7 +22,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv import KVManager
-from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
@@ -117,7 +117,8 @@ def fill(kv: KVManager, prompts: list[list[int]]) -> float:
     seconds = (time.thread_time() - started) / max(1, num_strangers)
     for prompt in reversed(prompts):
         request = _request("fill", prompt, kv)
-        if kv.reserve(request, len(prompt)) is None:
+        row = ScheduledRequest("fill", 0, len(prompt), 0, True, 0, [], num_positions=len(prompt))
+        if not kv.reserve(request, row):
             raise RuntimeError("the pool has no block for a prompt, though room was left for it")
         request.num_computed = len(prompt)
         kv.publish(request)

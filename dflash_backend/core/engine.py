@@ -396,7 +396,7 @@ class EngineCore:
                 self._spec_stats.observe_draft(result.num_verified, len(token_ids))
         if (speculation := self.scheduler.speculation) is not None:
             speculation.observe_row(request.speculation, row, result)
-        self.scheduler.kv.advance(request)
+        self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())

@@ -10,7 +10,6 @@ use the row drafts none. The scheduler makes hundreds of rows a step, so short s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +78,7 @@ class Request:
     num_computed: int = 0
     pending_draft: int = 0
     block_ids: list[int] = field(default_factory=list)
-    # Those of the target's layers with a window, parallel to `block_ids` (`window_blocks.py`), and how many of the
+    # Those of the target's layers with a window, parallel to `block_ids` (`kv/groups.py`), and how many of the
     # first were given back. Empty where such layers have no blocks of their own.
     window_block_ids: list[int] = field(default_factory=list)
     num_window_freed: int = 0
@@ -241,29 +240,38 @@ def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
     start, num_draft = request.num_computed, request.pending_draft
     end = start + 1 + num_draft
     k = next_draft_length(request, start + 1, num_draft, config, request.draft_length)
-    num_positions = end + config.lookahead(k)
+    num_positions = end + config.lookahead[k]
     return ScheduledRequest(request.request_id, start, 1, num_draft, True, k, [], 0, num_positions)
 
 
+def chunk_end(request: Request, start: int, budget: int) -> int:
+    """Where the chunk of a request's prefill ends that begins at position `start`, of `budget` tokens at most and one
+    at least: where the recurrent state is to be copied, or at the end of the prefill."""
+    end = min(request.prefill_end, start + budget)
+    return next((border for border in request.snapshot_borders if start < border < end), end)
+
+
 def prefill_row(
-    request: Request, start: int, config: SchedulerConfig, budget: int, draft_length: int
+    request: Request, start: int, end: int, config: SchedulerConfig, draft_length: int, snapshot_slot: int | None = None
 ) -> ScheduledRequest:
-    """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least. It
-    ends where the recurrent state is to be copied."""
-    num_tokens = request.num_tokens
-    num_new = min(request.prefill_end - start, budget)
-    for border in request.snapshot_borders:
-        if start < border < start + num_new:
-            num_new = border - start
-            break
-    end = start + num_new
+    """The chunk of a request's prefill from position `start` up to `end`. snapshot_slot: for the recurrent state at its
+    end."""
+    num_tokens = len(request.token_ids)
     # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
     # pending when the request was preempted are proposed again from the same anchor.
     k = request.pending_draft or next_draft_length(request, num_tokens, 0, config, draft_length)
     finishes = end == request.prefill_end
-    num_positions = end + config.lookahead(k)
+    num_positions = end + config.lookahead[k]
     return ScheduledRequest(
-        request.request_id, start, num_new, 0, end == num_tokens, k if finishes else 0, [], 0, num_positions
+        request_id=request.request_id,
+        num_computed=start,
+        num_new=end - start,
+        num_draft=0,
+        sample=end == num_tokens,
+        num_next_draft=k if finishes else 0,
+        new_block_ids=[],
+        num_positions=num_positions,
+        snapshot_slot=snapshot_slot,
     )
 
 
@@ -304,7 +312,7 @@ def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerC
     k = next_draft_length(request, most_drafting, num_draft, config, request.draft_length)
     if k == 0 and next_draft_length(request, fewest, num_draft, config, request.draft_length) > 0:
         return None
-    num_positions = num_draft + max(most, most_drafting + config.lookahead(k))
+    num_positions = num_draft + max(most, most_drafting + config.lookahead[k])
     return ScheduledRequest(request.request_id, most - 1, 1, num_draft, True, k, [], row.num_draft, num_positions)
 
 
@@ -317,7 +325,7 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, config:
     """
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
-    return k if config.drafts_fit(num_tokens + num_draft + 1, k) else 0
+    return k if num_tokens + num_draft + 1 + k <= config.max_drafting_len else 0
 
 
 def positions_to_start(request: Request, config: SchedulerConfig) -> int:
@@ -326,7 +334,7 @@ def positions_to_start(request: Request, config: SchedulerConfig) -> int:
     k = request.num_speculative_tokens
     if config.adaptive_speculation:
         k = min(k, max(0, config.max_drafting_len - request.num_tokens - 1))
-    whole = prefill_row(request, 0, config, sys.maxsize, k)
+    whole = prefill_row(request, 0, request.prefill_end, config, k)
     return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, config))
 
 
@@ -347,9 +355,9 @@ def peak_positions(request: Request, config: SchedulerConfig) -> int:
     if next_draft_length(request, request.num_prompt_tokens, 0, config, fewest) == 0:
         return target  # it never drafts
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
-    reach = k + config.lookahead(k)
+    reach = k + config.lookahead[k]
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
-    by_window = config.max_drafting_len + config.lookahead(k) - k - 1
+    by_window = config.max_drafting_len + config.lookahead[k] - k - 1
     # The latest of all starts from the last token but one. It reaches further where less than k + 1 is reserved.
     verifying = min(request.num_prompt_tokens + request.sampling.max_tokens - 1 + k, config.max_drafting_len)
     return max(target, verifying, min(by_tokens, by_window))

@@ -30,6 +30,7 @@ from dflash_backend.core.kv import KVManager, share_prefixes
 from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, SharedPrefix, StepPlan, StepResult
 from dflash_backend.core.request import (
     Request,
+    chunk_end,
     decode_row,
     decode_row_ahead,
     decode_tokens,
@@ -162,19 +163,13 @@ class PlanBuilder:
             return False
         return made_way or self._num_unfinished < MAX_PARTIAL_PREFILLS or remaining < self._least_remaining
 
-    def add_decode(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
-        """Add a decode row, with the blocks that it gained."""
-        if new_block_ids:
-            row.new_block_ids.extend(new_block_ids)
-        self.rows[row.request_id] = row
-
-    def add_prefill(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
-        """Add a prefill chunk, with the blocks that it gained, in place of a shorter one of the same request."""
+    def add_prefill(self, row: ScheduledRequest) -> None:
+        """Add a prefill chunk, in place of a shorter one of the same request."""
         before = self.rows.get(row.request_id)
         if before is not None:
             self.num_prefill_tokens -= before.num_new
-            row.new_block_ids.extend(before.new_block_ids)
-        row.new_block_ids.extend(new_block_ids)
+            row.new_block_ids[:0] = before.new_block_ids
+            row.new_window_block_ids[:0] = before.new_window_block_ids
         self.rows[row.request_id] = row
         self.num_prefill_tokens += row.num_new
 
@@ -295,16 +290,12 @@ class Scheduler:
         shared: list[SharedPrefix] = []
         if self._config.min_shared_positions and not builder.num_prefill_tokens:
             rows, shared = share_prefixes(rows, self.running, self._config)
-        if self.kv.snapshots is not None and builder.num_prefill_tokens:
-            rows = [self.kv.with_snapshot(self.running[row.request_id], row) for row in rows]
-        if self.kv.windows is not None:
-            rows = [self.kv.with_window_blocks(self.running[row.request_id], row) for row in rows]
         finished, self._finished_req_ids = self._finished_req_ids, []
-        writable = of_windows = None
+        writable = writable_of_windows = None
         if self._config.kv_write_guard:
-            writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
-            if (windows := self.kv.windows) is not None:
-                of_windows = {row.request_id: windows.writable(self.running[row.request_id]) for row in rows}
+            by_group = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
+            writable = {request_id: blocks[0] for request_id, blocks in by_group.items()}
+            writable_of_windows = {request_id: blocks[1] for request_id, blocks in by_group.items() if blocks[1:]}
         budget = self.choose_budget(rows)
         plan = StepPlan(
             step_id=self._step_id,
@@ -312,7 +303,7 @@ class Scheduler:
             new_requests=builder.new_requests,
             finished_req_ids=finished,
             writable_block_ids=writable,
-            writable_window_block_ids=of_windows,
+            writable_window_block_ids=writable_of_windows,
             budget=budget,
             wants_confidence=self.speculation is not None and self.speculation.uneven.wants_confidence,
             shared_prefixes=shared,
@@ -422,65 +413,65 @@ class Scheduler:
             return 0
         promised = sum(map(promised_blocks, self.running.values()))
         num_positions = positions_to_start(request, config)
-        num_blocks = self.kv.blocks_for(num_positions)
-        if self.kv.windows is None and num_blocks + promised <= self.kv.pool.num_free:
+        # Where it fits without a hit there is none to look up.
+        if self.kv.fits(request, num_positions, (), promised):
             return None
-        return None if self.kv.fits(request, num_positions, self.kv.find_hit(request), promised) else num_blocks
+        hit = self.kv.find_hit(request)
+        return None if self.kv.fits(request, num_positions, hit, promised) else self.kv.blocks_for(num_positions)
 
     def _schedule_running(self, builder: PlanBuilder, in_flight: bool) -> bool:
         """Give every running request its row, in order of arrival, preempting where blocks run out.
 
         Returns False when they ran out and no request could be preempted because a step is in flight.
         """
+        config = self._config
         for request in list(self.running.values()):
             if request.request_id not in self.running:
                 continue  # preempted for another request in this loop
-            row = self._next_row(request, builder)
-            if row is None:
-                continue
-            new_block_ids = self.kv.reserve(request, row.num_positions)
-            if new_block_ids is None:
+            before = request.row_in_flight
+            chunk = builder.chunks.get(request.request_id)
+            if chunk is not None:
+                row = self._prefill_row(request, next_start(request), chunk)
+            elif before is None and len(request.token_ids) - request.num_computed == 1:
+                row = decode_row(request, config)
+            elif before is None or request.in_prefill or (ahead := decode_row_ahead(request, before, config)) is None:
+                continue  # this step skips it
+            else:
+                row = ahead
+            # As `KVManager.reserve` does; hundreds of rows need no block.
+            if row.num_positions > len(request.block_ids) * config.block_size and not self.kv.reserve(request, row):
                 if in_flight:
                     return False
-                new_block_ids = self._preempt_for(request, row.num_positions, builder)
-                if new_block_ids is None:
+                if not self._preempt_for(request, row, builder):
                     continue
-            if request.request_id in builder.chunks:
-                builder.add_prefill(row, new_block_ids)
+            if chunk is None:
+                builder.rows[request.request_id] = row
             else:
-                builder.add_decode(row, new_block_ids)
+                builder.add_prefill(row)
         return True
 
-    def _next_row(self, request: Request, builder: PlanBuilder) -> ScheduledRequest | None:
-        """A running request's next row; None when this step skips it."""
-        row = request.row_in_flight
-        if row is None:
-            if len(request.token_ids) - request.num_computed == 1:
-                return decode_row(request, self._config)
-        elif not request.in_prefill:
-            return decode_row_ahead(request, row, self._config)
-        chunk = builder.chunks.get(request.request_id)
-        if chunk is None:
-            return None
-        return prefill_row(request, next_start(request), self._config, chunk, request.draft_length)
+    def _prefill_row(self, request: Request, start: int, budget: int) -> ScheduledRequest:
+        """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most."""
+        end = chunk_end(request, start, budget)
+        return prefill_row(request, start, end, self._config, request.draft_length, self.kv.snapshot_slot(request, end))
 
-    def _preempt_for(self, request: Request, num_positions: int, builder: PlanBuilder) -> list[int] | None:
-        """Blocks for a running request from the latest request of the tenant that holds most, or None when it had to be
-        preempted itself. A preempted request loses the row that it may have in this plan."""
+    def _preempt_for(self, request: Request, row: ScheduledRequest, builder: PlanBuilder) -> bool:
+        """Reserve the row's blocks: from the latest request of the tenant that holds most. False when the request had
+        to be preempted itself. A preempted request loses the row that it may have in this plan."""
         oldest = self._oldest()
         while True:
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request '{request.request_id}' runs alone and {self.kv.pool.num_blocks} KV blocks do not cover "
-                    f"its {num_positions} positions; admission should have refused it"
+                    f"its {row.num_positions} positions; admission should have refused it"
                 )
             victim = latest_of_heaviest(self.queue.running_tenants.values(), oldest)
             self._preempt(victim)
             builder.remove(victim)
             if victim is request:
-                return None
-            if (new_block_ids := self.kv.reserve(request, num_positions)) is not None:
-                return new_block_ids
+                return False
+            if self.kv.reserve(request, row):
+                return True
 
     def _preempt(self, request: Request) -> None:
         """Put a running request back to where it waited."""
@@ -545,9 +536,11 @@ class Scheduler:
         self.kv.start(request, hit)
         if self.speculation is not None:
             request.draft_length = self.speculation.first_length(request.speculation)
-        row = prefill_row(request, request.num_computed, self._config, builder.prefill_budget, request.draft_length)
-        new_block_ids = self.kv.reserve(request, row.num_positions)
-        assert new_block_ids is not None, "the blocks of the whole prefill are free"
+        row = self._prefill_row(request, request.num_computed, builder.prefill_budget)
+        row.new_block_ids.extend(request.block_ids)
+        row.new_window_block_ids.extend(request.window_block_ids)
+        has_blocks = self.kv.reserve(request, row)
+        assert has_blocks, "the blocks of the whole prefill are free"
         self.queue.start(request)
         if self.running and next(reversed(self.running.values())).arrival > request.arrival:
             self._in_order = False
@@ -559,7 +552,7 @@ class Scheduler:
             tenant.charge(CACHED_TOKEN_COST * request.num_computed)
             self._count_admission(request, now)
         builder.new_requests.append(request.to_new_request())
-        builder.add_prefill(row, hit + new_block_ids)
+        builder.add_prefill(row)
         builder.num_admitted_tokens += row.num_new
 
     def _lengthen_chunks(self, builder: PlanBuilder) -> None:
@@ -571,10 +564,9 @@ class Scheduler:
                 return
             if row is None or row.num_computed + row.num_new == request.prefill_end:
                 continue
-            longer = prefill_row(request, row.num_computed, self._config, row.num_new + budget, request.draft_length)
-            new_block_ids = self.kv.reserve(request, longer.num_positions)
-            if new_block_ids is not None:
-                builder.add_prefill(longer, new_block_ids)
+            longer = self._prefill_row(request, row.num_computed, row.num_new + budget)
+            if self.kv.reserve(request, longer):
+                builder.add_prefill(longer)
 
     def _count_admission(self, request: Request, now: float) -> None:
         """Count the prompt, its lookup and its wait. Only the first time: a preempted request finds its own blocks

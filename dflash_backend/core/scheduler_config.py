@@ -23,7 +23,7 @@ class CacheGroup:
     V lie by position, in blocks of `block_size` positions. Its commit phase, after a step's drafts are accepted, is
     empty: K and V of a rejected draft lie past `num_computed`, where the next step overwrites them. Layers that keep
     one state for all positions (a recurrence) have the worker's request index for their slot, and their commit is the
-    worker's (`models/recurrent_state.py`). A hit needs a copy of their state as well (`state_snapshots.py`).
+    worker's (`models/recurrent_state.py`). A hit needs a copy of their state as well (`kv/state_snapshots.py`).
     """
 
     block_size: int
@@ -35,7 +35,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """The target's layers with a sliding window, under a block table of their own (`window_blocks.py`).
+    """The target's layers with a sliding window, under a block table of their own (`kv/groups.py`).
 
     window: positions that a query sees at most, its own included. max_step_tokens: tokens of a step; max_lookahead:
     positions that a row reserves behind them.
@@ -171,11 +171,19 @@ class SchedulerConfig:
     kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0
     max_drafting_len: int = field(init=False)
+    """A sequence can be given k drafts if it has at most k tokens fewer (WINDOW): the anchor, its last token, and the k
+    positions after it lie within what the drafter can address and within `max_model_len`."""
+    lookahead: tuple[int, ...] = field(init=False)
+    """For 0 to `num_speculative_tokens` drafts, positions that are reserved past a step's tokens for the drafter's
+    queries when it proposes that many (RESERVE)."""
     drafter_work: DrafterWork = field(init=False)
     """What the drafter runs for a number of drafts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_drafting_len", min(self.drafter_max_len, self.max_model_len))
+        base, k = self.lookahead_base, self.num_speculative_tokens
+        lookahead = (0 if base is None else drafts + base for drafts in range(1, k + 1))
+        object.__setattr__(self, "lookahead", (0, *lookahead))
         object.__setattr__(self, "drafter_work", DrafterWork(self.lookahead_base, self.autoregressive))
 
     @property
@@ -188,16 +196,7 @@ class SchedulerConfig:
         """The target's layers with a window; None where they are in `cache_group`."""
         if not self.num_window_blocks:
             return None
-        lookahead = self.num_speculative_tokens + self.lookahead(self.num_speculative_tokens) + 1
+        lookahead = self.num_speculative_tokens + self.lookahead[-1] + 1
         return WindowGroup(
             self.num_window_blocks, self.block_size, self.sliding_window, self.max_num_batched_tokens, lookahead
         )
-
-    def lookahead(self, k: int) -> int:
-        """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""
-        return k + self.lookahead_base if k > 0 and self.lookahead_base is not None else 0
-
-    def drafts_fit(self, num_tokens: int, k: int) -> bool:
-        """Whether a sequence of `num_tokens` tokens can be given k drafts (WINDOW): the anchor, its last token, and the
-        k positions behind it lie within what the drafter can address and within `max_model_len`."""
-        return num_tokens + k <= self.max_drafting_len

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from toy_engine import Engine, lookup
 from toy_model import expected_output, prefix_states, root_state
 
-from dflash_backend.core.kv.state_snapshots import StateSnapshots
+from dflash_backend.core.kv.groups import KVGroup, RecurrentStates
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
@@ -40,11 +40,11 @@ def give_any_budget(scheduler: Scheduler) -> None:
     scheduler.choose_budget = budget  # type: ignore[method-assign]
 
 
-def snapshot_of(snapshots: StateSnapshots | None, block_hash: bytes) -> int | None:
+def snapshot_of(groups: Sequence[KVGroup], block_hash: bytes) -> int | None:
     """The slot of the copy that can be found behind a block."""
-    if snapshots is None:
-        return None
-    return snapshots._used.get(block_hash, snapshots._unused.get(block_hash))
+    for snapshots in (group.snapshots for group in groups if isinstance(group, RecurrentStates)):
+        return snapshots._used.get(block_hash, snapshots._unused.get(block_hash))
+    return None
 
 
 class CheckedEngine(Engine):
@@ -146,7 +146,7 @@ class CheckedEngine(Engine):
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
             for index, block_hash in enumerate(request.block_hashes.first(0, ())):
-                slot = snapshot_of(self.scheduler.kv.snapshots, block_hash)
+                slot = snapshot_of(self.scheduler.kv.groups, block_hash)
                 if slot is not None:
                     behind = states[(index + 1) * block_size]
                     assert worker.snapshots[slot] == behind, f"the copy behind block {index} is of another prefix"

@@ -24,5 +24,5 @@ def test_what_must_be_free_to_start_covers_the_first_row_with_any_number_of_draf
         )
         free, most = positions_to_start(request, config), peak_positions(request, config)
         for k in range(6) if adaptive else [5]:
-            row = prefill_row(request, 0, config, 100, k)
+            row = prefill_row(request, 0, num_tokens, config, k)
             assert row.num_positions <= min(free, most), (num_tokens, k)

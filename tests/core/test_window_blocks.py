@@ -8,7 +8,7 @@ import pytest
 from toy_engine import Engine, fewest_window_blocks, make_config, make_request
 
 from dflash_backend.core.admission import check_config
-from dflash_backend.core.kv.window_blocks import WindowBlocks
+from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.scheduler_config import SchedulerConfig, WindowGroup
 
 NAMES = [bytes([i]) for i in range(10)]

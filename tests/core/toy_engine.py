@@ -10,6 +10,7 @@ from toy_worker import OverlappingToy, ToyWorker
 
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv.block_pool import BlockPool
+from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
@@ -98,8 +99,8 @@ class Engine:
         self.core = EngineCore(config, self.worker, self.clock, overlap=True)
         self.scheduler = self.core.scheduler
         self.pool = self.worker.pool = self.scheduler.kv.pool
-        windows = self.scheduler.kv.windows
-        self.window_pool = self.worker.window_pool = None if windows is None else windows.pool
+        pools = [group.pool for group in self.scheduler.kv.groups if isinstance(group, WindowBlocks)]
+        self.window_pool = self.worker.window_pool = pools[0] if pools else None
         self.outputs: dict[str, Output] = {}
         self.failed: list[RequestRejected] = []
 

@@ -149,7 +149,7 @@ def test_it_has_no_weights_no_kv_and_reserves_nothing_for_queries(target: str) -
     assert ngram.runner.step.kv.draft == []
     assert isinstance(ngram.runner.step.drafter, NgramDrafter)
     assert ngram.core.config.num_blocks == alone.core.config.num_blocks
-    assert [ngram.core.config.lookahead(k) for k in (0, 1, 5)] == [0, 0, 0]
+    assert set(ngram.core.config.lookahead) == {0}
     assert ngram.core.config.num_speculative_tokens == DEFAULT_SPECULATIVE_TOKENS
     assert "prompt lookup of n-grams of 2 to 5 tokens (k = 5)" in ngram.ready.description
 

@@ -20,20 +20,24 @@ CORE_MUTANTS = (
     *mutants_of(
         f"{CORE}/scheduler_config.py",
         INVARIANTS,
-        ("RESERVE: lookahead of k instead of k + 1", "return k + self.lookahead_base if k > 0", "return k if k > 0"),
-        ("WINDOW: the anchor's slot is not counted", "num_tokens + k <=", "num_tokens + k - 1 <="),
+        ("RESERVE: lookahead of k instead of k + 1", "else drafts + base for", "else drafts for"),
     ),
     *mutants_of(
         f"{CORE}/request.py",
         INVARIANTS,
         (
+            "WINDOW: the anchor's slot is not counted",
+            "num_tokens + num_draft + 1 + k <= config.max_drafting_len",
+            "num_tokens + num_draft + k <= config.max_drafting_len",
+        ),
+        (
             "RESERVE: no lookahead on a prefill",
-            "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(\n",
+            "    num_positions = end + config.lookahead[k]\n    return ScheduledRequest(\n",
             "    num_positions = end\n    return ScheduledRequest(\n",
         ),
         (
             "RESERVE: no lookahead behind verified drafts",
-            "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(request.request_id, start, 1,",
+            "    num_positions = end + config.lookahead[k]\n    return ScheduledRequest(request.request_id, start, 1,",
             "    num_positions = end\n    return ScheduledRequest(request.request_id, start, 1,",
         ),
     ),
@@ -86,7 +90,13 @@ CORE_MUTANTS = (
             "num_blocks = (request.prefill_end - 1) // self._block_size",
             "num_blocks = request.prefill_end // self._block_size",
         ),
-        ("preempted requests make their own blocks hot", "reused=request.num_preemptions == 0", "reused=True"),
+    ),
+    Mutant(
+        "preempted requests make their own blocks hot",
+        f"{CORE}/kv/groups.py",
+        "self.pool.touch(hit, reused=request.num_preemptions == 0)",
+        "self.pool.touch(hit, reused=True)",
+        SCHEDULING,
     ),
     *mutants_of(
         f"{CORE}/prefix_cache.py",

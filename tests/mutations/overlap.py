@@ -83,7 +83,7 @@ OVERLAP_MUTANTS = (
         ),
         (
             "no lookahead behind the upper bound",
-            "num_draft + max(most, most_drafting + config.lookahead(k))",
+            "num_draft + max(most, most_drafting + config.lookahead[k])",
             "num_draft + most",
         ),
     ),

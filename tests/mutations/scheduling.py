@@ -64,9 +64,9 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "free blocks of a hit are counted twice at admission",
-        f"{CORE}/kv/manager.py",
-        "> self.pool.num_free - hit_from_free",
-        "> self.pool.num_free",
+        f"{CORE}/kv/groups.py",
+        "<= self.pool.num_free - hit_from_free",
+        "<= self.pool.num_free",
         RANDOM,
     ),
     Mutant(
@@ -105,8 +105,8 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "the pool a request needs is underestimated",
         f"{CORE}/request.py",
-        "reach = k + config.lookahead(k)",
-        "reach = config.lookahead(k)",
+        "reach = k + config.lookahead[k]",
+        "reach = config.lookahead[k]",
         ENGINE,
     ),
     *mutants_of(
@@ -181,7 +181,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "what prompts have yet to take counts as free",
-        f"{CORE}/kv/manager.py",
+        f"{CORE}/kv/groups.py",
         "- hit_from_free - num_promised",
         "- hit_from_free",
         TENANTS,

@@ -7,6 +7,7 @@ from tests.mutations.mutant import Mutant, mutants_of
 
 CORE = "dflash_backend/core/kv/state_snapshots.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
+GROUPS = "dflash_backend/core/kv/groups.py"
 STATE = "dflash_backend/models/recurrent_state.py"
 RUNNER = "dflash_backend/worker/runner.py"
 OF_CORE = ("tests/core/test_state_snapshots.py", "tests/core/test_core_random.py")
@@ -17,14 +18,18 @@ SNAPSHOT_MUTANTS = (
         MANAGER,
         OF_CORE,
         (
-            "a hit goes on behind its copy, to the last cached block",
-            "least = num_blocks if self.snapshots is None else self.snapshots.longest(hashes, num_blocks)",
-            "least = num_blocks if self.snapshots is None or self.snapshots.longest(hashes, num_blocks) else 0",
-        ),
-        (
             "a copy is taken for one that is a block behind",
             "hashes, len(chain))]\n",
             "hashes, len(chain)) and max(1, self._longest(hashes, len(chain)) - 1)]\n",
+        ),
+    ),
+    *mutants_of(
+        GROUPS,
+        OF_CORE,
+        (
+            "a hit goes on behind its copy, to the last cached block",
+            "return self.snapshots.longest(hashes, num_blocks)",
+            "return num_blocks if self.snapshots.longest(hashes, num_blocks) else 0",
         ),
         (
             "a copy is found before its step has run",
@@ -33,18 +38,18 @@ SNAPSHOT_MUTANTS = (
         ),
         (
             "a copy that was to be written by a step that did not run is never written",
-            "snapshot_slot=self.snapshots.slot_of_pending(block_hash)",
-            "snapshot_slot=None",
+            "return self.snapshots.slot_of_pending(block_hash)",
+            "return None",
         ),
         (
             "copies that are not written yet are kept by requests that are gone",
-            "                self.snapshots.drop(block_hash)\n",
-            "                self.snapshots.publish(block_hash)\n",
+            "            self.snapshots.drop(block_hash)\n",
+            "            self.snapshots.publish(block_hash)\n",
         ),
         (
             "a waiting request is cut where it was cut before it was preempted",
-            "            request.snapshot_borders = ()\n        if self.windows",
-            "        if self.windows",
+            "        request.pending_snapshots.clear()\n        request.snapshot_borders = ()\n",
+            "        request.pending_snapshots.clear()\n",
         ),
         (
             "a prompt is not cut where it leaves earlier ones",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CORE = "dflash_backend/core/kv/window_blocks.py"
+CORE = "dflash_backend/core/kv/groups.py"
 GROUP = "dflash_backend/core/scheduler_config.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
 PLACES = "dflash_backend/worker/batch.py"
@@ -58,24 +58,42 @@ WINDOW_MUTANTS: tuple[Mutant, ...] = (
         OF_CORE,
         (
             "a hit is that of the layers without a window",
-            "least = least if self.windows is None else self.windows.longest(hashes, least)",
-            "least = least if self.windows is None else least",
-        ),
-        (
-            "blocks of windows are not published",
-            "                    self.windows.publish(request, index, hashes[index])\n",
-            "                    pass\n",
-        ),
-        (
-            "a request takes the first blocks of its window for new ones",
-            "new = request.window_block_ids[-len(row.new_block_ids) :]",
-            "new = request.window_block_ids[: len(row.new_block_ids)]",
+            "longest = group.longest(hashes, longest)",
+            "pass",
         ),
         (
             "a table grows although the pool of windows is empty",
-            "missing > self.pool.num_free or (self.windows is not None and missing > self.windows.pool.num_free)",
-            "missing > self.pool.num_free",
+            "all(group.has_free(missing) for group in self.groups)",
+            "self.groups[0].has_free(missing)",
         ),
+    ),
+    *mutants_of(
+        CORE,
+        OF_CORE,
+        (
+            "blocks of windows are not published",
+            "            self.pool.publish(request.window_block_ids[index], block_hash, before)\n",
+            "            pass\n",
+        ),
+        (
+            "a request takes the first blocks of its window for new ones",
+            "row.new_window_block_ids.extend(new)",
+            "row.new_window_block_ids.extend(request.window_block_ids[:num_blocks])",
+        ),
+    ),
+    Mutant(
+        "a request's row leaves out the blocks of its window that a hit gave it",
+        "dflash_backend/core/scheduler.py",
+        "        row.new_window_block_ids.extend(request.window_block_ids)\n",
+        "",
+        OF_CORE,
+    ),
+    Mutant(
+        "a longer chunk leaves out the blocks of windows of the shorter one",
+        "dflash_backend/core/scheduler.py",
+        "            row.new_window_block_ids[:0] = before.new_window_block_ids\n",
+        "",
+        OF_CORE,
     ),
     *mutants_of(
         PLACES,

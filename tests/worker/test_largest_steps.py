@@ -54,7 +54,7 @@ def test_no_row_and_no_step_passes_a_bound() -> None:
             assert end + 1 <= bounds.max_drafting_len or not row.num_draft
             if row.num_next_draft:
                 assert end + 1 + row.num_next_draft <= bounds.max_drafting_len, "WINDOW"
-            reserved = end + bounds.lookahead(row.num_next_draft)
+            reserved = end + bounds.lookahead[row.num_next_draft]
             assert len(row.new_block_ids) * bounds.block_size >= reserved, "RESERVE"
             assert set(row.new_block_ids) == {0}
 

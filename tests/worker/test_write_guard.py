@@ -85,7 +85,7 @@ def test_the_setting_has_the_core_say_what_may_be_written(
     for index in range(3):
         outputs.add(f"r{index}", PROMPT, max_tokens=20, temperature=0.0)
     outputs.finish()
-    monkeypatch.setattr(KVManager, "writable_blocks", lambda manager, request: frozenset())
+    monkeypatch.setattr(KVManager, "writable_blocks", lambda manager, request: [frozenset()])
     outputs.add("r3", PROMPT, max_tokens=20, temperature=0.0)
     with pytest.raises(KVWriteError, match="phase verify: request r3"):
         outputs.finish()

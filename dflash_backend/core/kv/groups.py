@@ -1,0 +1,308 @@
+"""What each group of layers keeps of a request: KV of all positions, KV of a window, or a recurrent state.
+
+`KVManager` asks all groups alike, as vLLM's does its managers of a single type. A hit ends where every group lets it,
+and block tables grow where every group has blocks. Every model has `FullBlocks`; it has `WindowBlocks` and
+`RecurrentStates` where its target has such layers.
+
+Layers with a window see the last positions alone, so a long request needs few of their blocks however long it is. They
+have a pool and block ids of their own, and a request a second block table, parallel to `Request.block_ids`::
+
+    block_ids          | b0 | b1 | b2 | b3 | b4 | b5 | b6 |    other layers, and the drafter's
+    window_block_ids   |  - |  - |  - | w3 | w4 | w5 | w6 |    layers with a window
+                        given back      ^ first block that a query at `num_computed` or later sees
+
+A block that was published stays in the prefix cache when it is given back. A hit needs, of these blocks, only those
+that the first query after it sees.
+
+A target with recurrent layers keeps one state of a request for all positions. So a hit needs a copy of the state at its
+end (`state_snapshots.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_backend.core.kv.block_pool import BlockPool
+from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.state_snapshots import StateSnapshots
+from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import WindowGroup
+
+# A state that covers fewer blocks is not worth a copy: they are soon computed again.
+MIN_SNAPSHOT_BLOCKS = 4
+
+
+class KVGroup:
+    """One group of layers. By default it has no blocks, and no part in what is asked."""
+
+    @property
+    def version(self) -> int:
+        """Grows whenever something can be found that could not be before, or no longer."""
+        return 0
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that requests hold, 0 to 1."""
+        return 0.0
+
+    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks, all cached in the other groups, a request can start after."""
+        return num_blocks
+
+    def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
+        """Whether a request that starts with `hit`, blocks of `FullBlocks`, can come to decode, with `num_blocks`
+        blocks in the end, beside what was promised to others: `num_promised` blocks of `FullBlocks`."""
+        return True
+
+    def start(self, request: Request, hit: Sequence[int]) -> None:
+        """Hold what goes with a hit."""
+
+    def has_free(self, num_blocks: int) -> bool:
+        """Whether a block table can grow by as many blocks."""
+        return True
+
+    def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
+        """Let the request's block table grow at its end, and note the new blocks in its row."""
+
+    def publish(self, request: Request, index: int, block_hash: bytes) -> None:
+        """Put block `index` of the request, which is full and final, into the prefix cache."""
+
+    def advance(self, request: Request) -> None:
+        """Take in that a result moved `num_computed` on."""
+
+    def snapshot_slot(self, request: Request, end: int) -> int | None:
+        """The slot for a copy of the state at position `end`, where a row ends; None: none is made."""
+        return None
+
+    def writable(self, request: Request) -> frozenset[int]:
+        """The blocks that a step may write for the request (invariant OWN): those from its first uncomputed position
+        on, as far as no other request holds them or can find them."""
+        return frozenset()
+
+    def release(self, request: Request) -> None:
+        """Give up all that the request holds; what it published can still be found."""
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise AssertionError unless the group and these requests, all that hold blocks, agree. For tests."""
+
+
+def owned_blocks(pool: BlockPool, block_ids: Sequence[int]) -> frozenset[int]:
+    """Those of some blocks that one request alone holds and none can find."""
+    return frozenset(each for each in block_ids if pool.ref_count(each) == 1 and not pool.is_cached(each))
+
+
+class FullBlocks(KVGroup):
+    """Blocks of all positions: those of the target's other layers and of the drafter's (TOGETHER)."""
+
+    def __init__(self, num_blocks: int, block_size: int, events: KVEventLog | None) -> None:
+        """events: is told of blocks that enter and leave the prefix cache."""
+        self._block_size = block_size
+        self._events = events
+        self.pool = BlockPool(num_blocks, events)
+
+    @property
+    def version(self) -> int:
+        return self.pool.cache_version
+
+    @property
+    def usage(self) -> float:
+        return self.pool.usage
+
+    def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
+        hit_from_free = sum(1 for block_id in hit if self.pool.ref_count(block_id) == 0)
+        return num_blocks - len(hit) <= self.pool.num_free - hit_from_free - num_promised
+
+    def start(self, request: Request, hit: Sequence[int]) -> None:
+        # A preempted request that finds its own blocks does not make them protected.
+        self.pool.touch(hit, reused=request.num_preemptions == 0)
+        request.block_ids = list(hit)
+
+    def has_free(self, num_blocks: int) -> bool:
+        return num_blocks <= self.pool.num_free
+
+    def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
+        new = self.pool.allocate(num_blocks)
+        request.block_ids += new
+        row.new_block_ids.extend(new)
+
+    def publish(self, request: Request, index: int, block_hash: bytes) -> None:
+        before = request.block_ids[index - 1] if index else None
+        is_new = self.pool.publish(request.block_ids[index], block_hash, before)
+        if is_new and self._events is not None:
+            parent = request.block_hashes.first(index, request.token_ids)[index - 1] if index else None
+            tokens = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
+            self._events.stored(block_hash, parent, tokens)
+
+    def release(self, request: Request) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+
+    def writable(self, request: Request) -> frozenset[int]:
+        return owned_blocks(self.pool, request.block_ids[request.num_computed // self._block_size :])
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.pool.check([request.block_ids for request in requests])
+        for request in requests:
+            own = set(request.block_ids[request.num_computed // self._block_size :])
+            assert own == self.writable(request), f"OWN: {request.request_id} would write a block not its own"
+
+
+class WindowBlocks(KVGroup):
+    """Blocks of the target's layers with a window. OWN, PUBLISH and RETURN hold for them too."""
+
+    def __init__(self, group: WindowGroup) -> None:
+        self._group = group
+        self.pool = BlockPool(group.num_blocks)
+        # Blocks that requests in prefill hold at most until they decode, by id: what admission leaves free for them.
+        self._promised: dict[str, tuple[Request, int]] = {}
+
+    @property
+    def version(self) -> int:
+        return self.pool.cache_version
+
+    @property
+    def usage(self) -> float:
+        return self.pool.usage
+
+    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        # Those must be cached here that the first query after the hit sees.
+        end = num_blocks
+        index = end - 1
+        while end and index >= self._group.first_visible_behind(end):
+            if self.pool.find_chain(hashes[index : index + 1], 1):
+                index -= 1
+            else:
+                end, index = index, index - 1
+        return end
+
+    def find_hit(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """The blocks that the first query after a hit of `num_blocks` blocks sees, in order; all are cached."""
+        first = self._group.first_visible_behind(num_blocks)
+        return self.pool.find_chain(hashes[first:num_blocks], num_blocks - first)
+
+    def _own_hit(self, request: Request, num_blocks: int) -> list[int]:
+        hashes = request.block_hashes.first(num_blocks, request.token_ids) if num_blocks else ()
+        return self.find_hit(hashes, num_blocks)
+
+    def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
+        # Others were promised blocks here as well, each as many as it can hold at a time.
+        own = self._own_hit(request, len(hit))
+        from_free = sum(1 for block_id in own if self.pool.ref_count(block_id) == 0)
+        promised = sum(max(0, most - self._num_held(each)) for each, most in self._promised.values())
+        needed = min(num_blocks - (len(hit) - len(own)), self._group.most_blocks) - len(own)
+        return needed <= self.pool.num_free - from_free - promised
+
+    def start(self, request: Request, hit: Sequence[int]) -> None:
+        own = self._own_hit(request, len(hit))
+        self.pool.touch(own, reused=request.num_preemptions == 0)
+        request.num_window_freed = len(hit) - len(own)
+        request.window_block_ids = [0] * request.num_window_freed + own
+        most = min(request.num_blocks_to_decode - request.num_window_freed, self._group.steady_blocks)
+        self._promised[request.request_id] = request, most
+
+    def has_free(self, num_blocks: int) -> bool:
+        return num_blocks <= self.pool.num_free
+
+    def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
+        new = self.pool.allocate(num_blocks)
+        request.window_block_ids += new
+        row.new_window_block_ids.extend(new)
+
+    def publish(self, request: Request, index: int, block_hash: bytes) -> None:
+        # One that was given back is there, or is not wanted.
+        if index >= request.num_window_freed:
+            before = request.window_block_ids[index - 1] if index > request.num_window_freed else None
+            self.pool.publish(request.window_block_ids[index], block_hash, before)
+
+    def advance(self, request: Request) -> None:
+        """Give back the blocks that no query of the request sees any more. A step in flight may still read them: who
+        gets them writes after it."""
+        first = self._group.first_visible(request.num_computed)
+        if first > request.num_window_freed:
+            self.pool.free(request.window_block_ids[request.num_window_freed : first])
+            request.num_window_freed = first
+        if request.num_tokens - request.num_computed <= 1:
+            self._promised.pop(request.request_id, None)
+
+    def release(self, request: Request) -> None:
+        self.pool.free(request.window_block_ids[request.num_window_freed :])
+        request.window_block_ids = []
+        request.num_window_freed = 0
+        self._promised.pop(request.request_id, None)
+
+    def writable(self, request: Request) -> frozenset[int]:
+        return owned_blocks(self.pool, request.window_block_ids[request.num_computed // self._group.block_size :])
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.pool.check([request.window_block_ids[request.num_window_freed :] for request in requests])
+        assert self._promised.keys() <= {request.request_id for request in requests}, (
+            "a promise to a request that is gone"
+        )
+        for request in requests:
+            assert len(request.window_block_ids) == len(request.block_ids), "the block tables are not parallel"
+            assert request.num_window_freed <= self._group.first_visible(request.num_computed), (
+                "a visible block is gone"
+            )
+            own = set(request.window_block_ids[request.num_computed // self._group.block_size :])
+            assert own == self.writable(request), f"OWN: {request.request_id} would write a window block not its own"
+
+    @staticmethod
+    def _num_held(request: Request) -> int:
+        return len(request.window_block_ids) - request.num_window_freed
+
+
+class RecurrentStates(KVGroup):
+    """Copies of recurrent states, from which hits start."""
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.snapshots = StateSnapshots(num_slots)
+
+    @property
+    def version(self) -> int:
+        return self.snapshots.version
+
+    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        return self.snapshots.longest(hashes, num_blocks)
+
+    def start(self, request: Request, hit: Sequence[int]) -> None:
+        """Choose where the request's recurrent state comes from, and where it is copied: after the last block before
+        the end of its prompt, where the next turn of a conversation goes on, and where it leaves the text of earlier
+        prompts, of which others will share the beginning too. A resumed request has had its copies."""
+        size = self._block_size
+        request.snapshot_slot = self.snapshots.use(self._hash(request, len(hit))) if hit else None
+        request.snapshot_borders = ()
+        if request.num_preemptions == 0 and self.snapshots.num_slots:
+            ends = {request.num_cached_blocks * size, (request.prefill_end - 1) // size * size}
+            least = max(len(hit) * size + 1, MIN_SNAPSHOT_BLOCKS * size)
+            request.snapshot_borders = tuple(sorted(end for end in ends if end >= least))
+
+    def snapshot_slot(self, request: Request, end: int) -> int | None:
+        if end not in request.snapshot_borders:
+            return None
+        block_hash = self._hash(request, end // self._block_size)
+        if (end, block_hash) in request.pending_snapshots:  # the step that was to write it did not run
+            return self.snapshots.slot_of_pending(block_hash)
+        slot = self.snapshots.reserve(block_hash)
+        if slot is not None:
+            request.pending_snapshots.append((end, block_hash))
+        return slot
+
+    def advance(self, request: Request) -> None:
+        """Let the copies be found that the steps so far have written."""
+        while request.pending_snapshots and request.pending_snapshots[0][0] <= request.num_computed:
+            self.snapshots.publish(request.pending_snapshots.pop(0)[1])
+
+    def release(self, request: Request) -> None:
+        for _, block_hash in request.pending_snapshots:
+            self.snapshots.drop(block_hash)
+        request.pending_snapshots.clear()
+        request.snapshot_borders = ()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])
+
+    def _hash(self, request: Request, num_blocks: int) -> bytes:
+        """The hash of the last of the request's first blocks."""
+        return request.block_hashes.first(num_blocks, request.token_ids)[num_blocks - 1]
