@@ -27,13 +27,12 @@ from dflash_backend.core.plan import (
     StepFailed,
     StepOutOfMemory,
     StepPlan,
-    StepResult,
     Worker,
 )
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.spec_counts import LateStops
+from dflash_backend.core.spec_counts import SpeculationCounts
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineStats,
@@ -41,11 +40,10 @@ from dflash_backend.messages import (
     FinishReason,
     GenerationRequest,
     RequestRejected,
-    SpeculationStats,
     StepOutputs,
     TokenDelta,
+    TokenLogprobs,
 )
-from dflash_backend.spec_stats import SpecDecodingStats
 
 __all__ = ["EngineCore", "RequestError"]
 
@@ -101,13 +99,7 @@ class EngineCore:
         self._num_arrived = 0
         self._deadlines = Deadlines(self._requests)
         self._grammars = GrammarQueue(grammars, config.max_queue_size)
-        self._spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
-        # As `stats` last reported them: an abort takes counts back, and a counter must not fall.
-        self._reported_spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
-        self._reported_drafts_per_pos = [0] * config.num_speculative_tokens
-        # Verified drafts by position, of blocks past a stop string.
-        self._removed_drafts_per_pos = [0] * config.num_speculative_tokens
-        self._late_stops = LateStops()
+        self._spec_counts = SpeculationCounts(config.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -144,12 +136,8 @@ class EngineCore:
         now = self._clock()
         for request_id in request_ids:
             request, num_kept = self._requests.get(request_id), num_output_tokens.get(request_id)
-            if num_kept is not None:
-                yields = self._late_stops.take(request_id) if request is None else request.yields
-                if yields is not None:
-                    for num_draft in yields.take_back(num_kept, self._spec_stats):
-                        for position in range(num_draft):
-                            self._removed_drafts_per_pos[position] += 1
+            if num_kept is not None and (request is None or request.yields is not None):
+                self._spec_counts.take_back(request_id, None if request is None else request.yields, num_kept)
             if request is not None:
                 self._remove(request, "abort" if num_kept is None else "stop", now)
 
@@ -160,8 +148,10 @@ class EngineCore:
         """
         started = self._clock()
         outputs = StepOutputs()
-        self._expire(started, outputs)
-        self._queue_compiled(outputs)
+        if self._deadlines.heap and self._deadlines.heap[0][0] <= started:
+            self._expire(started, outputs)
+        if self._grammars.waiting:
+            self._queue_compiled(outputs)
         if self._failed_step is not None:
             self._isolate(*self._failed_step, outputs)
         else:
@@ -197,13 +187,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges as they are now, and counters since the start."""
-        scheduler, speculation = self.scheduler, self._speculation_stats()
-        # A count that was taken back waits until others have come at its position; that is in the sums as well.
-        spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
-        spec_stats.num_accepted_tokens = sum(spec_stats.num_accepted_tokens_per_pos)
-        if speculation.num_draft_tokens_per_pos:
-            spec_stats.num_draft_tokens = sum(speculation.num_draft_tokens_per_pos)
-        self._reported_spec_stats = spec_stats
+        scheduler = self.scheduler
+        policy = scheduler.speculation
+        spec_decoding, speculation = self._spec_counts.report(None if policy is None else policy.stats)
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=self.num_waiting,
@@ -212,28 +198,13 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            spec_decoding=self._reported_spec_stats,
+            spec_decoding=spec_decoding,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             grammars=self._grammars.stats(),
         )
-
-    def _speculation_stats(self) -> SpeculationStats:
-        """Those of `adaptive_speculation`, without the drafts past stop strings as far as counters must not fall."""
-        speculation = self.scheduler.speculation
-        if speculation is None:
-            return SpeculationStats()
-        stats = speculation.stats.copy()
-        counts = zip(
-            stats.num_draft_tokens_per_pos,
-            self._removed_drafts_per_pos,
-            self._reported_drafts_per_pos,
-            strict=True,
-        )
-        self._reported_drafts_per_pos = [max(now - removed, before) for now, removed, before in counts]
-        return msgspec.structs.replace(stats, num_draft_tokens_per_pos=list(self._reported_drafts_per_pos))
 
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
@@ -343,43 +314,35 @@ class EngineCore:
             seconds = executed - max(step.planned, self._last_executed)
             self._last_executed = executed
             outputs.phase_seconds.update(result.phase_seconds)
-            self._apply(step, result, outputs)
+            plan = step.plan
+            if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
+                raise RuntimeError(
+                    f"the worker answered step {result.step_id} with {len(result.rows)} rows; step {plan.step_id} with "
+                    f"{len(plan.rows)} rows was asked for"
+                )
+            now = self._clock()
+            for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
+                # The result of a request that has ended meanwhile is dropped, also when its id is in use again.
+                if self._requests.get(request.request_id) is request:
+                    self._apply(request, row, row_result, now, outputs)
             self.scheduler.observe(step.plan, result, seconds)
             self._num_steps += 1
-            self._grammars.observe_masks(result.mask_seconds)
+            if result.mask_seconds:
+                self._grammars.observe_masks(result.mask_seconds)
             if self._trace is not None:
                 times = StepTimes(step.started, step.planned, step.submitted, waited, executed, self._clock())
                 self._trace.step(step.plan, result, times)
 
-    def _apply(self, step: _StepInFlight, result: StepResult, outputs: StepOutputs) -> None:
-        """Bring the requests up to what the worker did, row by row. The result of a request that has ended meanwhile is
-        dropped, also when its id is in use again."""
-        plan = step.plan
-        if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
-            raise RuntimeError(
-                f"the worker answered step {result.step_id} with {len(result.rows)} rows; step {plan.step_id} with "
-                f"{len(plan.rows)} rows was asked for"
-            )
-        now = self._clock()
-        for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
-            if not self._is_in_progress(request):
-                continue
-            reason, status = row_result.error, row_result.error_status
-            if not row_result.fits(row):
-                reason, status = (
-                    f"the worker answered {row_result} to {row}; this is a defect of the server",
-                    "INTERNAL",
-                )
-            if reason is not None:
-                self._fail(request, reason, outputs, status=status)
-                continue
-            delta = self._apply_row(request, row, row_result, now)
-            if delta is not None:
-                outputs.deltas.append(delta)
-
-    def _apply_row(
-        self, request: Request, row: ScheduledRequest, result: RequestResult, now: float
-    ) -> TokenDelta | None:
+    def _apply(
+        self, request: Request, row: ScheduledRequest, result: RequestResult, now: float, outputs: StepOutputs
+    ) -> None:
+        """Bring a request up to what the worker did in its row."""
+        if not result.fits(row):
+            self._fail(request, f"the worker answered {result} to {row}; this is a defect of the server", outputs)
+            return
+        if result.error is not None:
+            self._fail(request, result.error, outputs, status=result.error_status)
+            return
         if request.row_in_flight is row:
             request.row_in_flight = None  # else the step behind has a row of it too
         request.num_computed += row.num_new + result.num_accepted
@@ -391,21 +354,34 @@ class EngineCore:
         if row.sample:
             token_ids, finish_reason = request.append(result.token_ids, self.config.max_model_len)
             self._num_generation_tokens += len(token_ids)
-            request.note_yield(result.num_verified, len(token_ids))
             if result.num_verified:
-                self._spec_stats.observe_draft(result.num_verified, len(token_ids))
+                request.spec_stats.observe_draft(result.num_verified, len(token_ids))
+                self._spec_counts.delivered.observe_draft(result.num_verified, len(token_ids))
+            if request.yields is not None:
+                request.yields.note(result.num_verified, len(token_ids))
         if (speculation := self.scheduler.speculation) is not None:
             speculation.observe_row(request.speculation, row, result)
         self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
-        of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())
+        prompt_logprobs: list[TokenLogprobs] = []
+        if result.prompt_logprobs:
+            prompt_logprobs = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs)
         if finish_reason is not None:
             self._remove(request, finish_reason, now)
-        elif not token_ids and not of_prompt:
-            return None
-        stats = None if finish_reason is None and request.yields is None else request.stats(now)
-        return TokenDelta(request.request_id, token_ids, finish_reason, stats, logprobs, of_prompt, result.num_verified)
+        elif not token_ids and not prompt_logprobs:
+            return
+        outputs.deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                stats=None if finish_reason is None and request.yields is None else request.stats(now),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                num_draft_tokens=result.num_verified,
+            )
+        )
 
     def _fail(
         self,
@@ -422,7 +398,7 @@ class EngineCore:
     def _remove(self, request: Request, reason: str, now: float, queued: bool = True) -> None:
         del self._requests[request.request_id]
         if request.yields is not None:
-            self._late_stops.remember(request.request_id, request.yields)
+            self._spec_counts.remember(request.request_id, request.yields)
         if not self._grammars.remove(request) and queued:
             self.scheduler.remove(request)
         if self._trace is not None:
@@ -435,19 +411,19 @@ class Deadlines:
     def __init__(self, requests: Mapping[str, Request]) -> None:
         """`requests`: those in progress, by id; the owner keeps it up to date."""
         self._requests = requests
-        self._heap: list[tuple[float, int, str]] = []  # deadline in seconds, arrival, id
+        self.heap: list[tuple[float, int, str]] = []  # deadline in seconds, arrival, id
 
     def add(self, request: Request, deadline_s: float) -> None:
         """Keep a deadline. Now and then this drops those of ended requests, at O(1) for each that was added."""
-        if len(self._heap) > 2 * len(self._requests) + 64:
-            self._heap = [entry for entry in self._heap if self._request_of(entry) is not None]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (deadline_s, request.arrival, request.request_id))
+        if len(self.heap) > 2 * len(self._requests) + 64:
+            self.heap = [entry for entry in self.heap if self._request_of(entry) is not None]
+            heapq.heapify(self.heap)
+        heapq.heappush(self.heap, (deadline_s, request.arrival, request.request_id))
 
     def pop_expired(self, now: float) -> Iterator[Request]:
         """The requests in progress whose deadline has passed, each once."""
-        while self._heap and self._heap[0][0] <= now:
-            request = self._request_of(heapq.heappop(self._heap))
+        while self.heap and self.heap[0][0] <= now:
+            request = self._request_of(heapq.heappop(self.heap))
             if request is not None:
                 yield request
 

@@ -185,18 +185,11 @@ class Request:
     def append(self, token_ids: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
         """Append the tokens of a step up to the one that ends the request, and drop those behind it; what was kept, and
         why it ended."""
-        most = max_model_len - self.num_prompt_tokens
-        count, reason = self.ending.apply(token_ids, self.num_output_tokens, most)
+        num_before = len(self.token_ids) - self.num_prompt_tokens
+        count, reason = self.ending.apply(token_ids, num_before, max_model_len - self.num_prompt_tokens)
         kept = token_ids if count == len(token_ids) else token_ids[:count]
         self.token_ids += kept
         return kept, reason
-
-    def note_yield(self, num_draft: int, num_tokens: int) -> None:
-        """Count a step that verified `num_draft` drafts and appended `num_tokens` tokens, at least one."""
-        if num_draft:
-            self.spec_stats.observe_draft(num_draft, num_tokens)
-        if self.yields is not None:
-            self.yields.note(num_draft, num_tokens)
 
     def to_new_request(self) -> NewRequest:
         """What the worker must know to run it. The token ids are a copy: both sides append to their own."""

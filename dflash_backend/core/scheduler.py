@@ -23,7 +23,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, share_prefixes
@@ -80,7 +80,7 @@ class PlanBuilder:
     _num_unfinished: int = 0
     _least_remaining: int = 1 << 62
 
-    def count(self, running: list[Request], num_waiting: int) -> list[Request]:
+    def count(self, running: Collection[Request], num_waiting: int) -> list[Request]:
         """Count the requests that decode and those without a first token; returns the running ones in prefill."""
         tokens = list(map(decode_tokens, running))
         num_in_prefill = tokens.count(0)
@@ -177,13 +177,13 @@ class PlanBuilder:
         """Charge the step's tokens to their tenants. Those of new requests are charged already."""
         if len(queue.tenants) == 1:
             (tenant,) = queue.tenants.values()
-            tenant.charge(self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens)
+            num_tokens = self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens
+            tenant.service += num_tokens / tenant.weight
         else:
             new = {request.request_id for request in self.new_requests}
             for request_id, row in self.rows.items():
                 if request_id not in new:
                     queue.tenant_of(running[request_id]).charge(row.num_new + row.num_draft)
-        queue.settle()
 
     def remove(self, request: Request) -> None:
         """Take out the row of a preempted request, if it has one."""
@@ -253,12 +253,17 @@ class Scheduler:
 
         None when no request is left, or when what is in flight must be applied before anything can be planned.
         """
-        if (not self.running and not self.waiting) or (in_flight and self._must_settle):
+        waiting = self.queue.waiting
+        if (not self.running and not waiting) or (in_flight and self._must_settle):
             return None
         waits_for_preemption, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
         builder = PlanBuilder(self._config)
-        in_prefill = builder.count(self._running_by_arrival(), len(self.waiting))
-        if len(self.running) + len(self.waiting) > 1:
+        if not self._in_order:
+            by_arrival = sorted(self.running.values(), key=lambda request: request.arrival)
+            self.running = {request.request_id: request for request in by_arrival}
+            self._in_order = True
+        in_prefill = builder.count(self.running.values(), len(waiting))
+        if len(self.running) + len(waiting) > 1:
             builder.max_prefill_tokens = self._prefill_bound.max_prefill_tokens(
                 self.queue, in_prefill, now, builder.num_decode_tokens, builder.num_positions
             )
@@ -266,19 +271,20 @@ class Scheduler:
                 builder.num_decode_tokens, builder.num_positions
             )
         if self.speculation is not None:
-            self.speculation.choose_draft_lengths(self.running.values(), len(self.waiting))
+            self.speculation.choose_draft_lengths(self.running.values(), len(waiting))
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
         has_blocks = self._schedule_running(builder, in_flight)
-        if has_blocks:
+        if has_blocks and waiting:
             self._admit(builder, now, first)
+        if has_blocks and builder.prefills:
             self._lengthen_chunks(builder)
         self._must_settle = waits_for_preemption or not has_blocks
         if not builder.rows:
             if in_flight:
                 return None
             raise RuntimeError(
-                f"the scheduler found nothing to run for {len(self.running)} running and {len(self.waiting)} waiting "
+                f"the scheduler found nothing to run for {len(self.running)} running and {len(waiting)} waiting "
                 f"requests with {self.kv.pool.num_free} free KV blocks; this is a defect of the scheduler"
             )
         builder.charge(self.queue, self.running)
@@ -360,14 +366,6 @@ class Scheduler:
         self._admits_from = 0
         self._must_settle = False
         return taken
-
-    def _running_by_arrival(self) -> list[Request]:
-        running = list(self.running.values())
-        if not self._in_order:
-            running.sort(key=lambda request: request.arrival)
-            self.running = {request.request_id: request for request in running}
-            self._in_order = True
-        return running
 
     def _oldest(self) -> Request:
         """The running request that arrived first, which is never preempted."""

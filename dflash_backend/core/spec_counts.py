@@ -1,4 +1,4 @@
-"""Takes speculation past a stop string out of the counts.
+"""An engine's counts of speculation, and how tokens past a stop string leave them.
 
 The text is made elsewhere, so the engine is told of its end some steps later. By then the request may have ended by its
 own length or deadline, so what steps of ended requests yielded is remembered for a while.
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
+from dflash_backend.messages import SpeculationStats
 from dflash_backend.spec_stats import SpecDecodingStats
 
 # Steps of ended requests that are remembered, some megabytes.
@@ -65,3 +68,48 @@ class LateStops:
                 self._num_steps -= len(yields.steps)
                 return yields
         return None
+
+
+class SpeculationCounts:
+    """The counts of all requests, as metrics want them: a reported count never falls."""
+
+    def __init__(self, k: int) -> None:
+        """k: the most drafts of a block."""
+        self.delivered = SpecDecodingStats.zeros(k)
+        """Every verified block so far, but for those that were taken back."""
+        self._ended = LateStops()
+        # Verified drafts by position, of blocks past a stop string.
+        self._removed_drafts_per_pos = [0] * k
+        self._reported = SpecDecodingStats.zeros(k)
+        self._reported_drafts_per_pos = [0] * k
+
+    def remember(self, request_id: str, yields: StepYields) -> None:
+        """A request with stop strings has ended."""
+        self._ended.remember(request_id, yields)
+
+    def take_back(self, request_id: str, yields: StepYields | None, num_kept: int) -> None:
+        """A stop string ended an answer after `num_kept` tokens. yields: of the request; None: it has ended by itself
+        meanwhile."""
+        if yields is None and (yields := self._ended.take(request_id)) is None:
+            return
+        for num_draft in yields.take_back(num_kept, self.delivered):
+            for position in range(num_draft):
+                self._removed_drafts_per_pos[position] += 1
+
+    def report(self, policy: SpeculationStats | None) -> tuple[SpecDecodingStats, SpeculationStats]:
+        """The counts for a metrics page, both without what was taken back. policy: the counts of the draft policy;
+        None: there is none. A count that was taken back waits until others have come at its position; that is in the
+        sums as well."""
+        reported = self.delivered.maximum(self._reported)
+        reported.num_accepted_tokens = sum(reported.num_accepted_tokens_per_pos)
+        self._reported = reported
+        if policy is None:
+            return reported, SpeculationStats()
+        now = zip(
+            policy.num_draft_tokens_per_pos, self._removed_drafts_per_pos, self._reported_drafts_per_pos, strict=True
+        )
+        self._reported_drafts_per_pos = [max(count - removed, before) for count, removed, before in now]
+        if self._reported_drafts_per_pos:
+            reported.num_draft_tokens = sum(self._reported_drafts_per_pos)
+        per_pos = list(self._reported_drafts_per_pos)
+        return reported, msgspec.structs.replace(policy.copy(), num_draft_tokens_per_pos=per_pos)

@@ -177,8 +177,9 @@ class FairQueue:
             heapq.heappush(self._turns, (*tenant.turn, tenant))
             tenant.has_turn = True
 
-    def settle(self) -> None:
-        """Find the lowest counter anew, after a step was charged. It never decreases."""
+    def _find_lowest(self) -> None:
+        """Find the lowest counter of those that are there. Counters only grow, and who comes starts from it, so it is
+        looked for when a tenant comes and not after each step."""
         first = self.next_turn()
         lowest = [tenant.service for tenant in self.running_tenants.values()]
         if first is not None:
@@ -189,6 +190,7 @@ class FairQueue:
     def _join(self, name: str) -> Tenant:
         tenant = self.tenants.get(name)
         if tenant is None:
+            self._find_lowest()
             service = max(self._lowest, self._absent.pop(name, 0.0))
             tenant = Tenant(name, self._weights.get(name, 1.0), self._num_joined, service)
             self._num_joined += 1

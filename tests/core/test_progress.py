@@ -78,5 +78,5 @@ def test_deadlines_of_finished_requests_do_not_pile_up() -> None:
     for index in range(1000):
         engine.add(make_request(f"r{index}", [1], max_tokens=1, deadline_s=1e6))
         engine.step()
-    assert len(engine.core._deadlines._heap) <= 100
+    assert len(engine.core._deadlines.heap) <= 100
     engine.finish()

@@ -48,7 +48,7 @@ def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool
     before = engine.core.stats().spec_decoding
     engine.core.abort(["a"], {"a": num_kept})
     assert engine.core.stats().spec_decoding == before, "a counter does not decrease"
-    spec = engine.core._spec_stats
+    spec = engine.core._spec_counts.delivered
     assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
     assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
     assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens
@@ -70,7 +70,7 @@ def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(nu
     engine.core.abort(["a"])
     for _ in range(2):  # the second finds nothing to take back
         engine.core.abort(["a"], {"a": num_kept})
-        spec = engine.core._spec_stats
+        spec = engine.core._spec_counts.delivered
         assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
         assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
         assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens

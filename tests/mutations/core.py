@@ -14,7 +14,7 @@ RANDOM = ("tests/core/test_core_random.py",)
 SCHEDULING = ("tests/core/test_scheduling.py",)
 SPEC_COUNTS = ("tests/core/test_spec_stats.py",)
 # Of the blocks to publish.
-NUM_FULL = "min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size"
+NUM_FULL = "min(request.num_computed, len(request.token_ids) - self._num_behind) // self._block_size"
 
 CORE_MUTANTS = (
     *mutants_of(
@@ -61,7 +61,7 @@ CORE_MUTANTS = (
         (
             "PUBLISH: a block is published before its last token was run",
             NUM_FULL,
-            "request.num_tokens // self._block_size",
+            "len(request.token_ids) // self._block_size",
         ),
         (
             "PUBLISH: the last full block of a hit is dropped",
@@ -73,7 +73,7 @@ CORE_MUTANTS = (
         "a block that is not full is published",
         f"{CORE}/kv/manager.py",
         NUM_FULL,
-        "-(-min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size)",
+        "-(-min(request.num_computed, len(request.token_ids) - self._num_behind) // self._block_size)",
         RANDOM,
     ),
     *mutants_of(
@@ -82,7 +82,7 @@ CORE_MUTANTS = (
         (
             "the last full block is not published",
             NUM_FULL,
-            "(min(request.num_computed, request.num_tokens - self._num_behind) - 1) // self._block_size",
+            "(min(request.num_computed, len(request.token_ids) - self._num_behind) - 1) // self._block_size",
         ),
         ("accepted tokens past a stop are published", NUM_FULL, "request.num_computed // self._block_size"),
         (
@@ -113,7 +113,7 @@ CORE_MUTANTS = (
         "a block is published whose last position has no token behind it",
         f"{CORE}/kv/manager.py",
         NUM_FULL,
-        "min(request.num_computed, request.num_tokens) // self._block_size",
+        "min(request.num_computed, len(request.token_ids)) // self._block_size",
         RANDOM,
     ),
     *mutants_of(
@@ -218,14 +218,16 @@ CORE_MUTANTS = (
         SPEC_COUNTS,
         (
             "what lies past a stop string counts when the request ended before the engine knew",
-            "self._late_stops.remember(request.request_id, request.yields)",
+            "self._spec_counts.remember(request.request_id, request.yields)",
             "pass",
         ),
-        (
-            "a counter of speculation decreases",
-            "self._spec_stats.maximum(self._reported_spec_stats)",
-            "self._spec_stats.maximum(SpecDecodingStats.zeros(self.config.num_speculative_tokens))",
-        ),
+    ),
+    Mutant(
+        "a counter of speculation decreases",
+        f"{CORE}/spec_counts.py",
+        "reported = self.delivered.maximum(self._reported)",
+        "reported = self.delivered.copy()",
+        SPEC_COUNTS,
     ),
     Mutant(
         "a request that is cancelled while it is preempted stays in the queue",

@@ -348,8 +348,8 @@ GRAMMAR_MUTANTS = (
         ("tests/core/test_engine_core.py",),
         (
             "an answer that cannot go on is the server's fault",
-            "self._fail(request, reason, outputs, status=status)",
-            "self._fail(request, reason, outputs)",
+            "self._fail(request, result.error, outputs, status=result.error_status)",
+            "self._fail(request, result.error, outputs)",
         ),
     ),
     *mutants_of(

@@ -14,19 +14,20 @@ OVERLAP_MUTANTS = (
         OVERLAP,
         (
             "a result goes to the request that has the id now",
-            "            if not self._is_in_progress(request):\n                continue\n            reason, st",
-            "            request = self._requests.get(row.request_id)\n"
-            "            if request is None:\n"
-            "                continue\n"
-            "            reason, st",
+            "                if self._requests.get(request.request_id) is request:\n"
+            "                    self._apply(request, row,",
+            "                if request.request_id in self._requests:\n"
+            "                    self._apply(self._requests[request.request_id], row,",
         ),
         (
             "drafts of a dropped result are counted",
-            "            if not self._is_in_progress(request):\n                continue\n            reason, st",
-            "            if not self._is_in_progress(request):\n"
-            "                self._spec_stats.observe_draft(row.num_draft, row_result.num_accepted + 1)\n"
-            "                continue\n"
-            "            reason, st",
+            "                if self._requests.get(request.request_id) is request:\n"
+            "                    self._apply(request, row,",
+            "                if self._requests.get(request.request_id) is not request:\n"
+            "                    accepted = row_result.num_accepted\n"
+            "                    self._spec_counts.delivered.observe_draft(row.num_draft, accepted + 1)\n"
+            "                else:\n"
+            "                    self._apply(request, row,",
         ),
         ("the last step in flight is left there", "self._requests or self._in_flight", "self._requests"),
         (

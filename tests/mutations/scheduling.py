@@ -76,7 +76,7 @@ SCHEDULING_MUTANTS = (
         "min(whole.num_positions,",
         SCHEDULING,
     ),
-    Mutant("deadlines are ignored", f"{CORE}/engine.py", "self._heap[0][0] <= now", "self._heap[0][0] < 0", ENGINE),
+    Mutant("deadlines are ignored", f"{CORE}/engine.py", "self.heap[0][0] <= now", "self.heap[0][0] < 0", ENGINE),
     Mutant(
         "the queue's bound is off by one",
         f"{CORE}/admission.py",
@@ -189,7 +189,7 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "a step may take any time",
         f"{CORE}/scheduler.py",
-        "if len(self.running) + len(self.waiting) > 1:",
+        "if len(self.running) + len(waiting) > 1:",
         "if False:",
         STEP_TIME,
     ),

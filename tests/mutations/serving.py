@@ -153,8 +153,8 @@ SERVING_MUTANTS = (
     Mutant(
         "the drafts of a step are not told",
         "dflash_backend/core/engine.py",
-        "of_prompt, result.num_verified)",
-        "of_prompt, 0)",
+        "num_draft_tokens=result.num_verified,",
+        "num_draft_tokens=0,",
         ("tests/core/test_engine_core.py",),
     ),
     Mutant(

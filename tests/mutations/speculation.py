@@ -157,8 +157,8 @@ SPECULATION_MUTANTS = (
         BUDGET_TESTS,
         (
             "verified drafts are reported as many as were proposed",
-            "self._spec_stats.observe_draft(result.num_verified, len(token_ids))",
-            "self._spec_stats.observe_draft(row.num_draft, len(token_ids))",
+            "self._spec_counts.delivered.observe_draft(result.num_verified, len(token_ids))",
+            "self._spec_counts.delivered.observe_draft(row.num_draft, len(token_ids))",
         ),
     ),
     *mutants_of(

@@ -97,11 +97,11 @@ TEXT_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/core/engine.py",
+        "dflash_backend/core/spec_counts.py",
         ("tests/core/test_spec_stats.py",),
         (
             "the accepted drafts are not the sum of those by position",
-            "spec_stats.num_accepted_tokens = sum(spec_stats.num_accepted_tokens_per_pos)",
+            "reported.num_accepted_tokens = sum(reported.num_accepted_tokens_per_pos)",
             "pass",
         ),
         (

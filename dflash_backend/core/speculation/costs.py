@@ -62,7 +62,8 @@ class LinearFit:
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Take in a measured value, above 0."""
-        expected = self.at(features)
+        coefficients = self.coefficients
+        expected = sum(c * x for c, x in zip(coefficients, features, strict=True))
         value = min(value, MAX_RATIO * expected) if expected > 0 else value
         weight = 1 / max(expected, value / MAX_RATIO) ** 2
         for i, x in enumerate(features):
@@ -70,7 +71,13 @@ class LinearFit:
             for j, y in enumerate(features):
                 row[j] = self._forgetting * row[j] + weighted * y
             self._values[i] = self._forgetting * self._values[i] + weighted * value
-        self._solve()
+        # Bring the coefficients closer to the best ones, one after the other.
+        for _ in range(ROUNDS):
+            for i, row in enumerate(self._products):
+                prior = self._prior_weights[i]
+                others = sum(a * c for a, c in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
+                solution = (self._values[i] + prior * self._prior[i] - others) / (row[i] + prior)
+                coefficients[i] = max(0.0, solution)
 
     def uncertainty(self, features: Sequence[float]) -> float:
         """Standard deviation of the predicted value, relative to it."""
@@ -85,16 +92,6 @@ class LinearFit:
                     rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
         variance = sum(x * row[size] / row[i] for i, (x, row) in enumerate(zip(features, rows, strict=True)))
         return NOISE * math.sqrt(max(variance, 0.0)) / max(self.at(features), 1e-12)
-
-    def _solve(self) -> None:
-        """Bring the coefficients closer to the best ones, one after the other."""
-        coefficients = self.coefficients
-        for _ in range(ROUNDS):
-            for i, row in enumerate(self._products):
-                weight = self._prior_weights[i]
-                others = sum(a * c for a, c in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
-                solution = (self._values[i] + weight * self._prior[i] - others) / (row[i] + weight)
-                coefficients[i] = max(0.0, solution)
 
 
 # Before a step has shown it: this part of a step's time does not depend on its tokens.
