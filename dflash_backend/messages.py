@@ -295,7 +295,7 @@ class QueueState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Blocks of one text that entered the prefix cache, in order, by their hashes (`core/prefix_cache.py`).
+    """Blocks of one text that entered the prefix cache, in order, by their hashes (`core/block_hashes.py`).
 
     parent: the hash of the block before the first of them, None at the beginning of a text. token_ids: of all of them;
     empty where they are not asked for.
@@ -343,7 +343,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine takes requests. What the stub must know to validate them and to find their blocks.
 
-    hashes_cover_next_token: as `covers_next_token` of `core/prefix_cache.py:BlockHashes`. finds_blocks: whether prompts
+    hashes_cover_next_token: as `covers_next_token` of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts
     begin with cached blocks at all. has_drafter: whether drafts come from a drafter's checkpoint.
     """
 

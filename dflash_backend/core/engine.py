@@ -3,7 +3,7 @@
 `EngineCore` runs in the engine process behind ZeroMQ, and in-process behind `dflash_backend.LLM`.
 
 With a worker that overlaps, one step stays in flight between two calls of `step` (`docs/gpu.md`): the next step is
-planned and submitted behind it before its result is awaited. A request may end while it has a row in flight, and its id
+planned and submitted after it before its result is awaited. A request may end while it has a row in flight, and its id
 may be used again, so a step in flight is kept with the request objects of its rows.
 """
 
@@ -258,9 +258,9 @@ class EngineCore:
     def _isolate(self, plan: StepPlan, message: str, outputs: StepOutputs) -> None:
         """After a failed step, with nothing in flight: end the requests that fail alone too; the others go on.
 
-        The worker starts anew, without any request, and each request of the plan runs a few steps alone. When all of
+        The worker starts again, without any request, and each request of the plan runs a few steps alone. When all of
         them pass, their combination was the cause, or the cause has passed; a request ends with its third such step.
-        The others compute their positions anew, as after a preemption, for the most part from the prefix cache.
+        The others compute their positions again, as after a preemption, for the most part from the prefix cache.
         """
         self._failed_step = None
         queued = self.scheduler.take_all()
@@ -344,11 +344,11 @@ class EngineCore:
             self._fail(request, result.error, outputs, status=result.error_status)
             return
         if request.row_in_flight is row:
-            request.row_in_flight = None  # else the step behind has a row of it too
+            request.row_in_flight = None  # else the step after has a row of it too
         request.num_computed += row.num_new + result.num_accepted
         if row.sample or row.num_next_draft:
             # Not after a chunk: a resumed request's drafts are pending until its prefill has come to their anchor.
-            request.pending_draft = row.num_next_draft if result.num_next_draft is None else result.num_next_draft
+            request.num_pending_drafts = row.num_next_draft if result.num_next_draft is None else result.num_next_draft
         token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         if row.sample:

@@ -59,13 +59,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     num_next_draft: k for the drafts proposed after this step; 0 for none. A row with `sample` false and
     `num_next_draft` > 0 ends the prefill of a resumed request: the drafter goes on from its last token, the anchor.
     new_block_ids: appended to the request's block table before the step.
-    new_window_block_ids: as many, of the target's layers with a window, where those have blocks of their own: appended
-    to the request's table for them. Ids of blocks that no query will see have no meaning. num_unverified_drafts: drafts
+    new_window_block_ids: the same for the block table of the target's layers with a window, where those have blocks of
+    their own; entries that no query will see are undefined. num_unverified_drafts: drafts
     of this request that the step in flight is verifying (0 if none). Then `num_computed` is an upper bound over the
     outcomes that do not end the request; the true start, known only to the worker, is at most this much lower. If the
     step in flight ends the request, the row runs for nothing: it may then start past `num_computed` and reach past its
     blocks, and a position that no block covers is not written. num_positions: the request's blocks cover every position
-    below it (RESERVE). snapshot_slot: where the recurrent state behind the row is copied once the row has run; None:
+    below it (RESERVE). snapshot_slot: where the recurrent state after the row is copied once the row has run; None:
     nowhere. Only rows without drafts have one.
     """
 
@@ -116,7 +116,7 @@ class StepPlan:
     num_prefill_tokens: known tokens of the rows that are chunks of prompts.
     budget: which drafts of the rows are verified; None: all. Then a row's `num_draft` is how many it may verify at
     most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
-    wants_confidence: whether the results shall say how sure the drafter is of its drafts, and the next step may have a
+    wants_confidence: whether the results shall have the drafter's confidences, and the next step may have a
     budget; a captured step does so anyway.
 
     shared_prefixes: decode rows that share so much of the beginning of their KV that it pays to read it once for all of
@@ -230,7 +230,7 @@ class Worker(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step behind those that were submitted before; at most one of them has not been collected. Raises
+        """Queue a step after those that were submitted before; at most one of them has not been collected. Raises
         `StepOutOfMemory` and `StepFailed`; after any other error the worker is of no more use."""
         ...
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.plan import EndRule, NewRequest, ScheduledRequest
-from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import StepYields
 from dflash_backend.core.speculation import SpeculatingRow
@@ -48,9 +48,9 @@ class Request:
     """One request's state between steps.
 
     `token_ids` are prompt and output. `num_computed` counts the positions whose target KV and drafter context KV are
-    final; in decode it is one less than the tokens, whose last is the anchor. `pending_draft` is the number of drafts
-    that the worker holds for the next verification. It survives a preemption, so that a request's draft
-    blocks are the same with and without one.
+    final; in decode it is one less than the tokens, whose last is the anchor. `num_pending_drafts` counts the drafts
+    that the worker holds for the next verification. It survives a preemption, so that a request's draft blocks are the
+    same with and without one.
 
     All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
     if it has one there.
@@ -76,7 +76,7 @@ class Request:
     speculation: SpeculatingRow
 
     num_computed: int = 0
-    pending_draft: int = 0
+    num_pending_drafts: int = 0
     block_ids: list[int] = field(default_factory=list)
     # Those of the target's layers with a window, parallel to `block_ids` (`kv/groups.py`), and how many of the
     # first were given back. Empty where such layers have no blocks of their own.
@@ -84,7 +84,7 @@ class Request:
     num_window_freed: int = 0
     # The cached blocks that it found, and the version of the cache then; None while it runs.
     hit: tuple[int, list[int]] | None = None
-    # How many blocks of its prompt are cached, those behind the hit as well, for which there is no recurrent state.
+    # How many blocks of its prompt are cached, those after the hit as well, for which there is no recurrent state.
     num_cached_blocks: int = 0
     # Positions at which a chunk of its prefill ends, for a copy of its recurrent state; the copies that steps are to
     # write, as position and block hash; and the slot of the one that it starts from.
@@ -171,7 +171,7 @@ class Request:
         before its anchor instead: the drafter then proposes from it the same block again, and the request goes on
         exactly as if it had never been preempted.
         """
-        return self.num_tokens - 1 if self.pending_draft else self.num_tokens
+        return self.num_tokens - 1 if self.num_pending_drafts else self.num_tokens
 
     @property
     def in_prefill(self) -> bool:
@@ -183,7 +183,7 @@ class Request:
         return not row.sample and len(self.token_ids) - self.num_computed - row.num_new > 1
 
     def append(self, token_ids: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
-        """Append the tokens of a step up to the one that ends the request, and drop those behind it; what was kept, and
+        """Append the tokens of a step up to the one that ends the request, and drop those after it; what was kept, and
         why it ended."""
         num_before = len(self.token_ids) - self.num_prompt_tokens
         count, reason = self.ending.apply(token_ids, num_before, max_model_len - self.num_prompt_tokens)
@@ -230,7 +230,7 @@ class Request:
 
 def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
     """The row of a request whose last token alone is not computed: that token and all of its drafts."""
-    start, num_draft = request.num_computed, request.pending_draft
+    start, num_draft = request.num_computed, request.num_pending_drafts
     end = start + 1 + num_draft
     k = next_draft_length(request, start + 1, num_draft, config, request.draft_length)
     num_positions = end + config.lookahead[k]
@@ -252,7 +252,7 @@ def prefill_row(
     num_tokens = len(request.token_ids)
     # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
     # pending when the request was preempted are proposed again from the same anchor.
-    k = request.pending_draft or next_draft_length(request, num_tokens, 0, config, draft_length)
+    k = request.num_pending_drafts or next_draft_length(request, num_tokens, 0, config, draft_length)
     finishes = end == request.prefill_end
     num_positions = end + config.lookahead[k]
     return ScheduledRequest(
@@ -278,21 +278,21 @@ def decode_tokens(request: Request) -> int:
     """Tokens of the request's next row if that decodes; 0 while it is in prefill."""
     row = request.row_in_flight
     if row is None:
-        return 1 + request.pending_draft if len(request.token_ids) - request.num_computed == 1 else 0
+        return 1 + request.num_pending_drafts if len(request.token_ids) - request.num_computed == 1 else 0
     if request.in_prefill:
         return 0
-    return 1 + (row.num_next_draft if row.sample else request.pending_draft)
+    return 1 + (row.num_next_draft if row.sample else request.num_pending_drafts)
 
 
 def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> ScheduledRequest | None:
-    """The decode row behind `row`, which is in flight; None when it must wait for the result, or is sure not to come.
+    """The decode row after `row`, which is in flight; None when it must wait for the result, or is sure not to come.
 
     Only outcomes count after which the request goes on. Every number is the largest over them, and k must be the same
     for all: it falls with the number of tokens, so the lowest and the highest outcome tell.
     """
     if not row.sample:  # a prefill that stopped before the last token, which is known
         fewest = most = request.num_tokens
-        num_draft = request.pending_draft
+        num_draft = request.num_pending_drafts
     else:
         longest = min(request.num_prompt_tokens + request.sampling.max_tokens, config.max_model_len) - 1
         fewest = request.num_tokens + 1
@@ -313,7 +313,7 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, config:
     """The drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: `k` of them, or none.
 
     When every draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor;
-    the next block must fit behind it (WINDOW). A request that the step is sure to end drafts no more; surplus drafts
+    the next block must fit after it (WINDOW). A request that the step is sure to end drafts no more; surplus drafts
     before that are dropped at `max_tokens`.
     """
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:

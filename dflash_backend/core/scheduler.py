@@ -3,16 +3,16 @@
 Continuous batching with chunked prefill, shared between tenants (`docs/scheduling.md`). Within a tenant, requests run
 by priority and arrival, without overtaking; `FairQueue` says which tenant's turn it is:
 
-- running: decode rows, and of each tenant at most one request that is still in prefill. A prefill that takes several
-  steps leaves up to half of a step's prefill budget to others: to other tenants, and within its own to later requests
-  whose prefills that budget finishes;
+- running: decode rows, and of each tenant at most one request that is still in prefill. A prefill of several steps
+  leaves half of a step's prefill budget to other tenants, and to later requests of its own tenant that the budget
+  finishes;
 - waiting: new requests, and preempted ones at the place they had.
 
 A running request has a row of at least one token in every step: no more requests are admitted than can decode in one
 step together. A request in prefill thus finds at least the tokens that it will decode with.
 
 When blocks run out, the latest request of the tenant that holds most for its weight is preempted; likewise when a
-tenant waits for rows or blocks of which another holds more. Its blocks are freed and it computes them anew later (for
+tenant waits for rows or blocks of which another holds more. Its blocks are freed and it computes them again later (for
 the most part from the prefix cache). The running request that arrived first is never preempted, and admission has
 checked that the pool can hold it alone, so it always finishes, and in turn every request does.
 
@@ -150,7 +150,7 @@ class PlanBuilder:
                 self.note_unfinished(request.sampling.tenant, remaining - chunk)
 
     def note_unfinished(self, tenant: str, remaining: int) -> None:
-        """A request is in the middle of its prompt behind this step, with about as many tokens to go."""
+        """A request is in the middle of its prompt after this step, with about as many tokens to go."""
         self.unfinished.add(tenant)
         self._num_unfinished += 1
         self._least_remaining = min(self._least_remaining, remaining)
@@ -196,7 +196,7 @@ class PlanBuilder:
 MAX_PASSED_OVER = 32
 # A tenant is crowded, which the stub is told, with this part of a queue: fewer of its requests than there are tenants.
 CROWD_OF_QUEUE = 16
-# A running tenant must be this part of a step's most tokens behind another before that one is preempted for it.
+# One tenant is preempted for another that runs only if that one has had less by this part of a step's most tokens.
 MIN_LAG_IN_STEPS = 1 / 8
 # Steps without admissions after an out-of-memory step, unless a request finishes first.
 STEPS_TO_RECOVER = 16

@@ -38,7 +38,7 @@ class WindowGroup:
     """The target's layers with a sliding window, under a block table of their own (`kv/groups.py`).
 
     window: positions that a query sees at most, its own included. max_step_tokens: tokens of a step; max_lookahead:
-    positions that a row reserves behind them.
+    positions that a row reserves after them.
     """
 
     num_blocks: int
@@ -48,11 +48,11 @@ class WindowGroup:
     max_lookahead: int
 
     def first_visible(self, position: int) -> int:
-        """Index of the first block that a query at `position`, or behind it, sees."""
+        """Index of the first block that a query at `position`, or after it, sees."""
         return max(0, position - self.window + 1) // self.block_size
 
-    def first_visible_behind(self, num_blocks: int) -> int:
-        """Index of the first block that the first query behind `num_blocks` blocks sees, at most `num_blocks`."""
+    def first_visible_after(self, num_blocks: int) -> int:
+        """Index of the first block that the first query after `num_blocks` blocks sees, at most `num_blocks`."""
         return min(num_blocks, self.first_visible(num_blocks * self.block_size))
 
     @property
@@ -63,7 +63,7 @@ class WindowGroup:
     @property
     def most_blocks(self) -> int:
         """Blocks that a request holds at a time at most: before the result of the step in flight is known, those that
-        it and the step behind it write are not given back."""
+        it and the step after it write are not given back."""
         return self.steady_blocks + -(-2 * self.max_step_tokens // self.block_size)
 
 
@@ -120,7 +120,7 @@ class SchedulerConfig:
     drafts.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
     autoregressive: whether the drafter runs a pass for each draft, and not one for all of them.
-    reads_next_tokens: whether the drafter's context KV at a position depends on the token behind it (PUBLISH).
+    reads_next_tokens: whether the drafter's context KV at a position depends on the token after it (PUBLISH).
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
     max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
     more, what it decodes times (requests without a first token / requests that decode).

@@ -32,7 +32,7 @@ LIGHT_STEPS_PER_WAITING = 0.5
 ONE_TENANT_FACTOR = 8
 # Prompt tokens that a step may always have.
 MIN_TOKENS = 8
-# Of steps without prompts, after the first ones in a row, only every fourth is taken in: they tell little.
+# After a few steps without prompts in a row, one in four is observed: they add little.
 FEW, EVERY = 8, 4
 # Part of a step's weight that stays after another one: some thirty count.
 FORGETTING = 0.97
@@ -44,8 +44,8 @@ FIXED_SHARE = 0.5
 # A prompt token is taken to last no less, and a step to have no more.
 TINY_S, MOST_TOKENS = 1e-9, 1 << 30
 _KILO = 1e-3
-# Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
-# again soon, shall not meet a long step each time.
+# For this long after several tenants had requests, steps stay as short as several need them: who asks again soon, as
+# people and agents do, does not meet a long step each time.
 SEVERAL_TENANTS_S = 5.0
 
 

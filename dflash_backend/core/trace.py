@@ -97,7 +97,7 @@ class StepTrace:
             "new requests": [new.request_id for new in plan.new_requests],
             "rows": rows,
         }
-        # Steps run one after the other: one that was submitted behind another began when that had ended.
+        # Steps run one after the other: one that was submitted after another began when that had ended.
         at = max(times.planned, self._executed)
         self._executed = times.executed
         self._slice(STEPS, f"step {plan.step_id}", at, times.executed, args)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Sequence
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.core.prefix_cache import BlockHashes
+from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.engine_client.engines import EngineOutputs, Engines, NoEngineError, Placement
 from dflash_backend.engine_client.gpus import engine_environments
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger

@@ -1,6 +1,6 @@
 """Which engine holds which KV blocks, as far as the router knows.
 
-A block's hash covers every token before it (`core/prefix_cache.py`), so an engine that holds a block and can use it
+A block's hash covers every token before it (`core/block_hashes.py`), so an engine that holds a block and can use it
 holds those before it too. An engine frees the last blocks of a text first. The index does the same when it is full,
 and so looks at a few of a prompt's hashes only.
 """

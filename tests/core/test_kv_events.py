@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from toy_engine import PROMPT, Engine, crowd, make_config, make_request
 
+from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.events import KVEventLog
-from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.messages import BlocksRemoved, BlocksStored, KVEvent
 
 

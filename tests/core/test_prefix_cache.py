@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dflash_backend.core.block_hashes import BlockHashes, hash_block, pack_tokens, root_hash
 from dflash_backend.core.kv.block_pool import BlockPool
-from dflash_backend.core.prefix_cache import BlockHashes, hash_block, pack_tokens, root_hash
 
 
 def _hashes(token_ids: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:

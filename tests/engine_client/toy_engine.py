@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
-from dflash_backend.core.prefix_cache import BlockHashes
+from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.engine.process import serve
 from dflash_backend.messages import (
     BlocksRemoved,

@@ -14,7 +14,7 @@ RANDOM = ("tests/core/test_core_random.py",)
 SCHEDULING = ("tests/core/test_scheduling.py",)
 SPEC_COUNTS = ("tests/core/test_spec_stats.py",)
 # Of the blocks to publish.
-NUM_FULL = "min(request.num_computed, len(request.token_ids) - self._num_behind) // self._block_size"
+NUM_FULL = "min(request.num_computed, len(request.token_ids) - self._num_next) // self._block_size"
 
 CORE_MUTANTS = (
     *mutants_of(
@@ -73,7 +73,7 @@ CORE_MUTANTS = (
         "a block that is not full is published",
         f"{CORE}/kv/manager.py",
         NUM_FULL,
-        "-(-min(request.num_computed, len(request.token_ids) - self._num_behind) // self._block_size)",
+        "-(-min(request.num_computed, len(request.token_ids) - self._num_next) // self._block_size)",
         RANDOM,
     ),
     *mutants_of(
@@ -82,7 +82,7 @@ CORE_MUTANTS = (
         (
             "the last full block is not published",
             NUM_FULL,
-            "(min(request.num_computed, len(request.token_ids) - self._num_behind) - 1) // self._block_size",
+            "(min(request.num_computed, len(request.token_ids) - self._num_next) - 1) // self._block_size",
         ),
         ("accepted tokens past a stop are published", NUM_FULL, "request.num_computed // self._block_size"),
         (
@@ -99,13 +99,13 @@ CORE_MUTANTS = (
         SCHEDULING,
     ),
     *mutants_of(
-        f"{CORE}/prefix_cache.py",
+        f"{CORE}/block_hashes.py",
         RANDOM,
         ("the salt is not hashed", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"),
         ("a block hash is not chained to its parent", "hashlib.sha256(parent + packed)", "hashlib.sha256(packed)"),
         (
             "a block's hash leaves out the token behind it that the drafter's KV depends on",
-            "packed[start : start + size + behind]",
+            "packed[start : start + size + next_bytes]",
             "packed[start : start + size]",
         ),
     ),
@@ -117,7 +117,7 @@ CORE_MUTANTS = (
         RANDOM,
     ),
     *mutants_of(
-        f"{CORE}/prefix_cache.py",
+        f"{CORE}/block_hashes.py",
         PREFIX,
         (
             "the chain does not move on",

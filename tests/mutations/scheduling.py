@@ -29,7 +29,7 @@ SCHEDULING_MUTANTS = (
         (
             "a preempted request loses its drafts",
             "request.num_preemptions += 1",
-            "request.num_preemptions += 1\n        request.pending_draft = 0",
+            "request.num_preemptions += 1\n        request.num_pending_drafts = 0",
         ),
         (
             "more requests run than can decode together",
@@ -42,7 +42,7 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "a resumed request runs its anchor again",
         f"{CORE}/request.py",
-        "return self.num_tokens - 1 if self.pending_draft else self.num_tokens",
+        "return self.num_tokens - 1 if self.num_pending_drafts else self.num_tokens",
         "return self.num_tokens",
         SCHEDULING,
     ),
@@ -114,6 +114,7 @@ SCHEDULING_MUTANTS = (
         TENANTS,
         ("of equal counters the oldest goes first", "-self.number", "self.number"),
         ("weights are nothing", "num_tokens / self.weight", "num_tokens"),
+        ("who comes starts from what was the lowest counter long ago", "            self._find_lowest()\n", ""),
         ("a newcomer has a claim", "max(self._lowest, self._absent.pop(name, 0.0))", "self._absent.pop(name, 0.0)"),
         ("a pause pays a debt", "        self._absent[tenant.name] = tenant.service\n", ""),
         ("cached tokens cost as much as others", "CACHED_TOKEN_COST = 1 / 32", "CACHED_TOKEN_COST = 1.0"),

@@ -47,11 +47,6 @@ SNAPSHOT_MUTANTS = (
             "            self.snapshots.publish(block_hash)\n",
         ),
         (
-            "a waiting request is cut where it was cut before it was preempted",
-            "        request.pending_snapshots.clear()\n        request.snapshot_borders = ()\n",
-            "        request.pending_snapshots.clear()\n",
-        ),
-        (
             "a prompt is not cut where it leaves earlier ones",
             "ends = {request.num_cached_blocks * size, ",
             "ends = {",

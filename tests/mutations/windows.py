@@ -34,13 +34,13 @@ WINDOW_MUTANTS: tuple[Mutant, ...] = (
         OF_CORE,
         (
             "a hit does not look at the first block that its window shows",
-            "while end and index >= self._group.first_visible_behind(end):",
-            "while end and index > self._group.first_visible_behind(end):",
+            "while end and index >= self._group.first_visible_after(end):",
+            "while end and index > self._group.first_visible_after(end):",
         ),
         (
             "blocks of a window are given back while drafts of the row before may be taken back",
             "first = self._group.first_visible(request.num_computed)\n        if",
-            "first = self._group.first_visible(request.num_tokens + request.pending_draft)\n        if",
+            "first = self._group.first_visible(request.num_tokens + request.num_pending_drafts)\n        if",
         ),
         (
             "what was given back is given back once more at the end",

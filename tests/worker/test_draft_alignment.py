@@ -25,7 +25,7 @@ def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]
     request = core.scheduler.running[request_id]
     end = request.num_tokens
     row = requests.state.tokens[requests.records[request_id].index]
-    return list(request.token_ids), row[end : end + request.pending_draft].tolist()
+    return list(request.token_ids), row[end : end + request.num_pending_drafts].tolist()
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ class BlockPool:
         self._ref_counts = array("q", bytes(8 * num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        # For a cached block the one last published behind it, or -1. A hint for `find_chain`, never cleared.
+        # For a cached block the one last published after it, or -1. A hint for `find_chain`, never cleared.
         self._next_block = array("q", [-1]) * num_blocks
         self._unused = array("q", range(num_blocks - 1, -1, -1))
         self._evictable = BlockLists(num_blocks, num_lists=2)

@@ -169,7 +169,7 @@ class WindowBlocks(KVGroup):
         # Those must be cached here that the first query after the hit sees.
         end = num_blocks
         index = end - 1
-        while end and index >= self._group.first_visible_behind(end):
+        while end and index >= self._group.first_visible_after(end):
             if self.pool.find_chain(hashes[index : index + 1], 1):
                 index -= 1
             else:
@@ -178,7 +178,7 @@ class WindowBlocks(KVGroup):
 
     def find_hit(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
         """The blocks that the first query after a hit of `num_blocks` blocks sees, in order; all are cached."""
-        first = self._group.first_visible_behind(num_blocks)
+        first = self._group.first_visible_after(num_blocks)
         return self.pool.find_chain(hashes[first:num_blocks], num_blocks - first)
 
     def _own_hit(self, request: Request, num_blocks: int) -> list[int]:
@@ -298,7 +298,6 @@ class RecurrentStates(KVGroup):
         for _, block_hash in request.pending_snapshots:
             self.snapshots.drop(block_hash)
         request.pending_snapshots.clear()
-        request.snapshot_borders = ()
 
     def check(self, requests: Sequence[Request]) -> None:
         self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])

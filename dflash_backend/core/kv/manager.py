@@ -38,7 +38,7 @@ class KVManager:
         self._block_size = config.block_size
         self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
-        self._num_behind = int(config.reads_next_tokens)
+        self._num_next = int(config.reads_next_tokens)
         self.events: KVEventLog | None = None
         if config.kv_events != "off":
             self.events = KVEventLog(with_tokens=config.kv_events == "tokens")
@@ -130,7 +130,7 @@ class KVManager:
         drafter that reads the token after a position, that one must have been kept too.
         """
         if self._caching:
-            num_full = min(request.num_computed, len(request.token_ids) - self._num_behind) // self._block_size
+            num_full = min(request.num_computed, len(request.token_ids) - self._num_next) // self._block_size
             if num_full > request.num_published_blocks:
                 hashes = request.block_hashes.first(num_full, request.token_ids)
                 for index in range(request.num_published_blocks, num_full):

@@ -1,10 +1,10 @@
-"""Copies of recurrent states at block borders of prompts, which let a prompt go on behind blocks that are cached.
+"""Copies of recurrent states at block borders of prompts, which let a prompt go on after blocks that are cached.
 
 A target with recurrent layers keeps one state of a request for all positions, so cached K and V are of no use without
-the state behind them. The worker has `num_slots` slots for such copies beside those of requests. Here is what each
-holds: the state behind the block with a hash, which covers every token before it, so a copy stays right whatever
+the state after them. The worker has `num_slots` slots for such copies beside those of requests. Here is what each
+holds: the state after the block with a hash, which covers every token before it, so a copy stays right whatever
 becomes of the blocks. Nothing is held: who starts with a copy has it copied before the step's rows run, and a slot that
-is given away is written behind that.
+is given away is written after that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_USED_SHARE = 0.75
 
 
 class StateSnapshots:
-    """Which slot holds the state behind which block.
+    """Which slot holds the state after which block.
 
     A slot is free, or is to be written by a step that was planned (pending), or holds a copy that can be found. Those
     never used are given away before those used, the longest unused first.
@@ -33,7 +33,7 @@ class StateSnapshots:
         """Grows whenever a copy can be found, or no longer."""
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks a request can start behind: up to the last with a copy."""
+        """How many of the first `num_blocks` blocks a request can start after: up to the last with a copy."""
         for count in range(num_blocks, 0, -1):
             block_hash = hashes[count - 1]
             if block_hash in self._unused or block_hash in self._used:
@@ -53,7 +53,7 @@ class StateSnapshots:
         return slot
 
     def reserve(self, block_hash: bytes) -> int | None:
-        """A slot for the state behind a block, which a step will write; None where there is none to give away, or where
+        """A slot for the state after a block, which a step will write; None where there is none to give away, or where
         the block has a copy, or will have."""
         if block_hash in self._pending or block_hash in self._unused or block_hash in self._used:
             return None

@@ -117,7 +117,7 @@ class Moments:
 class AcceptanceEstimator:
     """The estimate, for blocks of at most `k` drafts.
 
-    trials, accepted: drafts at each position that were verified behind accepted ones, and those accepted, at a usual
+    trials, accepted: drafts at each position that were verified after accepted ones, and those accepted, at a usual
     confidence, float64 `[k]`; older ones count less. level, variance: the level of all. weight, weight_variance: how
     much a confidence counts. covariance: of the two.
     """
@@ -144,7 +144,7 @@ class AcceptanceEstimator:
         self._update_rates()
 
     def rates(self) -> list[float]:
-        """For each position the share of drafts accepted behind accepted ones, at a usual confidence. What is not
+        """For each position the share of drafts accepted after accepted ones, at a usual confidence. What is not
         known of a position is taken from the one before it."""
         rates, before = [], PRIOR_RATE
         for trials, accepted in zip(self.trials.tolist(), self.accepted.tolist(), strict=True):
@@ -173,7 +173,7 @@ class AcceptanceEstimator:
         confidences: Iterable[Sequence[float]],
     ) -> Floats:
         """For the drafts of some blocks: the chance of each that it and all before it are accepted, `[n, k]`, and 0
-        behind the `num_draft` of its block. Where a confidence is not known it is a usual one. offsets: as `offsets`
+        after the `num_draft` of its block. Where a confidence is not known it is a usual one. offsets: as `offsets`
         gives them."""
         logits = self.weight * self._padded(confidences, self._means)
         logits += offsets

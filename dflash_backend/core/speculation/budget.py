@@ -28,7 +28,7 @@ class UnevenDrafts:
     """Whether rows get different numbers of drafts: where that gains more than it costs.
 
     cost: this part longer, at least, is a step whose rows have different numbers of drafts than one with as many drafts
-    in rows alike. wants_confidence: whether the drafter is to say how sure it is of the drafts of the step that is
+    in rows alike. wants_confidence: whether the drafter reports confidences for the drafts of the step that is
     planned.
     """
 

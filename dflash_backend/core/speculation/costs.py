@@ -100,7 +100,7 @@ FIXED_SHARE = 0.5
 DRAFT_SHARE = 0.3
 # How many steps an entry of a table that was measured at start counts as, and how many at most with those that ran.
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
-# Of steps that are like the one before, after a few only every fourth is taken in: it takes time, and tells little.
+# After a few steps that look alike, one in four is observed: observing takes time and adds little.
 FEW, EVERY = 16, 4
 # Steps of 1 row, of up to 4, 16, 64, ... have coefficients of their own: a power of two to this one.
 LOG2_ROWS_STEP = 2

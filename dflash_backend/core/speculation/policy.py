@@ -148,8 +148,8 @@ MAX_ROWS_LOOKED_AT = 64
 FEW_DRAFTS = 32
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
-# While drafting rests, one step without drafts of this many is taken in, and after a while one of more: it takes time,
-# and tells little.
+# While drafting rests, one step in `OBSERVED_EVERY` is observed, and after `AT_FIRST` of them one in `LATER_EVERY`:
+# observing takes time and adds little.
 OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
 
 
@@ -335,7 +335,7 @@ class AdaptiveSpeculation:
         """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps, in those that
         try whether drafting pays again, and where leaving some out gains little.
 
-        Called once for each step. `uneven.wants_confidence` then says whether the drafter is to say how sure it is of
+        Called once for each step. `uneven.wants_confidence` then says whether the drafter reports confidences for
         the drafts that the step proposes. speculating: of each row.
         """
         if not self.uneven.next_step(len(rows)):

@@ -1,8 +1,8 @@
 """Hashes of KV blocks' contents, by which a prompt finds the blocks of an earlier one with the same beginning.
 
 A block's hash covers every token from the start of the sequence to the block's end: SHA-256 over the hash of the block
-before it and the block's token ids. With a drafter whose context KV at a position depends on the token behind it
-(EAGLE), it covers the token behind the block as well: else the KV of the block's last position could be that of another
+before it and the block's token ids. With a drafter whose context KV at a position depends on the token after it
+(EAGLE), it covers the token after the block as well: else the KV of the block's last position could be that of another
 text. The first hash also covers the request's `cache_salt`, so requests with different salts never share a block
 (ISOLATE). SHA-256, because a collision would hand one client another client's context. Only
 full blocks have hashes.
@@ -29,34 +29,34 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def hash_block(parent: bytes, packed: bytes) -> bytes:
-    """The hash of a full block, its tokens packed, behind the block with hash `parent`; 32 bytes."""
+    """The hash of a full block, its tokens packed, after the block with hash `parent`; 32 bytes."""
     return hashlib.sha256(parent + packed).digest()
 
 
 class BlockHashes:
     """The hashes of one request's full blocks, computed once each as its tokens become known."""
 
-    __slots__ = ("_block_size", "_hashes", "_last", "_num_behind")
+    __slots__ = ("_block_size", "_hashes", "_last", "_num_next")
 
     def __init__(self, cache_salt: str, block_size: int, covers_next_token: bool = False) -> None:
-        """covers_next_token: whether a block's hash covers the token behind it."""
+        """covers_next_token: whether a block's hash covers the token after it."""
         self._last = root_hash(cache_salt)
         self._block_size = block_size
-        self._num_behind = int(covers_next_token)
+        self._num_next = int(covers_next_token)
         self._hashes: list[bytes] = []
 
     def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The hashes of at least the first `num_blocks` blocks of `token_ids`, which are full, with a token behind the
+        """The hashes of at least the first `num_blocks` blocks of `token_ids`, which are full, with a token after the
         last of them where hashes cover it.
 
         `token_ids` only ever grows between calls, so computed hashes stay right.
         """
         known = len(self._hashes)
         if known < num_blocks:
-            end = num_blocks * self._block_size + self._num_behind
+            end = num_blocks * self._block_size + self._num_next
             packed = pack_tokens(token_ids[known * self._block_size : end])
-            size, behind = self._block_size * _TOKEN_BYTES, self._num_behind * _TOKEN_BYTES
-            for start in range(0, len(packed) - behind, size):
-                self._last = hash_block(self._last, packed[start : start + size + behind])
+            size, next_bytes = self._block_size * _TOKEN_BYTES, self._num_next * _TOKEN_BYTES
+            for start in range(0, len(packed) - next_bytes, size):
+                self._last = hash_block(self._last, packed[start : start + size + next_bytes])
                 self._hashes.append(self._last)
         return self._hashes
