@@ -6,7 +6,7 @@ Every refusal is a sentence with the numbers and what to change: the config is t
 from __future__ import annotations
 
 from dflash_backend.core.request import Request, peak_positions
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import TENANTS_IN_QUEUE, ErrorStatus, GenerationRequest
 
@@ -27,7 +27,7 @@ def check_config(config: SchedulerConfig) -> None:
     if config.num_blocks < 1:
         raise ValueError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
     group = config.window_group
-    longest = config.cache_group.blocks_for(config.max_model_len)
+    longest = blocks_for(config.max_model_len, config.block_size)
     if group is not None and group.num_blocks < (most := min(group.most_blocks, longest)):
         raise ValueError(
             f"layers with a window of {group.window} positions have {group.num_blocks} KV blocks, and a request holds "
@@ -72,7 +72,7 @@ def check_prompt(request: GenerationRequest, config: SchedulerConfig) -> None:
 
 def check_fits_alone(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError(INVALID_ARGUMENT) when the whole KV pool is too small for the request at its longest."""
-    needed = config.cache_group.blocks_for(peak_positions(request, config))
+    needed = blocks_for(peak_positions(request, config), config.block_size)
     if needed > config.num_blocks:
         raise RequestError(
             "INVALID_ARGUMENT",

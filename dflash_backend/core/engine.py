@@ -371,17 +371,11 @@ class EngineCore:
             self._remove(request, finish_reason, now)
         elif not token_ids and not prompt_logprobs:
             return
-        outputs.deltas.append(
-            TokenDelta(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                finish_reason=finish_reason,
-                stats=None if finish_reason is None and request.yields is None else request.stats(now),
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                num_draft_tokens=result.num_verified,
-            )
+        stats = None if finish_reason is None and request.yields is None else request.stats(now)
+        delta = TokenDelta(
+            request.request_id, token_ids, finish_reason, stats, logprobs, prompt_logprobs, result.num_verified
         )
+        outputs.deltas.append(delta)
 
     def _fail(
         self,

@@ -39,7 +39,7 @@ from dflash_backend.core.request import (
     prefill_row,
     promised_blocks,
 )
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.step_time import PrefillBound
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
@@ -415,7 +415,9 @@ class Scheduler:
         if self.kv.fits(request, num_positions, (), promised):
             return None
         hit = self.kv.find_hit(request)
-        return None if self.kv.fits(request, num_positions, hit, promised) else self.kv.blocks_for(num_positions)
+        if self.kv.fits(request, num_positions, hit, promised):
+            return None
+        return blocks_for(num_positions, config.block_size)
 
     def _schedule_running(self, builder: PlanBuilder, in_flight: bool) -> bool:
         """Give every running request its row, in order of arrival, preempting where blocks run out.
@@ -522,7 +524,7 @@ class Scheduler:
                     passed_over.append(tenant)
                     continue
                 builder.note_unfinished(tenant.name, remaining)
-            request.num_blocks_to_decode = self.kv.blocks_for(num_positions)
+            request.num_blocks_to_decode = blocks_for(num_positions, config.block_size)
             self._start(request, hit, builder, now)
             promised += request.num_blocks_to_decode - len(request.block_ids)
             queue.put_back(tenant)

@@ -15,22 +15,9 @@ import numpy.typing as npt
 from dflash_backend.core.plan import MeasuredStep
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers whose cache a request addresses with one block table.
-
-    This is the group of the attention layers of target and drafter (TOGETHER), but for those in a `WindowGroup`. K and
-    V lie by position, in blocks of `block_size` positions. Its commit phase, after a step's drafts are accepted, is
-    empty: K and V of a rejected draft lie past `num_computed`, where the next step overwrites them. Layers that keep
-    one state for all positions (a recurrence) have the worker's request index for their slot, and their commit is the
-    worker's (`models/recurrent_state.py`). A hit needs a copy of their state as well (`kv/state_snapshots.py`).
-    """
-
-    block_size: int
-
-    def blocks_for(self, num_positions: int) -> int:
-        """Blocks that cover this many positions."""
-        return -(-num_positions // self.block_size)
+def blocks_for(num_positions: int, block_size: int) -> int:
+    """KV blocks that cover this many positions."""
+    return -(-num_positions // block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +174,8 @@ class SchedulerConfig:
         object.__setattr__(self, "drafter_work", DrafterWork(self.lookahead_base, self.autoregressive))
 
     @property
-    def cache_group(self) -> CacheGroup:
-        """The layers of both models, under one block table."""
-        return CacheGroup(self.block_size)
-
-    @property
     def window_group(self) -> WindowGroup | None:
-        """The target's layers with a window; None where they are in `cache_group`."""
+        """The target's layers with a window; None where their blocks are those of all layers."""
         if not self.num_window_blocks:
             return None
         lookahead = self.num_speculative_tokens + self.lookahead[-1] + 1

@@ -25,7 +25,7 @@ from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, Target
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
 from dflash_backend.config import NGRAM, EngineConfig
-from dflash_backend.core.scheduler_config import CacheGroup
+from dflash_backend.core.scheduler_config import blocks_for
 from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.ngram.config import read_ngram
@@ -280,7 +280,7 @@ def draft_kv(decoder: DecoderSpec, dtype: str, request_tokens: int | None = None
 def _report(decoder: DecoderSpec, name: str, request_tokens: int, num_drafts: int | None) -> KVReport:
     dtype = FP8 if name == FP8_NAME else TORCH_DTYPES[name]
     per_token = bytes_per_token(decoder, dtype)
-    num_blocks = CacheGroup(BLOCK_SIZE).blocks_for(request_tokens)
+    num_blocks = blocks_for(request_tokens, BLOCK_SIZE)
     whole = num_blocks * per_token * BLOCK_SIZE
     windows = None if num_drafts is None else _windows(decoder, dtype, num_drafts)
     kept = whole

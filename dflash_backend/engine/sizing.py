@@ -28,7 +28,7 @@ from dflash_backend.checkpoints.quantization.keepable import holds_mxfp4, kept_b
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.core.scheduler_config import CacheGroup, WindowGroup
+from dflash_backend.core.scheduler_config import WindowGroup, blocks_for
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.checks import target_kv_dtype
 from dflash_backend.error_text import first_line
@@ -118,7 +118,7 @@ def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, d
         return Sizes(longest, num_blocks, num_window_blocks=of_windows)
     if wanted is None and held >= MIN_MODEL_LEN:
         return Sizes(held, num_blocks, limited_from=longest, more=budget.more, num_window_blocks=of_windows)
-    needed = CacheGroup(config.kv_block_size).blocks_for(longest)
+    needed = blocks_for(longest, config.kv_block_size)
     size = needed * _block_bytes(config, pair, dtype) / GIB
     raise ConfigError(
         f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
@@ -149,7 +149,7 @@ def _num_blocks(
     most = None
     if not budget.is_explicit:
         lookahead = pair.draft_model.max_speculative_tokens + 1 if pair.draft_model else 0
-        most = config.max_num_seqs * CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
+        most = config.max_num_seqs * blocks_for(max_model_len + lookahead, config.kv_block_size)
     of_windows = _window_bytes(config, pair, dtype)
     num_blocks, num_window_blocks = split_blocks(
         config, pair, budget.num_bytes, (block_bytes, of_windows), max_model_len, most
@@ -274,7 +274,7 @@ def split_blocks(
         return together, 0
     others = whole - of_windows
     if not others:  # ids alone, which take no memory
-        blocks = CacheGroup(config.kv_block_size).blocks_for(max_model_len)
+        blocks = blocks_for(max_model_len, config.kv_block_size)
         return most or max(together, config.max_num_seqs * blocks), enough
     num_blocks = int((num_bytes - enough * of_windows) // others)
     return (num_blocks if most is None else min(num_blocks, most)), enough
@@ -288,7 +288,7 @@ def window_group(config: EngineConfig, window: int, num_drafts: int) -> WindowGr
 def _enough(config: EngineConfig, pair: ModelPair, max_model_len: int) -> int:
     """Blocks of layers with a window that all requests which may run can hold, of `max_model_len` positions at most."""
     group = window_group(config, max(1, widest_window(pair)), pair.num_speculative_tokens)
-    longest = CacheGroup(config.kv_block_size).blocks_for(max_model_len)
+    longest = blocks_for(max_model_len, config.kv_block_size)
     steady, of_steps = min(group.steady_blocks, longest), group.most_blocks - group.steady_blocks
     times = 2 if config.enable_prefix_caching else 1
     return times * config.max_num_seqs * steady + of_steps

@@ -16,7 +16,7 @@ import torch
 
 from dflash_backend.config import ConfigError
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
 from dflash_backend.models.peers import RankLostError
@@ -220,7 +220,7 @@ def _row(config: SchedulerConfig, request_id: str, start: int, num_new: int, num
     k = config.num_speculative_tokens
     end = start + num_new + num_draft
     num_next = k if k and end + 1 + k <= config.max_drafting_len else 0
-    num_blocks = config.cache_group.blocks_for(end + config.lookahead[num_next])
+    num_blocks = blocks_for(end + config.lookahead[num_next], config.block_size)
     return ScheduledRequest(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
 
 

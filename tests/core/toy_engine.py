@@ -12,7 +12,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -58,7 +58,7 @@ def fewest_window_blocks(config: SchedulerConfig) -> int:
     """How many blocks layers with the window of `config` must have of their own."""
     group = replace(config, num_window_blocks=1).window_group
     assert group is not None
-    return min(group.most_blocks, config.cache_group.blocks_for(config.max_model_len))
+    return min(group.most_blocks, blocks_for(config.max_model_len, config.block_size))
 
 
 def make_request(request_id: str, prompt: list[int], **sampling: Any) -> GenerationRequest:

@@ -153,8 +153,8 @@ SERVING_MUTANTS = (
     Mutant(
         "the drafts of a step are not told",
         "dflash_backend/core/engine.py",
-        "num_draft_tokens=result.num_verified,",
-        "num_draft_tokens=0,",
+        "logprobs, prompt_logprobs, result.num_verified",
+        "logprobs, prompt_logprobs, 0",
         ("tests/core/test_engine_core.py",),
     ),
     Mutant(

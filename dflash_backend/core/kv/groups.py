@@ -87,19 +87,12 @@ class KVGroup:
         """Raise AssertionError unless the group and these requests, all that hold blocks, agree. For tests."""
 
 
-def owned_blocks(pool: BlockPool, block_ids: Sequence[int]) -> frozenset[int]:
-    """Those of some blocks that one request alone holds and none can find."""
-    return frozenset(each for each in block_ids if pool.ref_count(each) == 1 and not pool.is_cached(each))
+class BlockGroup(KVGroup):
+    """A group with a pool of blocks, and with a block table for each request."""
 
-
-class FullBlocks(KVGroup):
-    """Blocks of all positions: those of the target's other layers and of the drafter's (TOGETHER)."""
-
-    def __init__(self, num_blocks: int, block_size: int, events: KVEventLog | None) -> None:
-        """events: is told of blocks that enter and leave the prefix cache."""
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
         self._block_size = block_size
-        self._events = events
-        self.pool = BlockPool(num_blocks, events)
 
     @property
     def version(self) -> int:
@@ -109,6 +102,37 @@ class FullBlocks(KVGroup):
     def usage(self) -> float:
         return self.pool.usage
 
+    def has_free(self, num_blocks: int) -> bool:
+        return num_blocks <= self.pool.num_free
+
+    def _table(self, request: Request) -> list[int]:
+        raise NotImplementedError
+
+    def _uncomputed(self, request: Request) -> list[int]:
+        return self._table(request)[request.num_computed // self._block_size :]
+
+    def writable(self, request: Request) -> frozenset[int]:
+        pool, block_ids = self.pool, self._uncomputed(request)
+        return frozenset(each for each in block_ids if pool.ref_count(each) == 1 and not pool.is_cached(each))
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            own = set(self._uncomputed(request))
+            assert own == self.writable(request), f"OWN: {request.request_id} would write a block not its own"
+
+
+class FullBlocks(BlockGroup):
+    """Blocks of all positions: those of the target's other layers and of the drafter's (TOGETHER). K and V of a
+    rejected draft lie past `num_computed`, where the next step overwrites them."""
+
+    def __init__(self, num_blocks: int, block_size: int, events: KVEventLog | None) -> None:
+        """events: is told of blocks that enter and leave the prefix cache."""
+        super().__init__(BlockPool(num_blocks, events), block_size)
+        self._events = events
+
+    def _table(self, request: Request) -> list[int]:
+        return request.block_ids
+
     def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
         hit_from_free = sum(1 for block_id in hit if self.pool.ref_count(block_id) == 0)
         return num_blocks - len(hit) <= self.pool.num_free - hit_from_free - num_promised
@@ -117,9 +141,6 @@ class FullBlocks(KVGroup):
         # A preempted request that finds its own blocks does not make them protected.
         self.pool.touch(hit, reused=request.num_preemptions == 0)
         request.block_ids = list(hit)
-
-    def has_free(self, num_blocks: int) -> bool:
-        return num_blocks <= self.pool.num_free
 
     def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
         new = self.pool.allocate(num_blocks)
@@ -138,32 +159,22 @@ class FullBlocks(KVGroup):
         self.pool.free(request.block_ids)
         request.block_ids = []
 
-    def writable(self, request: Request) -> frozenset[int]:
-        return owned_blocks(self.pool, request.block_ids[request.num_computed // self._block_size :])
-
     def check(self, requests: Sequence[Request]) -> None:
         self.pool.check([request.block_ids for request in requests])
-        for request in requests:
-            own = set(request.block_ids[request.num_computed // self._block_size :])
-            assert own == self.writable(request), f"OWN: {request.request_id} would write a block not its own"
+        super().check(requests)
 
 
-class WindowBlocks(KVGroup):
+class WindowBlocks(BlockGroup):
     """Blocks of the target's layers with a window. OWN, PUBLISH and RETURN hold for them too."""
 
     def __init__(self, group: WindowGroup) -> None:
+        super().__init__(BlockPool(group.num_blocks), group.block_size)
         self._group = group
-        self.pool = BlockPool(group.num_blocks)
         # Blocks that requests in prefill hold at most until they decode, by id: what admission leaves free for them.
         self._promised: dict[str, tuple[Request, int]] = {}
 
-    @property
-    def version(self) -> int:
-        return self.pool.cache_version
-
-    @property
-    def usage(self) -> float:
-        return self.pool.usage
+    def _table(self, request: Request) -> list[int]:
+        return request.window_block_ids
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         # Those must be cached here that the first query after the hit sees.
@@ -201,9 +212,6 @@ class WindowBlocks(KVGroup):
         most = min(request.num_blocks_to_decode - request.num_window_freed, self._group.steady_blocks)
         self._promised[request.request_id] = request, most
 
-    def has_free(self, num_blocks: int) -> bool:
-        return num_blocks <= self.pool.num_free
-
     def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
         new = self.pool.allocate(num_blocks)
         request.window_block_ids += new
@@ -231,9 +239,6 @@ class WindowBlocks(KVGroup):
         request.num_window_freed = 0
         self._promised.pop(request.request_id, None)
 
-    def writable(self, request: Request) -> frozenset[int]:
-        return owned_blocks(self.pool, request.window_block_ids[request.num_computed // self._group.block_size :])
-
     def check(self, requests: Sequence[Request]) -> None:
         self.pool.check([request.window_block_ids[request.num_window_freed :] for request in requests])
         assert self._promised.keys() <= {request.request_id for request in requests}, (
@@ -244,8 +249,7 @@ class WindowBlocks(KVGroup):
             assert request.num_window_freed <= self._group.first_visible(request.num_computed), (
                 "a visible block is gone"
             )
-            own = set(request.window_block_ids[request.num_computed // self._group.block_size :])
-            assert own == self.writable(request), f"OWN: {request.request_id} would write a window block not its own"
+        super().check(requests)
 
     @staticmethod
     def _num_held(request: Request) -> int:

@@ -28,7 +28,7 @@ from dflash_backend.core.kv.events import KVEventLog
 from dflash_backend.core.kv.groups import FullBlocks, KVGroup, RecurrentStates, WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 
 
 class KVManager:
@@ -36,7 +36,6 @@ class KVManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
-        self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
         self._num_next = int(config.reads_next_tokens)
         self.events: KVEventLog | None = None
@@ -92,7 +91,7 @@ class KVManager:
     def fits(self, request: Request, num_positions: int, hit: Sequence[int], num_promised: int = 0) -> bool:
         """Whether the pools can cover `num_positions` now, for a request that starts with `hit`. `num_promised` free
         blocks are for others."""
-        num_blocks = self.blocks_for(num_positions)
+        num_blocks = blocks_for(num_positions, self._block_size)
         return all(group.fits(request, num_blocks, hit, num_promised) for group in self.groups)
 
     def start(self, request: Request, hit: list[int]) -> None:
@@ -106,7 +105,7 @@ class KVManager:
     def reserve(self, request: Request, row: ScheduledRequest) -> bool:
         """Extend the block table to cover the row's positions, and note the new blocks in the row. False when a pool
         has too few; nothing is taken then."""
-        missing = -(-row.num_positions // self._block_size) - len(request.block_ids)
+        missing = blocks_for(row.num_positions, self._block_size) - len(request.block_ids)
         if missing > 0:
             if not all(group.has_free(missing) for group in self.groups):
                 return False
