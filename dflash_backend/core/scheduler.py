@@ -342,7 +342,7 @@ class Scheduler:
         `STEPS_TO_RECOVER` steps.
         """
         if self.speculation is not None:
-            self.speculation.forget_planned()
+            self.speculation.remove_planned()
         admitted = [self.running[new.request_id] for new in plan.new_requests if new.request_id in self.running]
         oldest = self._oldest()
         victims = [request for request in reversed(admitted) if request is not oldest]
@@ -362,7 +362,7 @@ class Scheduler:
             self.queue.discard(request)
         self._finished_req_ids.clear()
         if self.speculation is not None:
-            self.speculation.forget_planned()
+            self.speculation.remove_planned()
         self._admits_from = 0
         self._must_settle = False
         return taken

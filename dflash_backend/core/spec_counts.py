@@ -71,7 +71,7 @@ class LateStops:
 
 
 class SpeculationCounts:
-    """The counts of all requests, as metrics want them: a reported count never falls."""
+    """The counts of all requests, as metrics want them: a reported count never decreases."""
 
     def __init__(self, k: int) -> None:
         """k: the most drafts of a block."""

@@ -391,7 +391,7 @@ class AdaptiveSpeculation:
         if self.rests and not any(row.num_draft or row.num_next_draft for row in plan.rows):
             self._resting_steps.add(plan.step_id)
 
-    def forget_planned(self) -> None:
+    def remove_planned(self) -> None:
         """Drop all steps that were planned and not observed: they did not run."""
         self._resting_steps.clear()
 
