@@ -4,8 +4,8 @@ that it has in a step.
 The scheduler and the KV manager change it. Whether it waits or runs follows from the scheduler's queue that it is in.
 
 A row follows from its request alone: nothing here looks at other requests, at the pool or at the queue. `draft_length`
-says how many tokens a row drafts; the scheduler sets it before it makes rows. Where that many do not fit or cannot be of
-use the row drafts none. The scheduler makes hundreds of rows a step, so short steps are written out rather than called.
+says how many tokens a row drafts; the scheduler sets it before it makes rows. A row drafts none where that many do not
+fit or cannot be of use. The scheduler makes hundreds of rows a step, so short steps are written out rather than called.
 """
 
 from __future__ import annotations
