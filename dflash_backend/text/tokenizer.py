@@ -173,10 +173,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
         **options: Any,
     ) -> ChatText:
         """The text of `messages` through the chat template, up to the beginning of the assistant's answer; with
-        `continue_final_message` up to the end of the last message's text, which then is that beginning.
+        `continue_final_message` up to the end of the last message's text, which then is that beginning; without
+        `add_generation_prompt` up to the end of the last message.
 
         `tools` are functions as OpenAI's API describes them. `options` are variables of the template, such as
         `enable_thinking`; one that it does not use has no effect. Raises `PromptError` when there is no template or it
@@ -200,7 +202,9 @@ class Tokenizer:
             {**options, "tools": list(tools) if tools else None},
         )
         (marked, variables), mark = self._special.marked(given)
-        end = {"continue_final_message": True} if continue_final_message else {"add_generation_prompt": True}
+        end = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            end = {"continue_final_message": True}
         try:
             with time_limit(TEMPLATE_LIMIT_S):
                 text = str(self._template.apply_chat_template(marked, tokenize=False, **end, **variables))

@@ -21,6 +21,8 @@ from dflash_openai.usage import UsageCounter
 
 # A stream begins after so long without its first delta: until then an error has a status of its own.
 FIRST_WAIT_S = 3.0
+# Fields of an answer that OpenAI or vLLM has and that have nothing to say here.
+NULLS = ("service_tier", "system_fingerprint", "kv_transfer_params")
 
 
 class Answer(ABC):
@@ -45,7 +47,9 @@ class Answer(ABC):
         self.usage = UsageCounter(sum(map(len, prompts)))
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
-        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._continuous_usage = (
+            options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
+        )
 
     @abstractmethod
     def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
@@ -69,7 +73,7 @@ class Answer(ABC):
                 self.usage.add_stats(completion.spec_stats)
                 choices.append(encoded(self.choice(prompt, index, completion)))
         answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
-        content = encoded(answer | self._metrics())
+        content = encoded({**answer, **dict.fromkeys(NULLS), **self._metrics()})
         self.of_prompts = [None] * len(results)
         return PiecesResponse(content)
 
@@ -91,14 +95,20 @@ class Answer(ABC):
 
     def _of(self, item: Item) -> bytes:
         prompt, delta = item
+        before = self.usage.usage() if self._continuous_usage else None
         self.usage.add(delta)
         if delta.is_statistics:
             # Of a choice whose end was sent.
             return b""
-        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        if self._continuous_usage:
-            usage = {"usage": self.usage.usage()}
-        return b"".join(self._event({**fields, **usage}) for fields in self.chunks(prompt, delta))
+        events = []
+        for fields in self.chunks(prompt, delta):
+            if self._continuous_usage:
+                begins = "role" in fields["choices"][0].get("delta", ())
+                fields["usage"] = before if begins else self.usage.usage()
+            elif self._include_usage:
+                fields["usage"] = None
+            events.append(self._event(fields))
+        return b"".join(events)
 
     def _event(self, fields: dict[str, Any]) -> bytes:
         return event({**self._head, "object": self.chunk_object, **fields})

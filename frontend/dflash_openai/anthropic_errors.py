@@ -65,7 +65,11 @@ class AnthropicErrorsMiddleware:
 def _rewritten(status: int, body: bytes, request_id: str) -> bytes:
     """An error in Anthropic's form; what is no error of ours stays as it is."""
     try:
-        message = msgspec.json.decode(body)["error"]["message"]
+        error = msgspec.json.decode(body)["error"]
+        message = error["message"]
     except (msgspec.MsgspecError, KeyError, TypeError):
         return body
+    if error.get("code") == "context_length_exceeded":
+        # Claude Code shortens the conversation when it reads these words.
+        message = f"prompt is too long: {message}"
     return msgspec.json.encode({**error_fields(status, message), "request_id": request_id})

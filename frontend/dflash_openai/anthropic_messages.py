@@ -143,7 +143,7 @@ class MessageAnswer:
     def _usage_fields(self) -> Fields:
         """Cached tokens are counted by themselves, 0 where the server does not tell them."""
         usage = self._usage.usage()
-        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,

@@ -19,6 +19,7 @@ from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
+from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest
 from dflash_openai.state import Frontend
@@ -34,7 +35,8 @@ async def create_chat_completion(request: Request) -> Response:
         use = read_tool_use(body, model.output_format)
         messages, options = template_messages(body.messages), template_options(body)
         sampling = sampling_parameters(body, model.description)
-        return body, Draft(model, messages, options, use, sampling, client_names(body), continues(body))
+        begins = body.add_generation_prompt is not False
+        return body, Draft(model, messages, options, use, sampling, client_names(body), continues(body), begins)
 
     body, draft = await read_body(request, ChatRequest, read)
     asked, model = await prepare(draft), draft.model
@@ -84,21 +86,13 @@ class Continuing(Protocol):
 
 def continues(body: Continuing) -> bool:
     """Whether the last message is the beginning of the answer. Raises `ApiError`."""
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise invalid(
-                "'continue_final_message' and 'add_generation_prompt' cannot both be true: the answer begins with the "
-                "last message or with nothing",
-                "continue_final_message",
-            )
-        return True
-    if body.add_generation_prompt is False:
+    if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
-            "'add_generation_prompt' can be false only where 'continue_final_message' is true, with which the answer "
-            "begins with the last message",
-            "add_generation_prompt",
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true: the answer begins with the "
+            "last message or with nothing",
+            "continue_final_message",
         )
-    return False
+    return bool(body.continue_final_message)
 
 
 class ChatAnswer(Answer):
@@ -111,6 +105,9 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatRequest, model: str, asked: Conversation) -> None:
         super().__init__(body, model, [asked.prompt])
         self._asked = asked
+        self.usage.num_reasoning_tokens = 0
+        self._reasoning: dict[int, ReasoningTokens] = {}
+        self._has_reasoned: set[int] = set()
         self._include_reasoning = body.include_reasoning is not False
         self._readers: dict[int, MessageReader] = {}
         self._returns_token_ids = bool(body.return_token_ids)
@@ -119,21 +116,24 @@ class ChatAnswer(Answer):
 
     def extra(self) -> dict[str, Any]:
         """The prompt's token ids and their log-probabilities, where they were asked for."""
-        fields: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if self._returns_token_ids else {}
-        if (entries := self.of_prompts[0]) is not None:
-            fields["prompt_logprobs"] = of_prompt(entries)
-        return fields
+        entries = self.of_prompts[0]
+        return {
+            "prompt_logprobs": None if entries is None else of_prompt(entries),
+            "prompt_token_ids": self.prompts[0] if self._returns_token_ids else None,
+        }
 
     def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
         """The message of a finished completion."""
         reader = self._reader()
+        message = reader.message(completion.text)
+        self._count_reasoning(reader, index, completion.token_ids)
         return {
             "index": index,
-            "message": reader.message(completion.text),
+            "message": message,
             "logprobs": self._written(completion.logprobs),
             "finish_reason": reader.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
-            **self._token_ids(completion.token_ids),
+            "token_ids": completion.token_ids if self._returns_token_ids else None,
         }
 
     def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -144,10 +144,12 @@ class ChatAnswer(Answer):
             self._readers[delta.index] = self._reader()
         reader = self._readers[delta.index]
         deltas = list(reader.deltas(delta.text, delta.finish_reason is not None))
+        self._count_reasoning(reader, delta.index, delta.token_ids)
         if is_first:
             content = "" if deltas and "content" in deltas[0] else None
             role = {"index": delta.index, "delta": {"role": "assistant", "content": content}, "finish_reason": None}
-            yield {"choices": [role], **self.extra()}
+            of_prompt = {"prompt_token_ids": self.prompts[0]} if self._returns_token_ids else {}
+            yield {"choices": [role], **of_prompt}
         if not deltas and (delta.finish_reason or delta.logprobs or delta.steps or self._returns_token_ids):
             deltas = [{}]
         for place, fields in enumerate(deltas):
@@ -162,6 +164,16 @@ class ChatAnswer(Answer):
                 **({"steps": delta.steps} if is_first and delta.steps is not None else {}),
             }
             yield {"choices": [choice]}
+
+    def _count_reasoning(self, reader: MessageReader, index: int, token_ids: Sequence[int]) -> None:
+        """Count the tokens of a choice that come next."""
+        counter = self._reasoning.setdefault(index, self._asked.reasoning_tokens())
+        before = counter.count if index in self._has_reasoned else 0
+        counter.add(token_ids)
+        if reader.has_reasoned:
+            self._has_reasoned.add(index)
+            assert self.usage.num_reasoning_tokens is not None
+            self.usage.num_reasoning_tokens += counter.count - before
 
     def _reader(self) -> MessageReader:
         return MessageReader(self._asked.parser(), self._include_reasoning, self._asked.use)

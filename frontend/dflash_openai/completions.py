@@ -158,8 +158,9 @@ class CompletionAnswer(Answer):
             "logprobs": self._with_prompt(prompt, place, completion.logprobs),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            **dict.fromkeys(("token_ids", "prompt_token_ids")),
             **self._token_ids(completion.token_ids, prompt),
-            **self._prompt_logprobs(prompt),
+            "prompt_logprobs": self._prompt_logprobs(prompt),
         }
 
     def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -190,11 +191,9 @@ class CompletionAnswer(Answer):
         text = self._tokenizer.decode([first]).rstrip(REPLACEMENT)
         return self._logprobs[place].completion((*echoed, *entries), (first, text))
 
-    def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+    def _prompt_logprobs(self, prompt: int) -> Any:
         entries = self.of_prompts[prompt]
-        if entries is None or self._body.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": of_prompt(entries)}
+        return None if entries is None or self._body.prompt_logprobs is None else of_prompt(entries)
 
     def _token_ids(self, token_ids: Sequence[int], prompt: int | None) -> dict[str, Any]:
         if not self._returns_token_ids:

@@ -13,6 +13,7 @@ from dflash_backend.text.structured_outputs import FormatError, read_response_fo
 from dflash_openai.errors import invalid
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
+from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse
 
@@ -34,6 +35,13 @@ class Conversation:
     tail: str
     names: Mapping[str, str]
 
+    def reasoning_tokens(self) -> ReasoningTokens:
+        """What counts the reasoning of one of its answers."""
+        reasoning = self.model.output_format.reasoning
+        if reasoning is None:
+            return ReasoningTokens(())
+        return ReasoningTokens(self.model.tokenizer.encode_part(reasoning.counted_to or reasoning.close))
+
     def parser(self) -> OutputParser:
         """What splits one of its answers."""
         return self.model.output_format.parser(self.tail, self.use.offered, self.use.parallel, self.use.forced)
@@ -42,7 +50,8 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A conversation as its client sent it: messages, and the variables `options` of the chat template; with
-    `continue_final_message` the last message is the beginning of the answer. `sampling` are the request's parameters.
+    `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt` the prompt
+    ends with it. `sampling` are the request's parameters.
     `names` has what the client calls one of them, where it is not the same."""
 
     model: Model
@@ -52,6 +61,7 @@ class Draft:
     sampling: Mapping[str, Any]
     names: Mapping[str, str]
     continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
 
 async def prepare(draft: Draft) -> Conversation:
@@ -63,7 +73,9 @@ async def prepare(draft: Draft) -> Conversation:
         messages = harmony.template_messages(messages)
     if continue_final_message and use.forced:
         raise invalid("'tool_choice' forces a tool call, which cannot continue a message", "continue_final_message")
-    prompt = await model.prompts.from_messages(messages, draft.options, use.offered, continue_final_message)
+    prompt = await model.prompts.from_messages(
+        messages, draft.options, use.offered, continue_final_message, draft.add_generation_prompt
+    )
     if continue_final_message:
         tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))
     else:

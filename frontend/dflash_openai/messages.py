@@ -18,14 +18,14 @@ def tool_call_fields(event: ToolCallDelta) -> dict[str, Any]:
     }
 
 
-def reasoning_fields(text: str) -> dict[str, str]:
+def reasoning_fields(text: str | None) -> dict[str, str | None]:
     """Reasoning by both of the names that clients read: vLLM's and the older one, DeepSeek's."""
     return {"reasoning": text, "reasoning_content": text}
 
 
 class MessageReader:
     """Reads one completion's text. Without `include_reasoning` what the model thinks is left out. `use`: what the
-    request says of tools."""
+    request says of tools. `has_reasoned`: whether it has thought so far."""
 
     def __init__(self, parser: OutputParser, include_reasoning: bool = True, use: ToolUse = NO_TOOLS) -> None:
         self._parser = parser
@@ -34,6 +34,7 @@ class MessageReader:
         # Whether the last call is complete; None without calls.
         self._called: bool | None = None
         self._is_empty = True
+        self.has_reasoned = False
 
     def events(self, text: str, finished: bool) -> list[Event]:
         """The events of more text, and at the end those of what was held back."""
@@ -43,6 +44,8 @@ class MessageReader:
         for event in events:
             if isinstance(event, ToolCallDelta):
                 self._called = event.complete
+            elif isinstance(event, ReasoningDelta):
+                self.has_reasoned = True
         return [event for event in events if self._include_reasoning or not isinstance(event, ReasoningDelta)]
 
     @property
@@ -74,8 +77,11 @@ class MessageReader:
             "role": "assistant",
             "content": content if content or not (calls or reasoning or self._use.forced) else None,
             "refusal": None,
-            **(reasoning_fields(reasoning) if reasoning else {}),
-            **({"tool_calls": calls} if calls else {}),
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": calls,
+            **reasoning_fields(reasoning or None),
         }
 
     def finish_reason(self, reason: str | None) -> str | None:

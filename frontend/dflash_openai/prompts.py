@@ -46,14 +46,20 @@ class PromptBuilder:
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
-        With `continue_final_message` the last message is the beginning of the answer. Raises `ApiError`."""
+        With `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt`
+        the conversation ends with its last message. Raises `ApiError`."""
         try:
             variables = pop_options({"chat_template_kwargs": dict(options)})
         except PromptError as error:
             raise invalid(str(error), "chat_template_kwargs") from None
-        variables |= {"tools": tools, "continue_final_message": continue_final_message}
+        variables |= {
+            "tools": tools,
+            "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+        }
         return await self._run("messages", lambda: self._chat(messages, variables))
 
     async def from_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -85,7 +91,7 @@ class PromptBuilder:
         try:
             token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, build)
         except PromptTooLong as error:
-            raise _too_long(error, param) from None
+            raise self._too_long(error, param) from None
         except (PromptError, InputError) as error:
             raise invalid(str(error), param) from None
         return self._checked(param, token_ids)
@@ -104,7 +110,15 @@ class PromptBuilder:
                     f"the prompt has {num_tokens} tokens; allowed: {self._max_prompt_tokens} (--max-prompt-tokens)"
                 )
         except PromptTooLong as error:
-            raise _too_long(error, param) from None
+            raise self._too_long(error, param) from None
+
+    def _too_long(self, error: PromptTooLong, param: str) -> ApiError:
+        """By the words of OpenAI and vLLM, which clients such as LiteLLM look for."""
+        length = self.max_model_len
+        if 0 < self._max_prompt_tokens < length:
+            length = self._max_prompt_tokens
+        message = f"This model's maximum context length is {length} tokens. However, {error}"
+        return invalid(message, param, "context_length_exceeded")
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         if MIN_TOKENS_OF_MESSAGE * len(messages) > self.max_model_len:
@@ -131,7 +145,3 @@ class PromptBuilder:
     def _text(self, text: str, add_special_tokens: bool) -> list[int]:
         check_fits(text, self.tokenizer, self.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens) if text else []
-
-
-def _too_long(error: PromptTooLong, param: str) -> ApiError:
-    return invalid(str(error), param, "context_length_exceeded")

@@ -66,8 +66,7 @@ class ResponseAnswer:
         self._content_logprobs = ContentLogprobs()
         self._logprobs = LogprobWriter(body.top_logprobs or 0, False, asked.model.tokenizer)
         self._usage = UsageCounter(len(asked.prompt))
-        self._asked = asked
-        self._token_ids: list[int] = []
+        self._reasoning = asked.reasoning_tokens()
         self._num_events = 0
         self._head: Fields = {
             "id": f"resp_{secrets.token_hex(16)}",
@@ -82,7 +81,7 @@ class ResponseAnswer:
         completion = results[0].completions[0]
         self._usage.num_output_tokens += completion.num_output_tokens
         self._usage.add_stats(completion.spec_stats)
-        self._token_ids += completion.token_ids
+        self._reasoning.add(completion.token_ids)
         self._content_logprobs.add(completion.logprobs or ())
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
@@ -111,7 +110,7 @@ class ResponseAnswer:
     def _of(self, item: Item) -> bytes:
         _, delta = item
         self._usage.add(delta)
-        self._token_ids += delta.token_ids
+        self._reasoning.add(delta.token_ids)
         self._content_logprobs.add(delta.logprobs or ())
         events = self._reader.events(delta.text, delta.finish_reason is not None)
         return self._written(self._items.add(events))
@@ -139,25 +138,14 @@ class ResponseAnswer:
 
     def _usage_fields(self) -> Fields:
         usage = self._usage.usage()
-        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count if self._reader.has_reasoned else 0},
             "total_tokens": usage["total_tokens"],
         }
-
-    def _num_reasoning_tokens(self) -> int:
-        """The output's tokens up to the mark that ends the reasoning; all where it does not end."""
-        output, tokenizer = self._asked.model.output_format, self._asked.model.tokenizer
-        if output.reasoning is None or all(item["type"] != "reasoning" for item in self._items.output):
-            return 0
-        marker = tokenizer.encode_part(output.reasoning.counted_to or output.reasoning.close)
-        for start in range(len(self._token_ids) - len(marker) + 1):
-            if self._token_ids[start : start + len(marker)] == marker:
-                return start + len(marker)
-        return len(self._token_ids)
 
     def _written(self, events: Iterable[Fields]) -> bytes:
         """Events as they are sent, numbered."""

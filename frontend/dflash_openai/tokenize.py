@@ -9,12 +9,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_openai.bodies import Pieces, PiecesResponse, encoded, in_thread, read_body
-from dflash_openai.chat import continues, template_messages
+from dflash_openai.chat import continues, template_messages, template_options
+from dflash_openai.conversation import Draft, prepare
 from dflash_openai.errors import invalid
-from dflash_openai.state import Frontend
+from dflash_openai.schemas import ChatRequest
+from dflash_openai.state import Frontend, Model
+from dflash_openai.tools import ToolUse, read_tool_use
 
 # Of a token id in JSON.
 BYTES_OF_ID = 8
+# What a chat has by the same names, of which its prompt is made.
+OF_CHAT = (
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
+    *("enable_thinking", "reasoning_effort"),
+)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +36,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,9 +59,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = await model.prompts.from_text(body.prompt, body.add_special_tokens is not False)
     else:
-        messages = template_messages(body.messages or [])
-        options = body.chat_template_kwargs or {}
-        tokens = await model.prompts.from_messages(messages, options, continue_final_message=continues(body))
+        tokens = await _of_messages(body, model)
 
     def written() -> Pieces:
         return encoded(
@@ -62,6 +72,15 @@ async def tokenize(request: Request) -> Response:
         )
 
     return PiecesResponse(await in_thread(len(tokens) * BYTES_OF_ID, written))
+
+
+async def _of_messages(body: TokenizeRequest, model: Model) -> list[int]:
+    """The prompt of a chat with these messages, and with the tools that its model would see. Raises `ApiError`."""
+    chat = ChatRequest(messages=body.messages or [], **{name: getattr(body, name) for name in OF_CHAT})
+    offered = read_tool_use(chat, model.output_format).offered
+    messages, begins = template_messages(chat.messages), body.add_generation_prompt is not False
+    options = template_options(chat)
+    return (await prepare(Draft(model, messages, options, ToolUse(offered), {}, {}, continues(chat), begins))).prompt
 
 
 async def detokenize(request: Request) -> Response:

@@ -15,6 +15,8 @@ class UsageCounter:
         self._num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self._num_finished = 0
+        # None for requests whose answers have no reasoning of their own.
+        self.num_reasoning_tokens: int | None = None
         self._cached: list[int] = []
         self._drafts = self._draft_tokens = 0
         self._accepted: list[int] = []
@@ -36,14 +38,15 @@ class UsageCounter:
         self._accepted = [sum(pair) for pair in itertools.zip_longest(self._accepted, accepted, fillvalue=0)]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`. The cached tokens are left out where the server does not tell them."""
+        """OpenAI's `usage`. The cached tokens are null where the server does not tell them."""
         usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self._num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": max(self._cached)} if self._cached else None,
         }
-        if self._cached:
-            usage["prompt_tokens_details"] = {"cached_tokens": max(self._cached)}
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage
 
     def metrics(self) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -58,7 +59,7 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) ->
 def test_usage_comes_with_each_chunk_where_that_is_asked_for(client: openai.OpenAI) -> None:
     options: Any = {"continuous_usage_stats": True}
     chunks = list(client.chat.completions.create(model="dflash", messages=HELLO, stream=True, stream_options=options))
-    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [3, 3, 5, 6, 6]
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [0, 3, 5, 6, 6]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -239,7 +240,6 @@ def test_a_final_message_is_continued(fields: dict[str, Any], client: openai.Ope
     ("fields", "param", "words"),
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both be"),
-        ({"add_generation_prompt": False}, "add_generation_prompt", "only where 'continue_final_message' is true"),
         ({"continue_final_message": True, "messages": HELLO}, "messages", "must be of the role assistant"),
     ],
 )
@@ -255,3 +255,54 @@ def test_what_cannot_be_continued_is_refused(
 def test_the_tokens_of_a_continued_message_are_told(http: TestClient) -> None:
     answer = http.post("/tokenize", json={"messages": BEGUN, "continue_final_message": True}).json()
     assert bytes(answer["tokens"][-5:]) == b"Well,"
+
+
+def test_what_has_nothing_to_say_is_null_as_vllm_writes_it(http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO}).json()
+    (choice,) = answer.pop("choices")
+    for name in ("service_tier", "system_fingerprint", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids"):
+        assert answer.pop(name, "missing") is None
+    assert (choice.pop("token_ids"), choice.pop("stop_reason"), choice.pop("logprobs")) == (None, None, None)
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello!",
+        "tool_calls": [],
+        **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")),
+    }
+    assert answer["usage"]["prompt_tokens_details"] is None
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"include_usage": True, "continuous_usage_stats": True}, [0, 3, 5, 6, 6, 6]),
+        ({"include_usage": False, "continuous_usage_stats": True}, [None] * 5),
+        ({"include_usage": True}, [None] * 5 + [6]),
+    ],
+)
+def test_the_event_of_the_role_has_no_token_yet(
+    options: dict[str, Any], counts: list[int | None], http: TestClient
+) -> None:
+    body = {"messages": HELLO, "stream": True, "stream_options": options}
+    text = http.post("/v1/chat/completions", json=body).text.removesuffix("data: [DONE]\n\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event]
+    assert [(event.get("usage") or {}).get("completion_tokens") for event in events] == counts
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"])
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, http: TestClient) -> None:
+    body: dict[str, Any] = {"prompt": "a" * 999}
+    if "completions" not in path or "chat" in path:
+        body = {"input": "a" * 999} if "responses" in path else {"messages": [{"role": "user", "content": "a" * 999}]}
+    error = http.post(path, json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    # LiteLLM, and with it aider and DSPy, know the error by these words.
+    assert error["message"].startswith(f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, the ")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_prompt_may_end_with_its_last_message(path: str, http: TestClient, pool: ScriptedPool) -> None:
+    answer = http.post(path, json={"messages": HELLO, "add_generation_prompt": False})
+    tokens = answer.json()["tokens"] if path == "/tokenize" else pool.asked[0].token_ids
+    assert bytes(token for token in tokens if token < 256) == b"user:Hi"

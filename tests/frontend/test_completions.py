@@ -151,7 +151,8 @@ def test_a_prompt_is_scored_without_an_answer(http: TestClient, pool: ScriptedPo
     assert pool.asked[0].sampling["max_tokens"] == 1
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2, "prompt_tokens_details": None}
+    assert answer["usage"] == usage
 
 
 def test_log_probabilities_of_a_prompt_have_vllms_form(http: TestClient, pool: ScriptedPool) -> None:
@@ -272,3 +273,12 @@ def test_each_choice_of_a_stream_ends_once(
     for index in range(num_choices):
         assert [c["finish_reason"] for c in choices if c["index"] == index][-1] == "stop"
     assert events[-1]["choices"] == []
+
+
+def test_what_has_nothing_to_say_is_null_as_vllm_writes_it(http: TestClient) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a"}).json()
+    nulls = ("service_tier", "system_fingerprint", "kv_transfer_params")
+    assert [answer.get(name, "missing") for name in nulls] == [None] * 3
+    (choice,) = answer["choices"]
+    nulls = ("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+    assert [choice.get(name, "missing") for name in nulls] == [None] * 5

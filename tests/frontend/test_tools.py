@@ -101,7 +101,7 @@ def test_calls_results_and_reasoning_of_the_history_reach_the_template(
 def test_without_a_choice_of_tools_the_model_sees_none(client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = Script((CALL,))
     (choice,) = ask(client, tool_choice="none").choices
-    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, [])
     assert "get_weather" not in prompt_text(pool.asked[0])
 
 
@@ -241,6 +241,49 @@ def test_what_cannot_be_done_is_a_400_that_names_it(
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("texts", "n", "count"),
+    [
+        (("<think>\nI", " see.</th", "ink>", "\n\nYes"), 1, 22),
+        (("<think>I", " s"), 1, 10),
+        (("Yes</think>",), 1, 0),
+        (("<think>I</think>Y",), 3, 48),
+    ],
+)
+def test_tokens_of_reasoning_are_in_the_usage(
+    client: openai.OpenAI, pool: ScriptedPool, texts: tuple[str, ...], n: int, count: int, stream: bool
+) -> None:
+    pool.script = Script(texts)
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, stream=stream, n=n, **more)
+    usage = list(answer)[-1].usage if stream else answer.usage
+    assert usage.completion_tokens_details.reasoning_tokens == count
+    if n == 1:
+        of_response = client.responses.create(model="dflash", input="Hi", tools=[]).usage
+        assert of_response.output_tokens_details.reasoning_tokens == count
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tools": [WEATHER, NOW]},
+        {"tools": [WEATHER, NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+        {"tools": [WEATHER], "tool_choice": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none", "tools": [WEATHER]},
+    ],
+)
+@pytest.mark.usefixtures("forcing")
+def test_tokens_of_messages_are_those_that_a_chat_of_them_has(
+    http: TestClient, pool: ScriptedPool, more: dict[str, Any]
+) -> None:
+    tokens = http.post("/tokenize", json={"messages": HELLO, **more}).json()["tokens"]
+    http.post("/v1/chat/completions", json={"messages": HELLO, **more})
+    assert tokens == pool.asked[0].token_ids
+
+
 def test_log_probabilities_come_once_for_each_token(client: openai.OpenAI, pool: ScriptedPool) -> None:
     texts = ("<think>a</think>b", CALL)
     entry = {1: Logprob(-1.0, 1, "x")}
@@ -324,7 +367,7 @@ def test_reasoning_before_a_forced_call_is_reasoning(client: openai.OpenAI, pool
     for text, reasoning in (("<think>\nI se", "I se"), ("<think>\nI see.</think>\n<tool_c", "I see.")):
         pool.script = Script((text,), "length")
         message = ask(client, **FORCED).choices[0].message
-        assert (message.content, message.tool_calls, message.reasoning) == (None, None, reasoning)
+        assert (message.content, message.tool_calls, message.reasoning) == (None, [], reasoning)
 
 
 @pytest.mark.usefixtures("forcing")

@@ -28,8 +28,8 @@ CONTINUED_MUTANTS = (
         CHAT,
         (
             "a continued message is followed by another turn",
-            'end = {"continue_final_message": True} if continue_final_message else {"add_generation_prompt": True}',
-            'end = {"add_generation_prompt": True}',
+            "        if continue_final_message:\n            end = ",
+            "        if False:\n            end = ",
         ),
     ),
     *mutants_of(
@@ -56,8 +56,8 @@ CONTINUED_MUTANTS = (
     Mutant(
         "/tokenize continues no message",
         f"{FRONTEND}/tokenize.py",
-        "continue_final_message=continues(body)",
-        "continue_final_message=False",
+        "{}, {}, continues(chat), begins",
+        "{}, {}, False, begins",
         ("tests/frontend/test_chat.py",),
     ),
 )

@@ -133,6 +133,24 @@ FRONT_END_MUTANTS = (
         ("statistics of a choice that ended are an event", "if delta.is_statistics:", "if False:"),
     ),
     *mutants_of(
+        f"{FRONTEND}/answers.py",
+        (f"{TESTS}/test_chat.py",),
+        ("the event of the role has tokens", "before if begins else self.usage.usage()", "self.usage.usage()"),
+        ("continuous usage comes where none is wanted", "options.include_usage is not False and", ""),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/reasoning_tokens.py",
+        (f"{TESTS}/test_tools.py", f"{TESTS}/test_responses.py"),
+        ("all tokens of an answer are reasoning", "self._count = start + length\n                return", "return"),
+        ("the mark of the reasoning is no token of it", "self._count = start + length", "self._count = start"),
+        ("a mark in two parts is not seen", "max(0, len(self._token_ids) - length + 1)", "len(self._token_ids)"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/prompts.py",
+        (f"{TESTS}/test_chat.py",),
+        ("LiteLLM does not know a prompt that is too long", "This model's maximum context length is", "The most is"),
+    ),
+    *mutants_of(
         "client/dflash_client/responses.py",
         ("tests/client/test_client.py",),
         ("a completion ends again with the last one", "if delta.index in self._finished:", "if False:"),
@@ -245,7 +263,7 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_responses.py",),
         (
             "the cached tokens of a response are not told",
-            'cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)',
+            'cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)',
             "cached = 0",
         ),
         (
@@ -253,7 +271,6 @@ FRONT_END_MUTANTS = (
             'status = "completed" if reason == "stop" else "incomplete"',
             'status = "completed"',
         ),
-        ("all tokens of a response count as reasoning", "return start + len(marker)\n", "break\n"),
         (
             "the events of a response are not numbered",
             '{**fields, "sequence_number": self._num_events}',
