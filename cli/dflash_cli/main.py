@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     with _imports_can_be_interrupted():
         from dflash_cli.commands.hints import hint
+        from dflash_cli.commands.packages import is_missing_package, package_missing
 
         root = parser()
     try:
@@ -56,7 +57,12 @@ def _run(argv: Sequence[str] | None) -> int:
             arguments.parser.error(
                 f"unrecognized arguments: {' '.join(unknown)}{hint(arguments.command, arguments.parser, unknown)}"
             )
-        status: int = arguments.run(arguments)
+        try:
+            status: int = arguments.run(arguments)
+        except ModuleNotFoundError as error:
+            if not is_missing_package(error):
+                raise
+            return fail(package_missing(error, arguments.command))
         return status
     except OutputFailed as error:
         return fail(str(error)) if str(error) else 1

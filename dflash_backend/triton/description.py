@@ -31,6 +31,7 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
             "num_speculative_tokens": ready.num_speculative_tokens,
+            "adaptive_speculation": config.adaptive_speculation,
             "max_n": rules.max_n,
             "require_cache_salt": rules.require_cache_salt,
             "sampling_defaults": dict(rules.sampling_defaults),

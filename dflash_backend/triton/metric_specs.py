@@ -216,8 +216,16 @@ ENGINE_COUNTERS = {
     "prefix_cache_hits": "dflash:prefix_cache_hits_total",
     "num_preemptions": "dflash:num_preemptions_total",
 }
-# What Triton's vLLM backend publishes, by the metric here that counts the same: for dashboards and tests made for it.
+# What vLLM and Triton's backend for it publish, by the metric here that counts the same: for dashboards, tests and
+# benchmarks made for them, such as `vllm bench serve`, which reads the acceptance there.
 VLLM_NAMES = {
+    "dflash:spec_decode_num_drafts_total": "vllm:spec_decode_num_drafts_total",
+    "dflash:spec_decode_num_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
+    "dflash:spec_decode_num_accepted_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
+    "dflash:spec_decode_num_accepted_tokens_per_pos_total": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "dflash:prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "dflash:prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "dflash:num_preemptions_total": "vllm:num_preemptions_total",
     "dflash:prompt_tokens_total": "vllm:prompt_tokens_total",
     "dflash:generation_tokens_total": "vllm:generation_tokens_total",
     "dflash:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",

@@ -22,6 +22,7 @@ from dflash_cli.commands.progress import Progress
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
+from dflash_client.errors import ClientError, Internal
 from tests.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
 from tests.tiny_models import make_target
 
@@ -183,6 +184,50 @@ def test_a_server_that_is_not_there_names_the_question(cli, unused_address: str)
     ended = cli("eval", "--limit", "1", "--url", unused_address, "--timeout", "0.5")
     assert ended.status == 1
     assert re.search(rf"(math|code|chat)-000: .*{unused_address}", ended.err)
+
+
+class DescribedServer:
+    """A client of a server that says this of itself, or fails where it is an error."""
+
+    address, protocol, model = "host:1", "grpc", "dflash"
+
+    def __init__(self, description: Any) -> None:
+        self._description = description
+
+    def __enter__(self) -> DescribedServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to close."""
+
+    def describe(self, timeout_s: float) -> Any:
+        if isinstance(self._description, ClientError):
+            raise self._description
+        return self._description
+
+    def generate(self, *prompt: Any, **parameters: Any) -> GenerationResult:
+        stats = {"num_drafts": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2}
+        stats |= {"num_accepted_tokens_per_pos": [1, 1, 0], "acceptance_length": 3.0}
+        return GenerationResult((Completion("4", "stop", (1, 2, 3), 3, spec_stats=stats),), 5)
+
+
+@pytest.mark.parametrize(
+    ("description", "told"),
+    [
+        ({"adaptive_speculation": True}, True),
+        ({"adaptive_speculation": False}, False),
+        ({}, None),
+        (Internal("no description"), None),
+    ],
+)
+def test_the_acceptance_of_a_server_that_adapts_is_not_compared_without_a_word(
+    cli, monkeypatch: pytest.MonkeyPatch, description: Any, told: bool | None
+) -> None:
+    monkeypatch.setattr("dflash_cli.commands.eval.client_of", lambda arguments: DescribedServer(description))
+    ended = cli("eval", "--dataset", "math", "--limit", "1", "--url", "host:1", "--json")
+    assert ended.status == 0
+    assert ("note: adaptive_speculation is on" in ended.err) == (told is True)
+    assert json.loads(ended.out)["about"].get("adaptive_speculation") == told
 
 
 @pytest.mark.server

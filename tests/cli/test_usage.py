@@ -46,6 +46,14 @@ from tests.servers import PORT_OPTIONS
         (["openai", "--url", "localhost"], "the servers are given with --triton"),
         (["serve", "--http-port", "70000"], "'70000' is not a port"),
         (["serve", "--tensor-parallel-size", "2"], "a setting is given with --set tensor_parallel_size=2"),
+        (["serve", "-tp", "2"], "a setting is given with --set tensor_parallel_size=N"),
+        (["serve", "-tp=2"], "a setting is given with --set tensor_parallel_size=N"),
+        (["serve", "--pipeline-parallel-size", "2"], "--set tensor_parallel_size=N shares each layer"),
+        (["serve", "--data-parallel-size", "2"], "a setting is given with --set data_parallel_size=2"),
+        (["serve", "m", "--enable-auto-tool-choice"], "--tool-call-parser says how the model writes calls"),
+        (["serve", "m", "--enable-lora"], "there are no adapters; merge them"),
+        (["serve", "m", "--trust-remote-code"], "code of a checkpoint is never run"),
+        (["serve", "m", "--enforce-eager"], "--set enable_cuda_graphs=false"),
         (["serve", "--set", "=3"], "'=3' is not NAME=VALUE"),
         (["serve", "--set", "model=x"], "here that is 'target_model'"),
         (["serve", "--set", "enable_lora=true"], "there are no adapters"),
@@ -76,6 +84,38 @@ def test_bad_usage_ends_with_2_and_says_what_is_wrong(cli, argv: list[str], word
     ended = cli(*argv)
     assert ended.status == 2
     assert words in ended.err
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        (["serve", "m"], "starlette", "server"),
+        (["openai"], "starlette", "openai"),
+        (["openai"], "transformers.utils", "openai"),
+        (["eval", "--url", "localhost"], "msgspec", "server"),
+    ],
+)
+def test_where_only_the_client_is_installed_a_command_says_what_it_needs(
+    cli, monkeypatch: pytest.MonkeyPatch, command: list[str], package: str, extra: str
+) -> None:
+    def run(arguments: object) -> int:
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+
+    monkeypatch.setattr(f"dflash_cli.commands.{command[0]}.run", run)
+    ended = cli(*command)
+    assert ended.status == 1
+    assert ended.err.count("\n") == 1
+    assert f"No module named '{package}'" in ended.err
+    assert f"run pip install '.[{extra}]'" in ended.err
+
+
+def test_a_module_of_ours_that_is_missing_is_a_defect(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: object) -> int:
+        raise ModuleNotFoundError("No module named 'dflash_openai.gone'", name="dflash_openai.gone")
+
+    monkeypatch.setattr("dflash_cli.commands.openai.run", run)
+    with pytest.raises(ModuleNotFoundError):
+        cli("openai")
 
 
 def test_standard_input_that_is_not_utf8_is_refused(cli) -> None:

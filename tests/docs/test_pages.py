@@ -129,3 +129,18 @@ def _names(node: ast.AST) -> list[str]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return [target.id for target in targets if isinstance(target, ast.Name)]
     return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else []
+
+
+def test_the_speeds_of_the_readme_are_those_of_the_last_results() -> None:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for line in (ROOT / "benchmarks/results/bench.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 4:
+            rows[cells[0], cells[1]] = cells[2:]
+    with_drafts, without, triton = "engine, DFlash", "engine, k = 0", "Triton, DFlash"
+    rates = [(int(rows[triton, n][0]), int(rows[with_drafts, n][0])) for n in ("1", "8", "32")]
+    lost = [100 - 100 * through / alone for through, alone in rates]
+    one, many = ([rows[system, n][2].removesuffix(" ms") for system in (with_drafts, without)] for n in ("1", "32"))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"({one[0]} ms against {one[1]} at one stream, {many[0]} against {many[1]} at 32)" in readme
+    assert f"that costs {min(lost):.0f} to {max(lost):.0f} % of the tokens per second" in readme

@@ -193,6 +193,22 @@ def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_p
     assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
 
 
+def test_what_vllms_benchmark_computes_its_acceptance_from_is_there_under_vllms_names(triton):
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    drafted = SpecDecodingStats(5, 10, 7, [4, 3])
+    stats = EngineStats(spec_decoding=drafted, prefix_cache_queries=30, prefix_cache_hits=16, num_preemptions=2)
+    metrics.follow(stats)
+    metrics.flush()
+    assert triton.values["vllm:spec_decode_num_drafts_total",] == 5
+    assert triton.values["vllm:spec_decode_num_draft_tokens_total",] == 10
+    assert triton.values["vllm:spec_decode_num_accepted_tokens_total",] == 7
+    of_positions = [triton.values["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(p)] for p in range(2)]
+    assert of_positions == [4, 3]
+    assert triton.values["vllm:prefix_cache_queries_total",] == 30
+    assert triton.values["vllm:prefix_cache_hits_total",] == 16
+    assert triton.values["vllm:num_preemptions_total",] == 2
+
+
 @pytest.mark.parametrize("vllm_names", [False, True])
 def test_intervals_of_tokens_wait_for_the_whole_page_unless_a_client_of_vllm_may_look_for_them(triton, vllm_names):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=vllm_names)

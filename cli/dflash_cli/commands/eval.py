@@ -26,8 +26,15 @@ from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
     from dflash_backend.evaluation.measure import EvaluationSettings, Model
+    from dflash_client import DFlashClient
 
 SERVER_CONCURRENCY = 16
+DESCRIBE_TIMEOUT_S = 10.0
+ADAPTIVE = (
+    "note: adaptive_speculation is on at this server, which then drafts only what pays on its machine; the acceptance "
+    "length is not comparable with that of eval without --url, which leaves it off, nor with published ones. A server "
+    "started with --set adaptive_speculation=false drafts as many tokens in each step"
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -225,8 +232,23 @@ def _server(arguments: argparse.Namespace) -> Iterator[Model]:
     except ValueError as error:
         raise InvalidSetting(str(error)) from None
     with client:
-        about = {"server": client.address, "protocol": client.protocol, "model": client.model}
+        about: dict[str, Any] = {"server": client.address, "protocol": client.protocol, "model": client.model}
+        if (adaptive := _is_adaptive(client, arguments.timeout)) is not None:
+            about["adaptive_speculation"] = adaptive
+        if adaptive:
+            say(ADAPTIVE)
         yield ServerAnswerer(client, arguments.concurrency or SERVER_CONCURRENCY, encode, options), about
+
+
+def _is_adaptive(client: DFlashClient, timeout_s: float) -> bool | None:
+    """Whether the server drafts as many tokens as pay at the moment; None where it does not tell."""
+    from dflash_client.errors import ClientError
+
+    try:
+        found = client.describe(min(timeout_s, DESCRIBE_TIMEOUT_S)).get("adaptive_speculation")
+    except ClientError:
+        return None
+    return found if isinstance(found, bool) else None
 
 
 def _local() -> ModuleType:

@@ -11,6 +11,7 @@ from dflash_client.sampling import Sampling
 
 SETTINGS_COMMANDS = ("serve", "eval")
 REQUEST_COMMANDS = ("generate", "chat")
+NO_ADAPTERS = "there are no adapters; merge them into the weights"
 ENDPOINT = "the server is given with --url HOST:PORT"
 # By command, then by option as others call it. "" stands for a word that is no option.
 KNOWN: dict[str, dict[str, str]] = {
@@ -22,6 +23,21 @@ KNOWN: dict[str, dict[str, str]] = {
         "--tokenizer": "the tokenizer is that of the target",
         "--speculative-model": "the drafter is given with --draft",
         "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
+        "-tp": "a setting is given with --set tensor_parallel_size=N",
+        "-dp": "a setting is given with --set data_parallel_size=N",
+        "-pp": "layers are not split into stages; --set tensor_parallel_size=N shares each layer among GPUs",
+        "--pipeline-parallel-size": "layers are not split into stages; --set tensor_parallel_size=N shares each layer "
+        "among GPUs",
+        "--enable-auto-tool-choice": "tools are always there; --tool-call-parser says how the model writes calls",
+        "--enable-reasoning": "reasoning is always told apart; --reasoning-parser says how the model writes it",
+        "--enable-lora": NO_ADAPTERS,
+        "--lora-modules": NO_ADAPTERS,
+        "--trust-remote-code": "code of a checkpoint is never run; leave it out",
+        "--enforce-eager": "a setting is given with --set enable_cuda_graphs=false",
+        "--no-enable-prefix-caching": "a setting is given with --set enable_prefix_caching=false",
+        "--enable-chunked-prefill": "long prompts are always cut into chunks; leave it out",
+        "--disable-log-requests": "requests are not logged with their text; --no-access-log leaves their lines out",
+        "--enable-log-requests": "prompts are never logged; each request has a line without its text",
     },
     "openai": {
         "": "the servers are given with --triton grpc://HOST:PORT",
