@@ -95,6 +95,11 @@ class DraftModelSpec(DraftSpec):
         )
 
     @property
+    def num_features(self) -> int:
+        """Target layers whose features are read."""
+        return len(self.target_layer_ids)
+
+    @property
     def maps_vocabulary(self) -> bool:
         """Whether draft token ids differ from the target's."""
         return self.draft_vocab_size < self.vocab_size

@@ -15,16 +15,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
-from dflash_backend.core.trace import StepTrace
 from dflash_backend.heap import collector_at_rest, freeze_heap
 from dflash_backend.messages import (
     ENCODER,
@@ -32,9 +31,7 @@ from dflash_backend.messages import (
     AbortRequests,
     EngineFailed,
     EngineOutput,
-    EngineReady,
     EngineSetup,
-    EngineStats,
     GenerationRequest,
     LoadProgress,
     QueueState,
@@ -62,35 +59,7 @@ LINGER_MS = 2000
 STUB_END_S = 3.0
 
 
-class Core(Protocol):
-    """What is needed of `EngineCore`."""
-
-    def add_request(self, request: GenerationRequest) -> None: ...
-    def abort(self, request_ids: Iterable[str], num_output_tokens: Mapping[str, int] = ...) -> None: ...
-    def step(self) -> StepOutputs: ...
-    def has_unfinished(self) -> bool: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_free_rows(self) -> int: ...
-    def crowded_tenants(self) -> dict[str, int]: ...
-    def stats(self) -> EngineStats: ...
-
-
-class Built(Protocol):
-    """What is needed of `build.BuiltEngine`."""
-
-    @property
-    def core(self) -> Core: ...
-    @property
-    def ready(self) -> EngineReady: ...
-    @property
-    def trace(self) -> StepTrace | None: ...
-    def check(self) -> None:
-        """Raises when the engine can step no more, as a step would. An idle engine asks."""
-
-
-Builder = Callable[[EngineConfig, Callable[[str, float], None]], Built]
+Builder = Callable[[EngineConfig, Callable[[str, float], None]], "BuiltEngine"]
 
 
 class Channel:
@@ -126,7 +95,7 @@ class Channel:
 class EngineLoop:
     """Takes what the stub sent, steps the engine while it has work, and sends what came of it."""
 
-    def __init__(self, built: Built, channel: Channel) -> None:
+    def __init__(self, built: BuiltEngine, channel: Channel) -> None:
         self._core = built.core
         self._check = built.check
         self._channel = channel

@@ -2,71 +2,49 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
-from dflash_backend.checkpoints.weights import check_weights
 from dflash_backend.drafters.base import (
     ContextBatch,
     DraftBatch,
-    Drafter,
-    DrafterFactory,
     DraftQueries,
     Drafts,
     DraftSampler,
-    LoadOptions,
 )
 from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel
-from dflash_backend.drafters.vocabulary import is_unused
+from dflash_backend.drafters.draft_model import ModelDrafter
 from dflash_backend.models.interface import PagedContext, TargetModel
 
 
-class DFlashDrafter(Drafter[DFlashSpec]):
-    """Runs a `DFlashModel` for the worker, over `caches`, its layers of the paged KV.
-
-    Embedding and LM head are the checkpoint's own where it ships them, else the target's; a smaller draft vocabulary
-    then takes its rows of the target's head.
-    """
+class DFlashDrafter(ModelDrafter[DFlashSpec]):
+    """Runs a `DFlashModel` for the worker."""
 
     lookahead_base = 1
     autoregressive = False
     reads_next_tokens = False
     placeholder_id: int
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
+    model: DFlashModel
 
     def __init__(
         self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend
     ) -> None:
-        self.model = model
-        self.target = target
-        self.caches = caches
-        self.backend = backend
+        super().__init__(model, target, caches, backend)
         self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
         self.placeholder_id = model.spec.mask_token_id
-        own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
-        self.lm_head = model.lm_head or own_head
 
     @classmethod
     def check_weights(cls, spec: DFlashSpec) -> dict[str, TensorHeader]:
-        headers = check_weights(
-            spec.path,
-            lambda source: cls.model_class.weights_class.read(source, spec),
-            ignored=lambda name: is_unused(spec, name),
-        )
+        headers = super().check_weights(spec)
         if spec.has_mask_embedding:
             load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
         return headers
-
-    @classmethod
-    def load(cls, spec: DFlashSpec, options: LoadOptions) -> DrafterFactory:
-        return partial(cls, cls.model_class.load(spec, **vars(options)))
 
     def inject(self, batch: ContextBatch) -> None:
         self.model.inject(batch.features, batch.positions, batch.slots, self.caches, batch.padded)
@@ -94,11 +72,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
         which is no other token's; the checkpoint's `input_embedding_scale` multiplies both."""
-        own = self.model.embedding
-        if own is None:
-            embeddings = self.target.embed(token_ids, self.model.spec.scales_embedding)
-        else:
-            embeddings = F.embedding(token_ids, own)
+        embeddings = super()._embed(token_ids)
         vector = self.model.mask_embedding
         if vector is not None:
             embeddings = torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)

@@ -8,62 +8,37 @@ run by `drafters.dflash.drafter`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING
-from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
-from dflash_backend.drafters.base import draft_patterns
+from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
-from dflash_backend.drafters.vocabulary import is_unused, vocabulary_map
+from dflash_backend.drafters.draft_model import DraftModel, DraftWeights, read_shared
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
-from dflash_backend.models.ops import LayerOps, select_ops
-from dflash_backend.models.rope import Rotary
+from dflash_backend.models.ops import LayerOps
 
 
 @dataclass(frozen=True)
-class DFlashWeights:
-    """The parameters of a drafter. The target's stand in for what its checkpoint does not ship, which is None here.
+class DFlashWeights(DraftWeights):
+    """The parameters of a drafter."""
 
-    fc: the captured features -> hidden. embedding: `[vocab_size, hidden]`. lm_head: hidden -> draft_vocab_size.
-    d2t: int64 `[draft_vocab_size]`, what to add to a draft id; None where draft ids are the target's.
-    """
-
-    fc: Linear
-    hidden_norm: torch.Tensor
     layers: list[LayerWeights]
-    final_norm: torch.Tensor
-    embedding: torch.Tensor | None
-    lm_head: Linear | None
-    d2t: torch.Tensor | None
 
     @classmethod
-    def read(cls, source: WeightSource, spec: DFlashSpec) -> DFlashWeights:
-        """Read every tensor of a drafter."""
+    def read(cls, source: WeightSource, spec: DFlashSpec) -> Self:
         decoder = spec.decoder
-        hidden, draft_vocab = decoder.hidden_size, spec.draft_vocab_size
-        return cls(
-            Linear.read(source, "", {"fc": hidden}, len(spec.target_layer_ids) * spec.target_hidden_size),
-            source.tensor("hidden_norm.weight", hidden),
-            [LayerWeights.read(source, f"layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
-            source.tensor("norm.weight", hidden),
-            source.tensor("embed_tokens.weight", spec.vocab_size, hidden) if spec.has_embedding else None,
-            Linear.read(source, "", {"lm_head": draft_vocab}, hidden) if spec.has_lm_head else None,
-            source.integers("d2t", draft_vocab) if spec.maps_vocabulary else None,
-        )
+        layers = [LayerWeights.read(source, f"layers.{i}.", decoder, i) for i in range(decoder.num_layers)]
+        return cls(**read_shared(source, spec), layers=layers)
 
 
-class DFlashModel:
-    """The drafter's parameters and arithmetic.
-
-    embedding, lm_head: as in `DFlashWeights`. mask_embedding: `[hidden]`, where it was trained apart. id_map: int64
-    `[draft_vocab_size]`, the target's id of each draft id; None where they are the same.
-    """
+class DFlashModel(DraftModel):
+    """The drafter's parameters and arithmetic. mask_embedding: `[hidden]`, where it was trained apart."""
 
     weights_class: ClassVar[type[DFlashWeights]] = DFlashWeights
     spec: DFlashSpec
@@ -71,51 +46,17 @@ class DFlashModel:
     def __init__(
         self, spec: DFlashSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
-        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
-        self.spec = spec
-        self.eps = spec.decoder.rms_norm_eps
-        self.fc = weights.fc
-        self.hidden_norm = weights.hidden_norm
-        self.final_norm = weights.final_norm
-        self.embedding = weights.embedding
-        self.lm_head = weights.lm_head
-        device, dtype = weights.final_norm.device, weights.final_norm.dtype
+        super().__init__(spec, weights, max_positions, ops)
         self.mask_embedding: torch.Tensor | None = None
         if spec.has_mask_embedding:
             vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
-            self.mask_embedding = vector.to(device, dtype)
-        self.id_map = None if weights.d2t is None else vocabulary_map(spec, weights.d2t)
-        self.ops = ops or select_ops(device)
-        self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
-        self.patterns = draft_patterns(spec)
+            self.mask_embedding = vector.to(self.device, self.dtype)
         self.layers = [self._layer(weights, index, pattern) for index, pattern in enumerate(self.patterns)]
         # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
         self.context_kv = Linear.stacked([layer.qkv.rows(slice(query, None)) for layer in weights.layers])
         norms = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
         self.context_k_norm = torch.stack([norm[spec.decoder.num_heads :] for norm in norms])
-
-    @classmethod
-    def load(
-        cls,
-        spec: DFlashSpec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-        ops: LayerOps | None = None,
-    ) -> DFlashModel:
-        """Load the drafter in `spec.path`. Raises `CheckpointError`."""
-        weights = load_weights(
-            spec.path,
-            lambda source: cls.weights_class.read(source, spec),
-            dtype,
-            device,
-            ignored=lambda name: is_unused(spec, name),
-            progress=progress,
-            keep_quantised=(ops or select_ops(device)).keeps_quantised,
-        )
-        return cls(spec, weights, max_positions, ops)
 
     def _layer(self, weights: DFlashWeights, index: int, pattern: AttentionPattern) -> DecoderLayer:
         """Layer `index` of the stack."""

@@ -4,7 +4,7 @@ tables of its candidate selector."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -71,7 +71,7 @@ class DFlash2Weights(DFlashWeights):
     selector: Selector
 
     @classmethod
-    def read(cls, source: WeightSource, spec: DFlashSpec) -> DFlash2Weights:
+    def read(cls, source: WeightSource, spec: DFlashSpec) -> Self:
         assert isinstance(spec, DFlash2Spec)
         hidden, layers = spec.decoder.hidden_size, range(spec.decoder.num_layers)
         base = DFlashWeights.read(source, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,7 @@ class DSparkWeights(DFlashWeights):
     confidence: ConfidenceHead | None
 
     @classmethod
-    def read(cls, source: WeightSource, spec: DFlashSpec) -> DSparkWeights:
+    def read(cls, source: WeightSource, spec: DFlashSpec) -> Self:
         assert isinstance(spec, DSparkSpec)
         return cls(
             **vars(DFlashWeights.read(source, spec)),

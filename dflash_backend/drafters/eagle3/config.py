@@ -114,8 +114,7 @@ class Eagle3Spec(DraftModelSpec):
 
     @property
     def num_features(self) -> int:
-        """Target layers whose features are read."""
-        return len(self.target_layer_ids) or DEFAULT_FEATURES
+        return super().num_features or DEFAULT_FEATURES
 
     @property
     def kind(self) -> str:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer
-from dflash_backend.checkpoints.files import TensorHeader
-from dflash_backend.checkpoints.weights import check_weights
-from dflash_backend.drafters.base import (
-    ContextBatch,
-    DraftBatch,
-    Drafter,
-    DrafterFactory,
-    Drafts,
-    DraftSampler,
-    LoadOptions,
-)
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafts, DraftSampler
+from dflash_backend.drafters.draft_model import ModelDrafter
 from dflash_backend.drafters.eagle3.config import Eagle3Spec
-from dflash_backend.drafters.eagle3.model import Eagle3Model, Eagle3Weights
-from dflash_backend.drafters.vocabulary import is_unused
+from dflash_backend.drafters.eagle3.model import Eagle3Model
 from dflash_backend.models.interface import PagedContext, TargetModel
 
 
-class Eagle3Drafter(Drafter[Eagle3Spec]):
-    """Runs an `Eagle3Model` for the worker, over `caches`, its layer of the paged KV.
+class Eagle3Drafter(ModelDrafter[Eagle3Spec]):
+    """Runs an `Eagle3Model` for the worker.
 
     The KV of position p belongs to the target's features at p and the token at p + 1. So the first pass runs at the
     position before the anchor, with the features there and the anchor, and writes nothing: its KV is context KV. The
     others write the KV of the anchor's position and of all drafts' but the last two: k - 1 positions of the k that are
-    reserved. Embedding and LM head are the checkpoint's own where it ships them, else the target's; a smaller draft
-    vocabulary then takes its rows of the target's head.
+    reserved.
     """
 
     lookahead_base = 0
@@ -41,28 +29,14 @@ class Eagle3Drafter(Drafter[Eagle3Spec]):
     # The tokens of the queries behind the anchor are those that the passes before choose.
     placeholder_id = 0
 
+    model_class: ClassVar[type[Eagle3Model]] = Eagle3Model
+    model: Eagle3Model
+
     def __init__(
         self, model: Eagle3Model, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend
     ) -> None:
-        self.model = model
-        self.target = target
-        self.caches = caches
-        self.backend = backend
+        super().__init__(model, target, caches, backend)
         self.capture = model.spec.target_layer_ids
-        own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
-        self.lm_head = model.lm_head or own_head
-
-    @classmethod
-    def check_weights(cls, spec: Eagle3Spec) -> dict[str, TensorHeader]:
-        return check_weights(
-            spec.path,
-            lambda source: Eagle3Weights.read(source, spec),
-            ignored=lambda name: is_unused(spec, name),
-        )
-
-    @classmethod
-    def load(cls, spec: Eagle3Spec, options: LoadOptions) -> DrafterFactory:
-        return partial(cls, Eagle3Model.load(spec, **vars(options)))
 
     def inject(self, batch: ContextBatch) -> None:
         assert batch.next_token_ids is not None
@@ -96,13 +70,6 @@ class Eagle3Drafter(Drafter[Eagle3Spec]):
             if sure is not None and chosen.confidence is not None:
                 sure[step.drafts] = chosen.confidence
         return Drafts(found, sure)
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[n]` -> `[n, hidden]`."""
-        own = self.model.embedding
-        if own is None:
-            return self.target.embed(token_ids, self.model.spec.scales_embedding)
-        return F.embedding(token_ids, own)
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""

@@ -8,54 +8,37 @@ its output gives the token after next, and is the hidden state of the next pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 
 from dflash_backend.attention import KVLayer
-from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
-from dflash_backend.drafters.base import draft_patterns
+from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.drafters.draft_model import DraftModel, DraftWeights, read_shared
 from dflash_backend.drafters.eagle3.config import Eagle3Spec
-from dflash_backend.drafters.vocabulary import is_unused, vocabulary_map
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
-from dflash_backend.models.linear import Linear
-from dflash_backend.models.ops import LayerOps, select_ops
-from dflash_backend.models.rope import Rotary
+from dflash_backend.models.ops import LayerOps
 
 
 @dataclass(frozen=True)
-class Eagle3Weights:
-    """The parameters of a drafter. The target's stand in for what its checkpoint does not ship, which is None here.
+class Eagle3Weights(DraftWeights):
+    """The parameters of a drafter.
 
-    fc: the captured features -> hidden. feature_norms: `[1, all features]` for one norm of all, `[L, target_hidden]`
-    for one of each layer's; None for none. hidden_norm: of the hidden state that the layer reads; its input norm is of
-    the embedding. embedding: `[vocab_size, hidden]`. lm_head: hidden -> draft_vocab_size. d2t: int64
-    `[draft_vocab_size]`, what to add to a draft id; None where draft ids are the target's.
+    feature_norms: `[1, all features]` for one norm of all, `[L, target_hidden]` for one of each layer's; None for none.
+    hidden_norm: of the hidden state that the layer reads; its input norm is of the embedding.
     """
 
-    fc: Linear
     feature_norms: torch.Tensor | None
-    hidden_norm: torch.Tensor
     layer: LayerWeights
-    final_norm: torch.Tensor
-    embedding: torch.Tensor | None
-    lm_head: Linear | None
-    d2t: torch.Tensor | None
 
     @classmethod
-    def read(cls, source: WeightSource, spec: Eagle3Spec) -> Eagle3Weights:
-        """Read every tensor of a drafter."""
-        decoder, prefix = spec.decoder, spec.layer_prefix
-        hidden, draft_vocab = decoder.hidden_size, spec.draft_vocab_size
+    def read(cls, source: WeightSource, spec: Eagle3Spec) -> Self:
+        prefix = spec.layer_prefix
         return cls(
-            Linear.read(source, "", {"fc": hidden}, spec.num_features * spec.target_hidden_size),
-            cls._read_feature_norms(source, spec),
-            source.tensor(f"{prefix}hidden_norm.weight", hidden),
-            LayerWeights.read(source, prefix, decoder, 0, input_size=2 * hidden),
-            source.tensor("norm.weight", hidden),
-            source.tensor("embed_tokens.weight", spec.vocab_size, hidden) if spec.has_embedding else None,
-            Linear.read(source, "", {"lm_head": draft_vocab}, hidden) if spec.has_lm_head else None,
-            source.integers("d2t", draft_vocab) if spec.maps_vocabulary else None,
+            **read_shared(source, spec, prefix),
+            feature_norms=cls._read_feature_norms(source, spec),
+            layer=LayerWeights.read(source, prefix, spec.decoder, 0, input_size=2 * spec.decoder.hidden_size),
         )
 
     @staticmethod
@@ -71,54 +54,22 @@ class Eagle3Weights:
         return norms
 
 
-class Eagle3Model:
-    """The drafter's parameters and arithmetic.
+class Eagle3Model(DraftModel):
+    """The drafter's parameters and arithmetic."""
 
-    embedding, lm_head: as in `Eagle3Weights`. id_map: int64 `[draft_vocab_size]`, the target's id of each draft id;
-    None where they are the same.
-    """
+    weights_class: ClassVar[type[Eagle3Weights]] = Eagle3Weights
+    spec: Eagle3Spec
 
     def __init__(
         self, spec: Eagle3Spec, weights: Eagle3Weights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
-        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
-        self.spec = spec
-        self.eps = spec.decoder.rms_norm_eps
-        self.fc, self.feature_norms = weights.fc, weights.feature_norms
-        self.hidden_norm, self.final_norm = weights.hidden_norm, weights.final_norm
-        self.embedding, self.lm_head = weights.embedding, weights.lm_head
-        device, dtype = weights.final_norm.device, weights.final_norm.dtype
-        self.id_map = None if weights.d2t is None else vocabulary_map(spec, weights.d2t)
-        self.ops = ops or select_ops(device)
-        self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
-        self.patterns = draft_patterns(spec)
+        super().__init__(spec, weights, max_positions, ops)
+        self.feature_norms = weights.feature_norms
         self.layer = DecoderLayer(spec.decoder, weights.layer, self.patterns[0], self.ops)
         # The KV rows of the projection, and the norm of the keys where the layer has one.
         self.context_kv = weights.layer.qkv.rows(slice(spec.decoder.query_size, None))
         qk_norm = weights.layer.qk_norm
         self.context_k_norm = None if qk_norm is None else qk_norm[None, spec.decoder.num_heads :].contiguous()
-
-    @classmethod
-    def load(
-        cls,
-        spec: Eagle3Spec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-        ops: LayerOps | None = None,
-    ) -> Eagle3Model:
-        """Load the drafter in `spec.path`. Raises `CheckpointError`."""
-        weights = load_weights(
-            spec.path,
-            lambda source: Eagle3Weights.read(source, spec),
-            dtype,
-            device,
-            ignored=lambda name: is_unused(spec, name),
-            progress=progress,
-            keep_quantised=(ops or select_ops(device)).keeps_quantised,
-        )
-        return cls(spec, weights, max_positions, ops)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """The hidden states of context positions: features `[n, L * target_hidden]` -> `[n, hidden]`."""
