@@ -18,6 +18,7 @@ from dflash_cli.launcher.server_files import LONGEST_FOLDER, SEGMENT_PREFIX
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
+from tests.scale import by_night
 from tests.servers import local_server
 
 
@@ -148,7 +149,9 @@ def test_a_stop_cuts_off_a_request_that_outlasts_the_exit_timeout(tmp_path: Path
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(("num_requests", "exit_timeout_s", "least_s", "most_s"), [("0", 30, 2.5, 5), ("1", 5, 5, 12)])
+@pytest.mark.parametrize(
+    ("num_requests", "exit_timeout_s", "least_s", "most_s"), [("0", 30, 2.5, 8), by_night("1", 5, 5, 15)]
+)
 def test_a_stream_that_triton_keeps_is_not_waited_for_once_the_model_has_no_requests(
     tmp_path: Path, num_requests: str, exit_timeout_s: int, least_s: float, most_s: float
 ) -> None:
