@@ -3,7 +3,6 @@ used."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -227,11 +226,6 @@ class DecoderSpec:
             for index, window in enumerate(self.sliding_windows)
             if self.has_attention(index)
         )
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers that all layers together keep of one token."""
-        return sum(math.prod(cache.token_shape) for cache in self.caches)
 
     @property
     def query_size(self) -> int:

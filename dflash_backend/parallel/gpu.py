@@ -23,7 +23,7 @@ from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.heap import freeze_heap
 from dflash_backend.models.peers import Peers, RankLostError
 from dflash_backend.parallel.target import Follower
-from dflash_backend.parallel.vocabulary import Sums
+from dflash_backend.parallel.vocabulary import OtherRanks, Sums
 from dflash_backend.worker.graphs import every_kernel, no_collection
 from dflash_backend.worker.memory import MemoryProbe, MemoryUse
 
@@ -171,19 +171,14 @@ Control = BeginCapture | EndCapture | Replay | Variants | ReportFree | ReportUse
 """What rank 0 sends beside `parallel.target.Shared`."""
 
 
-class Ranks(Protocol):
-    """As `RankGroup`. num_sent: messages that were sent."""
+class Ranks(OtherRanks, Protocol):
+    """num_sent: messages that were sent."""
 
     num_sent: int
 
-    @property
-    def lost(self) -> str: ...
-
-    def send(self, step: Control) -> None: ...
-
 
 class GpuPeers(Peers):
-    """As `Peers`, of rank 0."""
+    """What rank 0 asks of ranks on GPUs."""
 
     def __init__(self, ranks: Ranks, sums: Sums, device: torch.device) -> None:
         self._ranks = ranks

@@ -15,6 +15,7 @@ from dflash_backend.attention import Requirements
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
+from dflash_backend.parallel.vocabulary import Sums
 
 BEAT_S = 0.5
 """How often a rank says that it lives."""
@@ -29,14 +30,10 @@ CAUSE_S = 1.0
 """How long a rank's end may take to show once a sum with it has failed."""
 
 
-class Reduce(Protocol):
-    """As `parallel.vocabulary.Sums`. num_bytes: of all terms that this rank has given."""
+class Reduce(Sums, Protocol):
+    """num_bytes: of all terms that this rank has given."""
 
     num_bytes: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class RankLinks(Protocol):

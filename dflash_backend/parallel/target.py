@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,9 +28,16 @@ from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.peers import ALONE, Peers, RankLostError
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
 from dflash_backend.parallel.shard import Shard, SlicedSource
-from dflash_backend.parallel.vocabulary import HeadPass, Lookup, SlicedHead, Sums, VocabularyPart, gathered_logits
+from dflash_backend.parallel.vocabulary import (
+    HeadPass,
+    Lookup,
+    OtherRanks,
+    SharedVocabulary,
+    SlicedHead,
+    Sums,
+    VocabularyPart,
+)
 
-T = TypeVar("T")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a tensor over all ranks, the same bits on each. It may take the tensor's memory."""
 
@@ -231,40 +237,6 @@ class Follower:
         self._rows = states
 
 
-class OtherRanks(Protocol):
-    """What reaches the ranks other than 0."""
-
-    @property
-    def lost(self) -> str:
-        """Why one is lost, empty while none is."""
-
-    def send(self, step: Shared) -> None:
-        """Give it to all of them. Raises `RuntimeError` when one is lost."""
-
-
-class SharedVocabulary:
-    """Embedding and head over all ranks, as rank 0 has them: `parallel.vocabulary.Ranks`."""
-
-    def __init__(self, part: VocabularyPart, ranks: OtherRanks) -> None:
-        """part: rank 0's."""
-        self._part = part
-        self._ranks = ranks
-        self.slices = part.slices
-
-    def look_up(self, task: Lookup) -> torch.Tensor:
-        return self._together(task, lambda: self._part.rows(task))
-
-    def run_head(self, task: HeadPass, hidden: torch.Tensor) -> list[torch.Tensor]:
-        return self._together(task, lambda: self._part.run(task, hidden))
-
-    def _together(self, task: Lookup | HeadPass, own_part: Callable[[], T]) -> T:
-        try:
-            self._ranks.send(task)
-            return own_part()
-        except Exception as error:
-            raise RankLostError(f"embedding or head over all ranks failed: {type(error).__name__}: {error}") from error
-
-
 class SharedTarget(TargetModel):
     """The target as rank 0 has it: a pass runs on all ranks, the rest here, but for what is split by vocabulary."""
 
@@ -294,7 +266,7 @@ class SharedTarget(TargetModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:
             return self.local.logits(hidden)
-        return gathered_logits(self._vocabulary, hidden, of_target=True)
+        return self._vocabulary.logits(hidden, of_target=True)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

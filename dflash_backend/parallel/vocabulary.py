@@ -6,15 +6,18 @@ the rows of all tokens, or all logits, from which it chooses as one process does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.linear import Linear, embedded
+from dflash_backend.models.peers import RankLostError
+
+T = TypeVar("T")
 
 
 class Sums(Protocol):
@@ -76,44 +79,64 @@ class VocabularyPart:
         return self._sums.gather(F.pad(logits, (0, max(map(len, self.slices)) - logits.shape[1])))
 
 
-class Ranks(Protocol):
-    """All ranks, as rank 0 has them. slices: the token ids of each."""
+class OtherRanks(Protocol):
+    """What reaches the ranks other than 0."""
 
-    slices: Sequence[range]
+    @property
+    def lost(self) -> str:
+        """Why one is lost, empty while none is."""
+
+    def send(self, step: Any) -> None:
+        """Give it to all of them. Raises `RuntimeError` when one is lost."""
+
+
+class SharedVocabulary:
+    """Embedding and head over all ranks, as rank 0 has them. Its methods raise `RankLostError`."""
+
+    def __init__(self, part: VocabularyPart, ranks: OtherRanks) -> None:
+        """part: rank 0's."""
+        self._part = part
+        self._ranks = ranks
+        self.size = part.slices[-1].stop
 
     def look_up(self, task: Lookup) -> torch.Tensor:
-        """As `VocabularyPart.rows`. Raises `RankLostError`."""
+        """The rows: `[n, hidden]`."""
+        return self._together(task, lambda: self._part.rows(task))
 
-    def run_head(self, task: HeadPass, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """As `VocabularyPart.run`. Raises `RankLostError`."""
+    def logits(self, hidden: torch.Tensor, of_target: bool) -> torch.Tensor:
+        """All logits: `[n, hidden]` -> `[n, vocab_size]`. of_target: as of `HeadPass`."""
+        task = HeadPass(len(hidden), of_target)
+        parts = self._together(task, lambda: self._part.run(task, hidden))
+        return torch.cat([part[:, : len(own)] for part, own in zip(parts, self._part.slices, strict=True)], dim=1)
 
-
-def gathered_logits(ranks: Ranks, hidden: torch.Tensor, of_target: bool) -> torch.Tensor:
-    """All logits: `[n, hidden]` -> `[n, vocab_size]`. of_target: as of `HeadPass`. Raises `RankLostError`."""
-    parts = ranks.run_head(HeadPass(len(hidden), of_target), hidden)
-    return torch.cat([part[:, : len(own)] for part, own in zip(parts, ranks.slices, strict=True)], dim=1)
+    def _together(self, task: Lookup | HeadPass, own_part: Callable[[], T]) -> T:
+        try:
+            self._ranks.send(task)
+            return own_part()
+        except Exception as error:
+            raise RankLostError(f"embedding or head over all ranks failed: {type(error).__name__}: {error}") from error
 
 
 class SlicedHead(Linear):
     """The head over all ranks, for drafters that multiply by the target's. Its logits are gathered."""
 
-    __slots__ = ("_part", "_ranks")
+    __slots__ = ("_part", "_vocabulary")
 
-    def __init__(self, part: Linear, ranks: Ranks) -> None:
+    def __init__(self, part: Linear, vocabulary: SharedVocabulary) -> None:
         """part: rank 0's."""
         self._part = part
-        self._ranks = ranks
+        self._vocabulary = vocabulary
         self.bias = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return gathered_logits(self._ranks, rows, of_target=False).view(*x.shape[:-1], self.out_features)
+        return self._vocabulary.logits(rows, of_target=False).view(*x.shape[:-1], self.out_features)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """As `Linear.rows`, always a copy, which this process has alone."""
         device = index.device if isinstance(index, torch.Tensor) else self.device
         token_ids = torch.arange(self.out_features, device=device)[index].to(self.device)
-        return Linear(self._ranks.look_up(Lookup(token_ids, of_head=True)), None, self._part.product)
+        return Linear(self._vocabulary.look_up(Lookup(token_ids, of_head=True)), None, self._part.product)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -134,4 +157,4 @@ class SlicedHead(Linear):
 
     @property
     def out_features(self) -> int:
-        return self._ranks.slices[-1].stop
+        return self._vocabulary.size

@@ -14,7 +14,7 @@ from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.engine.process import build_claimed
 from dflash_backend.huge_pages import HUGE_PAGE
-from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_token
 
 
 def resident_bytes() -> int:
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_on_a_cpu_is_zeros_that_take_no_memory_before_they_are_used(dtype: torch.dtype) -> None:
     spec = read_target(asset_path("demo", "pair", "target")).decoder
-    per_block = spec.kv_elements_per_token * 16 * dtype.itemsize
+    per_block = 16 * bytes_per_token(spec, dtype)
     num_blocks = (512 << 20) // per_block
     before = resident_bytes()
     cache = PagedKVCache.allocate(spec, None, num_blocks, 16, dtype, torch.device("cpu"))
