@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dflash_backend.attention.flash_attn_backend import FlashAttnBackend, flash_attn_varlen_func
 from dflash_backend.attention.interface import FP8, AttentionBackend, Capabilities, Requirements
 from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.attention.triton_backend import TritonBackend
+from dflash_kernels.triton_import import HAS_TRITON
 
 Backends = dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]]
 """What can be chosen, in the order of preference of `auto`. A factory takes the KV block size."""
@@ -17,18 +20,10 @@ def installed_backends() -> Backends:
     Our own kernels come first: they are the only ones that run everything and split a long context over the whole GPU
     for a handful of queries. On a CPU they run under Triton's interpreter alone, and only when asked for.
     """
-    backends: Backends = {}
-    try:
-        from dflash_backend.attention import flash_attn_backend, triton_backend
-    except ImportError:  # no Triton: its kernels are not there, which both backends need
-        pass
-    else:
-        ours, theirs = triton_backend.TritonBackend, flash_attn_backend.FlashAttnBackend
-        backends[ours.name] = (ours.capabilities, ours)
-        if flash_attn_backend.flash_attn_varlen_func is not None:
-            backends[theirs.name] = (theirs.capabilities, theirs)
-    backends[TorchBackend.name] = (TorchBackend.capabilities, TorchBackend)
-    return backends
+    kinds: list[type[TritonBackend | FlashAttnBackend | TorchBackend]] = [TorchBackend]
+    if HAS_TRITON:  # both need its kernels
+        kinds = [TritonBackend, *([FlashAttnBackend] if flash_attn_varlen_func is not None else []), TorchBackend]
+    return {kind.name: (kind.capabilities, kind) for kind in kinds}
 
 
 BACKENDS = installed_backends()

@@ -13,6 +13,7 @@ from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
 from dflash_kernels import quantised_linear as quantised
 from dflash_kernels.quantised_weight import QuantisedWeight
+from dflash_kernels.triton_import import HAS_TRITON
 
 Product = Callable[[torch.Tensor, Any, "torch.Tensor | None"], torch.Tensor]
 """`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`, for one kind of weight."""
@@ -164,9 +165,7 @@ class QuantisedLinear(Linear):
         return self.quantised.shape[0]
 
 
-QUANTISED_PRODUCT: Product = (
-    quantised.quantised_linear_reference if quantised.triton is None else quantised.quantised_linear
-)
+QUANTISED_PRODUCT: Product = quantised.quantised_linear if HAS_TRITON else quantised.quantised_linear_reference
 """What multiplies by a quantised weight unless operations choose otherwise."""
 
 

@@ -123,7 +123,7 @@ class InvariantLayerOps(LayerOps):
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-        """As `LayerOps.product_of`: by oneDNN in float32, for any number of rows, so that one library does all."""
+        """By oneDNN in float32, for any number of rows, so that one library does all."""
         assert isinstance(weight, torch.Tensor), "weights are dequantised for operations of torch"
         if not CpuWeight.fits(weight):
             return invariant_linear.invariant_linear_reference
@@ -135,103 +135,99 @@ class InvariantLayerOps(LayerOps):
         return product
 
 
-if norms.triton is not None:
+class TritonLayerOps(LayerOps):
+    """The operations as kernels. They need a GPU, or Triton's interpreter, and skip slots below 0 in any case."""
 
-    class TritonLayerOps(LayerOps):
-        """The operations as kernels. They need a GPU, or Triton's interpreter, and skip slots below 0 in any case."""
+    keeps_quantised = True
 
-        keeps_quantised = True
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    silu_mul = staticmethod(silu_mul.silu_mul)
+    gelu_mul = staticmethod(gelu_mul.gelu_mul)
+    route = staticmethod(moe_routing.route)
+    experts_mlp = staticmethod(moe.experts_mlp)
+    quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp)
+    prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
+    grouped_conv = staticmethod(grouped_conv.grouped_conv)
+    selector_walk = staticmethod(selector_walk.selector_walk)
+    markov_step = staticmethod(markov_step.markov_step)
+    conv_heads = staticmethod(conv_heads.conv_heads)
+    delta_block = staticmethod(delta_chunks.delta_block)
+    delta_chunked = staticmethod(delta_chunks.chunked)
 
-        rms_norm = staticmethod(norms.rms_norm)
-        add_rms_norm = staticmethod(norms.add_rms_norm)
-        silu_mul = staticmethod(silu_mul.silu_mul)
-        gelu_mul = staticmethod(gelu_mul.gelu_mul)
-        route = staticmethod(moe_routing.route)
-        experts_mlp = staticmethod(moe.experts_mlp)
-        quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp)
-        prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
-        grouped_conv = staticmethod(grouped_conv.grouped_conv)
-        selector_walk = staticmethod(selector_walk.selector_walk)
-        markov_step = staticmethod(markov_step.markov_step)
-        conv_heads = staticmethod(conv_heads.conv_heads)
-        delta_block = staticmethod(delta_chunks.delta_block)
-        delta_chunked = staticmethod(delta_chunks.chunked)
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+        return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear
 
-        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-            """As `LayerOps.product_of`."""
-            return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear
+    @staticmethod
+    def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
+        # The kernels read the tables' rows themselves.
+        return Rotation(rotary.cos, rotary.sin, positions)
 
-        @staticmethod
-        def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
-            """As `LayerOps.rotation`; the kernels read the tables' rows themselves."""
-            return Rotation(rotary.cos, rotary.sin, positions)
+    @staticmethod
+    def qk_norm_rope_write(
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        cache: KVLayer,
+        padded: bool,
+    ) -> torch.Tensor:
+        assert rotation.rows is not None
+        return qk_norm_rope_write.qk_norm_rope_write(
+            qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
+        )
 
-        @staticmethod
-        def qk_norm_rope_write(
-            qkv: torch.Tensor,
-            qk_norm: torch.Tensor | None,
-            eps: float,
-            rotation: Rotation,
-            slots: torch.Tensor,
-            cache: KVLayer,
-            padded: bool,
-        ) -> torch.Tensor:
-            """As `LayerOps.qk_norm_rope_write`."""
-            assert rotation.rows is not None
-            return qk_norm_rope_write.qk_norm_rope_write(
-                qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
-            )
+    @staticmethod
+    def context_write(
+        projected: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        caches: list[KVLayer],
+        padded: bool,
+    ) -> None:
+        """Raises `ValueError` unless the caches are parts of one allocation."""
+        assert rotation.rows is not None
+        context_write.context_write(
+            projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
+        )
 
-        @staticmethod
-        def context_write(
-            projected: torch.Tensor,
-            k_norm: torch.Tensor | None,
-            eps: float,
-            rotation: Rotation,
-            slots: torch.Tensor,
-            caches: list[KVLayer],
-            padded: bool,
-        ) -> None:
-            """As `LayerOps.context_write`. Raises `ValueError` unless the caches are parts of one allocation."""
-            assert rotation.rows is not None
-            context_write.context_write(
-                projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
-            )
 
-    class InvariantTritonLayerOps(TritonLayerOps):
-        """As `InvariantLayerOps`, as kernels."""
+class InvariantTritonLayerOps(TritonLayerOps):
+    """As `InvariantLayerOps`, as kernels."""
 
-        experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
-        quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
+    experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
+    quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
 
-        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-            """As `LayerOps.product_of`."""
-            if isinstance(weight, torch.Tensor):
-                return invariant_linear.invariant_linear
-            return quantised_linear.invariant_quantised_linear
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+        if isinstance(weight, torch.Tensor):
+            return invariant_linear.invariant_linear
+        return quantised_linear.invariant_quantised_linear
 
-    class Fp8ActivationsLayerOps(TritonLayerOps):
-        """As `TritonLayerOps`, but activations are quantised before products by FP8 weights. Experts are an operation
-        of their own, whose activations are not."""
 
-        def __init__(self, dtype: torch.dtype) -> None:
-            """dtype: of activations."""
-            self._dtype = dtype
+class Fp8ActivationsLayerOps(TritonLayerOps):
+    """As `TritonLayerOps`, but activations are quantised before products by FP8 weights. Experts are an operation
+    of their own, whose activations are not."""
 
-        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-            """As `LayerOps.product_of`."""
-            if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
-                return scaled_linear.product_for(weight, self._dtype)
-            return super().product_of(weight)
+    def __init__(self, dtype: torch.dtype) -> None:
+        """dtype: of activations."""
+        self._dtype = dtype
 
-    class InvariantFp8ActivationsLayerOps(InvariantTritonLayerOps):
-        """As `Fp8ActivationsLayerOps` and `InvariantTritonLayerOps`."""
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+        if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
+            return scaled_linear.product_for(weight, self._dtype)
+        return super().product_of(weight)
 
-        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-            """As `LayerOps.product_of`."""
-            if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
-                return scaled_linear.invariant_scaled_linear
-            return super().product_of(weight)
+
+class InvariantFp8ActivationsLayerOps(InvariantTritonLayerOps):
+    """As `Fp8ActivationsLayerOps` and `InvariantTritonLayerOps`."""
+
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+        if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
+            return scaled_linear.invariant_scaled_linear
+        return super().product_of(weight)
 
 
 def select_ops(

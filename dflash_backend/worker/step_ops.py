@@ -55,20 +55,19 @@ class DeviceStepOps:
 
     on_host = False
 
-    if prepare_step.triton is not None:
-        _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out)
-        _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
-        _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
-        _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
-        _noisy_scores: Callable[..., torch.Tensor] = staticmethod(noisy_scores.noisy_scores)
-        _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
-        _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
-        _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
-        _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
-        _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise)
-        _inject_slots = staticmethod(prepare_draft.inject_slots)
-        _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
-        _store_drafts = staticmethod(prepare_draft.store_drafts)
+    _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out)
+    _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
+    _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
+    _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
+    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(noisy_scores.noisy_scores)
+    _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
+    _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
+    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
+    _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
+    _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise)
+    _inject_slots = staticmethod(prepare_draft.inject_slots)
+    _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
+    _store_drafts = staticmethod(prepare_draft.store_drafts)
 
     def lay_out(self, inputs: StepInputs, state: StateTensors) -> StepInputs:
         """The step with the drafts that its budget is for, and with their tokens behind one another."""

@@ -13,12 +13,7 @@ import torch
 
 from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 
 def accept_reference(
@@ -69,54 +64,53 @@ def accept_reference(
     return torch.from_numpy(count.astype(np.int32)), torch.from_numpy(new_tokens)
 
 
-if triton is not None:
+@cached_launches
+@triton.jit
+def _accept_kernel(
+    target_tokens_ptr, tokens_ptr, computed_ptr, req_idx_ptr, starts_ptr, num_new_ptr, num_draft_ptr,
+    logits_start_ptr, count_ptr, out_ptr, k, max_len, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program decides on one row."""
+    row = tl.program_id(0)
+    req_idx, logits_row = tl.load(req_idx_ptr + row), tl.load(logits_start_ptr + row)
+    first = tl.load(starts_ptr + row) + tl.load(num_new_ptr + row)
+    num_draft = tl.where(logits_row >= 0, tl.load(num_draft_ptr + row), 0)
+    column = tl.arange(0, COLUMNS)
+    is_draft = column < num_draft
+    within = is_draft & (first + column < tl.where(req_idx >= 0, max_len, 0))
+    row_ptr = tokens_ptr + req_idx.to(tl.int64) * max_len
+    drafts = tl.load(row_ptr + first + column, mask=within, other=0)
+    num_own = tl.where(logits_row >= 0, num_draft + 1, 0)
+    own = tl.load(target_tokens_ptr + logits_row + column, mask=column < num_own, other=0)
+    rejected = (is_draft == 0) | (drafts != own)
+    count = tl.min(tl.where(rejected, column, num_draft), axis=0)
+    tl.store(count_ptr + row, count)
+    tl.store(out_ptr + row * (k + 1) + column, tl.where(column <= count, own, 0), mask=column <= k)
+    end = first + count
+    if req_idx >= 0:
+        tl.store(computed_ptr + req_idx, end)
+        is_last = (column == count) & (column < num_own) & (first + column < max_len)
+        tl.store(row_ptr + first + column, own, mask=is_last)
 
-    @cached_launches
-    @triton.jit
-    def _accept_kernel(
-        target_tokens_ptr, tokens_ptr, computed_ptr, req_idx_ptr, starts_ptr, num_new_ptr, num_draft_ptr,
-        logits_start_ptr, count_ptr, out_ptr, k, max_len, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        """One program decides on one row."""
-        row = tl.program_id(0)
-        req_idx, logits_row = tl.load(req_idx_ptr + row), tl.load(logits_start_ptr + row)
-        first = tl.load(starts_ptr + row) + tl.load(num_new_ptr + row)
-        num_draft = tl.where(logits_row >= 0, tl.load(num_draft_ptr + row), 0)
-        column = tl.arange(0, COLUMNS)
-        is_draft = column < num_draft
-        within = is_draft & (first + column < tl.where(req_idx >= 0, max_len, 0))
-        row_ptr = tokens_ptr + req_idx.to(tl.int64) * max_len
-        drafts = tl.load(row_ptr + first + column, mask=within, other=0)
-        num_own = tl.where(logits_row >= 0, num_draft + 1, 0)
-        own = tl.load(target_tokens_ptr + logits_row + column, mask=column < num_own, other=0)
-        rejected = (is_draft == 0) | (drafts != own)
-        count = tl.min(tl.where(rejected, column, num_draft), axis=0)
-        tl.store(count_ptr + row, count)
-        tl.store(out_ptr + row * (k + 1) + column, tl.where(column <= count, own, 0), mask=column <= k)
-        end = first + count
-        if req_idx >= 0:
-            tl.store(computed_ptr + req_idx, end)
-            is_last = (column == count) & (column < num_own) & (first + column < max_len)
-            tl.store(row_ptr + first + column, own, mask=is_last)
 
-    def accept(
-        target_tokens: torch.Tensor,
-        tokens: torch.Tensor,
-        computed: torch.Tensor,
-        k: int,
-        req_idx: torch.Tensor,
-        starts: torch.Tensor,
-        num_new: torch.Tensor,
-        num_draft: torch.Tensor,
-        logits_start: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `accept_reference`, for contiguous tensors."""
-        num_rows, device = len(req_idx), tokens.device
-        count = torch.empty(num_rows, dtype=torch.int32, device=device)
-        out = torch.empty(num_rows, k + 1, dtype=torch.int64, device=device)
-        if num_rows > 0:
-            _accept_kernel[(num_rows,)](
-                target_tokens, tokens, computed, req_idx, starts, num_new, num_draft, logits_start, count, out,
-                k, tokens.shape[1], COLUMNS=triton.next_power_of_2(k + 1),
-            )  # fmt: skip
-        return count, out
+def accept(
+    target_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    computed: torch.Tensor,
+    k: int,
+    req_idx: torch.Tensor,
+    starts: torch.Tensor,
+    num_new: torch.Tensor,
+    num_draft: torch.Tensor,
+    logits_start: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `accept_reference`, for contiguous tensors."""
+    num_rows, device = len(req_idx), tokens.device
+    count = torch.empty(num_rows, dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, k + 1, dtype=torch.int64, device=device)
+    if num_rows > 0:
+        _accept_kernel[(num_rows,)](
+            target_tokens, tokens, computed, req_idx, starts, num_new, num_draft, logits_start, count, out,
+            k, tokens.shape[1], COLUMNS=triton.next_power_of_2(k + 1),
+        )  # fmt: skip
+    return count, out

@@ -15,12 +15,7 @@ import torch
 
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Tiles that a program looks at in one go.
 BLOCK = 256
@@ -61,95 +56,95 @@ def schedule_size(num_tiles: int) -> int:
     return 1 + 4 * num_tiles
 
 
-if triton is not None:
+@triton.jit
+def tile_span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The positions `[begin, end)` that any of the queries `[first, last)` sees; `end <= begin` for none."""
+    offset = seq_len - query_len
+    last_position = offset + tl.minimum(last, query_len) - 1
+    begin = first * 0
+    end = seq_len
+    if CAUSAL:
+        end = last_position + 1
+    if WINDOW > 0:
+        begin = tl.maximum(offset + first - WINDOW + 1, 0)
+        end = tl.minimum(end, last_position + WINDOW)
+    end = tl.minimum(end, table_len)
+    # A tile past the end of its row, or a padding row.
+    end = tl.where(first < query_len, end, begin)
+    return begin, end
 
-    @triton.jit
-    def tile_span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-        """The positions `[begin, end)` that any of the queries `[first, last)` sees; `end <= begin` for none."""
-        offset = seq_len - query_len
-        last_position = offset + tl.minimum(last, query_len) - 1
-        begin = first * 0
-        end = seq_len
-        if CAUSAL:
-            end = last_position + 1
-        if WINDOW > 0:
-            begin = tl.maximum(offset + first - WINDOW + 1, 0)
-            end = tl.minimum(end, last_position + WINDOW)
-        end = tl.minimum(end, table_len)
-        # A tile past the end of its row, or a padding row.
-        end = tl.where(first < query_len, end, begin)
-        return begin, end
 
-    @cached_launches
-    @triton.jit(
-        do_not_specialize=["num_tiles", "num_workers", "query_bound", "per_tile", "table_len", "block_n", "min_units"],
-        do_not_specialize_on_alignment=["query_lens_ptr", "seq_lens_ptr", "tiles_ptr"],
-    )
-    def _schedule_kernel(
-        query_lens_ptr, seq_lens_ptr, tiles_ptr, schedule_ptr, num_tiles, num_workers, query_bound, per_tile, table_len,
-        block_n, min_units,
-        CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
-        WHOLE_TILES_COST: tl.constexpr,
-    ):  # fmt: skip
-        """One program for the whole launch. Without a table of tiles all rows have as many, in the order of rows."""
-        total = 0
-        listed = 0
-        longest = 1
-        for base in range(0, num_tiles, BLOCK):
-            tile = base + tl.arange(0, BLOCK)
-            inside = tile < num_tiles
-            if MAPPED:
-                row = tl.load(tiles_ptr + tile, mask=inside, other=0)
-                first = tl.load(tiles_ptr + num_tiles + tile, mask=inside, other=0)
-                last = tl.load(tiles_ptr + 2 * num_tiles + tile, mask=inside, other=0)
-            else:
-                tiles_per_row = tl.cdiv(query_bound, per_tile)
-                row = tile // tiles_per_row
-                first = tile % tiles_per_row * per_tile
-                last = tl.minimum(first + per_tile, query_bound)
-            query_len = tl.load(query_lens_ptr + row, mask=inside, other=0)
-            seq_len = tl.load(seq_lens_ptr + row, mask=inside, other=0)
-            begin, end = tile_span(first, last, query_len, seq_len, table_len, CAUSAL, WINDOW)
-            # A tile that sees nothing is some worker's all the same, which writes its zeros.
-            units = tl.where(inside & (first < query_len), tl.maximum(tl.cdiv(end - begin, block_n), 1), 0)
-            # Tiles without queries are left out, so that no worker goes through those of a row that is far below its
-            # bound.
-            there = units > 0
-            place = listed + tl.cumsum(there.to(tl.int32), 0)
-            tl.store(schedule_ptr + place, total + tl.cumsum(units, 0), mask=there)
-            tl.store(schedule_ptr + num_tiles + place, row, mask=there)
-            tl.store(schedule_ptr + 2 * num_tiles + place, first, mask=there)
-            tl.store(schedule_ptr + 3 * num_tiles + place, last, mask=there)
-            listed += tl.sum(there.to(tl.int32), 0)
-            total += tl.sum(units, 0)
-            longest = tl.maximum(longest, tl.max(units, 0))
-        for base in range(0, num_tiles, BLOCK):
-            tile = base + tl.arange(0, BLOCK)
-            # Behind the last one there are as many units as up to it.
-            tl.store(schedule_ptr + 1 + tile, total + tl.zeros_like(tile), mask=(tile >= listed) & (tile < num_tiles))
-        share = tl.maximum(tl.cdiv(total, num_workers), tl.minimum(min_units, longest))
-        whole = tl.cdiv(share, longest) * longest
-        share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)
-        tl.store(schedule_ptr, share)
+@cached_launches
+@triton.jit(
+    do_not_specialize=["num_tiles", "num_workers", "query_bound", "per_tile", "table_len", "block_n", "min_units"],
+    do_not_specialize_on_alignment=["query_lens_ptr", "seq_lens_ptr", "tiles_ptr"],
+)
+def _schedule_kernel(
+    query_lens_ptr, seq_lens_ptr, tiles_ptr, schedule_ptr, num_tiles, num_workers, query_bound, per_tile, table_len,
+    block_n, min_units,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE_TILES_COST: tl.constexpr,
+):  # fmt: skip
+    """One program for the whole launch. Without a table of tiles all rows have as many, in the order of rows."""
+    total = 0
+    listed = 0
+    longest = 1
+    for base in range(0, num_tiles, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        inside = tile < num_tiles
+        if MAPPED:
+            row = tl.load(tiles_ptr + tile, mask=inside, other=0)
+            first = tl.load(tiles_ptr + num_tiles + tile, mask=inside, other=0)
+            last = tl.load(tiles_ptr + 2 * num_tiles + tile, mask=inside, other=0)
+        else:
+            tiles_per_row = tl.cdiv(query_bound, per_tile)
+            row = tile // tiles_per_row
+            first = tile % tiles_per_row * per_tile
+            last = tl.minimum(first + per_tile, query_bound)
+        query_len = tl.load(query_lens_ptr + row, mask=inside, other=0)
+        seq_len = tl.load(seq_lens_ptr + row, mask=inside, other=0)
+        begin, end = tile_span(first, last, query_len, seq_len, table_len, CAUSAL, WINDOW)
+        # A tile that sees nothing is some worker's all the same, which writes its zeros.
+        units = tl.where(inside & (first < query_len), tl.maximum(tl.cdiv(end - begin, block_n), 1), 0)
+        # Tiles without queries are left out, so that no worker goes through those of a row that is far below its
+        # bound.
+        there = units > 0
+        place = listed + tl.cumsum(there.to(tl.int32), 0)
+        tl.store(schedule_ptr + place, total + tl.cumsum(units, 0), mask=there)
+        tl.store(schedule_ptr + num_tiles + place, row, mask=there)
+        tl.store(schedule_ptr + 2 * num_tiles + place, first, mask=there)
+        tl.store(schedule_ptr + 3 * num_tiles + place, last, mask=there)
+        listed += tl.sum(there.to(tl.int32), 0)
+        total += tl.sum(units, 0)
+        longest = tl.maximum(longest, tl.max(units, 0))
+    for base in range(0, num_tiles, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        # Behind the last one there are as many units as up to it.
+        tl.store(schedule_ptr + 1 + tile, total + tl.zeros_like(tile), mask=(tile >= listed) & (tile < num_tiles))
+    share = tl.maximum(tl.cdiv(total, num_workers), tl.minimum(min_units, longest))
+    whole = tl.cdiv(share, longest) * longest
+    share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)
+    tl.store(schedule_ptr, share)
 
-    def schedule(
-        rows: PagedBatch,
-        launch: Launch,
-        tiles: torch.Tensor | None,
-        group: int,
-        block_size: int,
-        causal: bool,
-        window: int | None,
-    ) -> torch.Tensor:
-        """The schedule of a launch with workers: int32 `[schedule_size(num_tiles)]`. tiles: those of the launch, on the
-        device. group: query heads that share a KV head."""
-        out = torch.empty(schedule_size(launch.num_tiles), dtype=torch.int32, device=rows.seq_lens.device)
-        tiling = launch.tiling
-        _schedule_kernel[(1,)](
-            rows.query_lens, rows.seq_lens, tiles, out, launch.num_tiles, launch.num_workers, launch.query_len,
-            tiling.block_m // group, rows.block_tables.shape[1] * block_size, tiling.block_n,
-            tiling.min_chunk // tiling.block_n,
-            CAUSAL=causal, WINDOW=window or 0, MAPPED=tiles is not None, BLOCK=BLOCK,
-            WHOLE_TILES_COST=WHOLE_TILES_COST, num_warps=4,
-        )  # fmt: skip
-        return out
+
+def schedule(
+    rows: PagedBatch,
+    launch: Launch,
+    tiles: torch.Tensor | None,
+    group: int,
+    block_size: int,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """The schedule of a launch with workers: int32 `[schedule_size(num_tiles)]`. tiles: those of the launch, on the
+    device. group: query heads that share a KV head."""
+    out = torch.empty(schedule_size(launch.num_tiles), dtype=torch.int32, device=rows.seq_lens.device)
+    tiling = launch.tiling
+    _schedule_kernel[(1,)](
+        rows.query_lens, rows.seq_lens, tiles, out, launch.num_tiles, launch.num_workers, launch.query_len,
+        tiling.block_m // group, rows.block_tables.shape[1] * block_size, tiling.block_n,
+        tiling.min_chunk // tiling.block_n,
+        CAUSAL=causal, WINDOW=window or 0, MAPPED=tiles is not None, BLOCK=BLOCK,
+        WHOLE_TILES_COST=WHOLE_TILES_COST, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 Clamp = tuple[float, float]
 """alpha and limit."""
@@ -26,11 +22,9 @@ def clamped_swiglu_reference(gate_up: torch.Tensor, clamp: Clamp) -> torch.Tenso
     return activated.to(gate_up.dtype)
 
 
-if triton is not None:
-
-    @triton.jit
-    def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-        """As `clamped_swiglu_reference`, of float32 halves."""
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+@triton.jit
+def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """As `clamped_swiglu_reference`, of float32 halves."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from dflash_kernels.launcher import cached_launches
-from dflash_kernels.qk_norm_rope_write import head_norm_reference, kv_write_reference, rotate_reference
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.qk_norm_rope_write import (
+    head_blocks,
+    head_norm_reference,
+    kv_write_reference,
+    norm_and_rotate,
+    rotate_reference,
+)
+from dflash_kernels.triton_import import tl, triton
 
 
 def context_write_reference(
@@ -44,74 +45,72 @@ def context_write_reference(
         kv_write_reference(layer_kv, slots, cache, padded)
 
 
-if triton is not None:
-    from dflash_kernels.qk_norm_rope_write import head_blocks, norm_and_rotate
+@cached_launches
+@triton.jit
+def _context_write_kernel(
+    projected_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, caches_ptr,
+    projected_stride, table_stride, layer_stride, slot_stride, eps,
+    NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One program does HEADS of the `num_layers * 2 * num_kv_heads` heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        layer = head // (2 * NUM_KV_HEADS)
+        in_layer = head % (2 * NUM_KV_HEADS)
+        half_dim: tl.constexpr = HEAD_DIM // 2
+        pair = tl.arange(0, HALF)
+        inside = (head < NUM_LAYERS * 2 * NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
+        is_key = (in_layer < NUM_KV_HEADS)[:, None] & inside
 
-    @cached_launches
-    @triton.jit
-    def _context_write_kernel(
-        projected_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, caches_ptr,
-        projected_stride, table_stride, layer_stride, slot_stride, eps,
-        NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr,
-    ):  # fmt: skip
-        """One program does HEADS of the `num_layers * 2 * num_kv_heads` heads of one token."""
-        token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-            layer = head // (2 * NUM_KV_HEADS)
-            in_layer = head % (2 * NUM_KV_HEADS)
-            half_dim: tl.constexpr = HEAD_DIM // 2
-            pair = tl.arange(0, HALF)
-            inside = (head < NUM_LAYERS * 2 * NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
-            is_key = (in_layer < NUM_KV_HEADS)[:, None] & inside
+        source = projected_ptr + token * projected_stride + head[:, None] * HEAD_DIM + pair[None, :]
+        low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
+        weight_low, weight_high = low, high
+        if NORM:
+            norm = norm_ptr + (layer * NUM_KV_HEADS + in_layer)[:, None] * HEAD_DIM + pair[None, :]
+            weight_low = tl.load(norm, mask=is_key, other=0.0).to(tl.float32)
+            weight_high = tl.load(norm + half_dim, mask=is_key, other=0.0).to(tl.float32)
+        table = tl.load(positions_ptr + token) * table_stride + half_dim + pair[None, :]
+        cos = tl.load(cos_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
+        dtype: tl.constexpr = caches_ptr.dtype.element_ty
+        turned_low, turned_high = norm_and_rotate(
+            low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, NORM, dtype
+        )
 
-            source = projected_ptr + token * projected_stride + head[:, None] * HEAD_DIM + pair[None, :]
-            low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
-            weight_low, weight_high = low, high
-            if NORM:
-                norm = norm_ptr + (layer * NUM_KV_HEADS + in_layer)[:, None] * HEAD_DIM + pair[None, :]
-                weight_low = tl.load(norm, mask=is_key, other=0.0).to(tl.float32)
-                weight_high = tl.load(norm + half_dim, mask=is_key, other=0.0).to(tl.float32)
-            table = tl.load(positions_ptr + token) * table_stride + half_dim + pair[None, :]
-            cos = tl.load(cos_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
-            dtype: tl.constexpr = caches_ptr.dtype.element_ty
-            turned_low, turned_high = norm_and_rotate(
-                low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, NORM, dtype
-            )
+        written = caches_ptr + layer.to(tl.int64)[:, None] * layer_stride + slot * slot_stride
+        written += in_layer[:, None] * HEAD_DIM + pair[None, :]
+        tl.store(written, tl.where(is_key, turned_low, low).to(dtype), mask=inside)
+        tl.store(written + half_dim, tl.where(is_key, turned_high, high).to(dtype), mask=inside)
 
-            written = caches_ptr + layer.to(tl.int64)[:, None] * layer_stride + slot * slot_stride
-            written += in_layer[:, None] * HEAD_DIM + pair[None, :]
-            tl.store(written, tl.where(is_key, turned_low, low).to(dtype), mask=inside)
-            tl.store(written + half_dim, tl.where(is_key, turned_high, high).to(dtype), mask=inside)
 
-    def context_write(
-        projected: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        caches: torch.Tensor,
-    ) -> None:
-        """As `context_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
-        `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's; and the layers'
-        caches are one tensor, `[num_layers, num_slots, 2, num_kv_heads, head_dim]`.
+def context_write(
+    projected: torch.Tensor,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    caches: torch.Tensor,
+) -> None:
+    """As `context_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
+    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's; and the layers'
+    caches are one tensor, `[num_layers, num_slots, 2, num_kv_heads, head_dim]`.
 
-        Rows of `projected`, slots of `caches`, and `k_norm` must be contiguous.
-        """
-        num_layers, _, _, num_kv_heads, head_dim = caches.shape
-        if len(projected) == 0:
-            return
-        total = num_layers * 2 * num_kv_heads
-        heads, half = head_blocks(total, head_dim)
-        _context_write_kernel[(len(projected), triton.cdiv(total, heads))](
-            projected, projected if k_norm is None else k_norm, cos, sin, positions, slots, caches,
-            projected.stride(0), cos.stride(0), caches.stride(0), caches.stride(1), eps,
-            NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=k_norm is not None,
-            HEADS=heads, HALF=half, num_warps=4,
-        )  # fmt: skip
+    Rows of `projected`, slots of `caches`, and `k_norm` must be contiguous.
+    """
+    num_layers, _, _, num_kv_heads, head_dim = caches.shape
+    if len(projected) == 0:
+        return
+    total = num_layers * 2 * num_kv_heads
+    heads, half = head_blocks(total, head_dim)
+    _context_write_kernel[(len(projected), triton.cdiv(total, heads))](
+        projected, projected if k_norm is None else k_norm, cos, sin, positions, slots, caches,
+        projected.stride(0), cos.stride(0), caches.stride(0), caches.stride(1), eps,
+        NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=k_norm is not None,
+        HEADS=heads, HALF=half, num_warps=4,
+    )  # fmt: skip

@@ -21,11 +21,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU launches nothing
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # The first compute capability that has it, and the first driver (CUDA 12.3) that captures it in graphs.
 FIRST_ARCH, FIRST_DRIVER = 90, 12030
@@ -65,24 +61,24 @@ def driver_version() -> int:
     return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
-if triton is not None:
-    try:
-        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    except ImportError:  # a Triton of before
-        gdc_wait = gdc_launch_dependents = None
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton of before
+    gdc_wait = gdc_launch_dependents = None
 
-    @triton.jit
-    def after_kernel_before(PDL: tl.constexpr):
-        """Wait until all kernels before have ended, then let the next one begin."""
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+
+@triton.jit
+def after_kernel_before(PDL: tl.constexpr):
+    """Wait until all kernels before have ended, then let the next one begin."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @cache
 def _has_dependent_launch() -> bool:
     """Whether the GPU, its driver and Triton have it; false where kernels are interpreted."""
-    if triton is None or gdc_wait is None or not isinstance(after_kernel_before, triton.JITFunction):
+    if gdc_wait is None or not isinstance(after_kernel_before, triton.JITFunction):
         return False
     try:
         target = triton.runtime.driver.active.get_current_target()

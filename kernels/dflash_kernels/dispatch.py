@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import torch
 
-try:
-    import triton
-except ImportError:  # a machine without a GPU needs the references only
-    triton = None
+from dflash_kernels.triton_import import HAS_TRITON
 
 
 def use_triton(device: torch.device, wanted: str | None = None) -> bool:
@@ -18,9 +15,9 @@ def use_triton(device: torch.device, wanted: str | None = None) -> bool:
     Raises `ValueError` for another `wanted`, and for "triton" where the package is missing.
     """
     if wanted is None:
-        return device.type == "cuda" and triton is not None
+        return device.type == "cuda" and HAS_TRITON
     if wanted not in ("torch", "triton"):
         raise ValueError(f"no operations are called '{wanted}'; there are 'torch' and 'triton'")
-    if wanted == "triton" and triton is None:
+    if wanted == "triton" and not HAS_TRITON:
         raise ValueError("the operations 'triton' need the package triton, which cannot be imported here")
     return wanted == "triton"

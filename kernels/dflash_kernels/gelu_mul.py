@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import dependent_launch
+from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # sqrt(2 / pi), and the cube's part in it.
 SCALE, CUBE = 0.7978845608028654, 0.044715
@@ -32,40 +27,39 @@ def invariant_gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (wide / (1.0 + torch.exp(-2.0 * SCALE * (wide + CUBE * wide * wide * wide)))).to(gate.dtype) * up
 
 
-if triton is not None:
-    from dflash_kernels.dependent_launch import after_kernel_before
+@triton.jit
+def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
+    """GELU of float32 numbers. `0.5 * (1 + tanh(z))` is the logistic function of 2z."""
+    return x / (1.0 + tl.exp(-2.0 * SCALE * (x + CUBE * x * x * x)))
 
-    @triton.jit
-    def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
-        """GELU of float32 numbers. `0.5 * (1 + tanh(z))` is the logistic function of 2z."""
-        return x / (1.0 + tl.exp(-2.0 * SCALE * (x + CUBE * x * x * x)))
 
-    @cached_launches
-    @triton.jit
-    def _gelu_mul_kernel(
-        gate_up_ptr, output_ptr, row_stride,
-        INNER: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr, PDL: tl.constexpr,
-    ):  # fmt: skip
-        """One program computes one piece of one row."""
-        after_kernel_before(PDL)
-        row = tl.program_id(0).to(tl.int64)
-        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < INNER
-        gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
-        dtype = output_ptr.dtype.element_ty
-        activated = gelu(gate, SCALE, CUBE).to(dtype).to(tl.float32)
-        tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
+@cached_launches
+@triton.jit
+def _gelu_mul_kernel(
+    gate_up_ptr, output_ptr, row_stride,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program computes one piece of one row."""
+    after_kernel_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < INNER
+    gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
+    dtype = output_ptr.dtype.element_ty
+    activated = gelu(gate, SCALE, CUBE).to(dtype).to(tl.float32)
+    tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
 
-    def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-        """As `gelu_mul_reference`. Rows of `gate_up` must be contiguous."""
-        num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-        if num_rows:
-            block = min(1024, triton.next_power_of_2(inner))
-            grid = (num_rows, triton.cdiv(inner, block))
-            _gelu_mul_kernel[grid](
-                gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, SCALE=SCALE, CUBE=CUBE,
-                num_warps=max(1, block // 256), **dependent_launch(),
-            )  # fmt: skip
-        return output
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `gelu_mul_reference`. Rows of `gate_up` must be contiguous."""
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(inner))
+        grid = (num_rows, triton.cdiv(inner, block))
+        _gelu_mul_kernel[grid](
+            gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, SCALE=SCALE, CUBE=CUBE,
+            num_warps=max(1, block // 256), **dependent_launch(),
+        )  # fmt: skip
+    return output

@@ -9,11 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the numpy form only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -55,35 +51,37 @@ def _keys(seeds: torch.Tensor, positions: torch.Tensor) -> np.ndarray:
     return _mix(keys + (positions.numpy().view(np.uint64) + np.uint64(1)) * _GOLDEN_NUMPY)
 
 
-if triton is not None:
-    _GOLDEN_BITS = tl.constexpr(_GOLDEN)
-    _MIX_1_BITS = tl.constexpr(_MIX_1)
-    _MIX_2_BITS = tl.constexpr(_MIX_2)
-    _LARGEST_FLOAT = tl.constexpr(float(_LARGEST))
+_GOLDEN_BITS = tl.constexpr(_GOLDEN)
+_MIX_1_BITS = tl.constexpr(_MIX_1)
+_MIX_2_BITS = tl.constexpr(_MIX_2)
+_LARGEST_FLOAT = tl.constexpr(float(_LARGEST))
 
-    @triton.jit
-    def _mix_bits(x):
-        x = (x ^ (x >> 30)) * _MIX_1_BITS
-        x = (x ^ (x >> 27)) * _MIX_2_BITS
-        return x ^ (x >> 31)
 
-    @triton.jit
-    def key_bits(seeds, positions):
-        """uint64 for each (seed, position), both int64: `_keys`."""
-        keys = _mix_bits(seeds.to(tl.uint64) + _GOLDEN_BITS)
-        return _mix_bits(keys + (positions.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN_BITS)
+@triton.jit
+def _mix_bits(x):
+    x = (x ^ (x >> 30)) * _MIX_1_BITS
+    x = (x ^ (x >> 27)) * _MIX_2_BITS
+    return x ^ (x >> 31)
 
-    @triton.jit
-    def gumbel(key, token_ids):
-        """float32 for the uint64 `key` and the int64 `token_ids`: `gumbel_reference`, up to rounding of logarithms.
 
-        -log1p(-y) without a library's log1p, which the interpreter lacks. Near 0 it is a series, so that it does not
-        matter how a GPU's fast logarithm rounds near 1; those are the numbers that win.
-        """
-        bits = _mix_bits(key + (token_ids + 1).to(tl.uint64) * _GOLDEN_BITS) >> 32
-        y = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _LARGEST_FLOAT)
-        # -log(1 - y) = 2 artanh(s) with s = y / (2 - y), below 1/7 where the series is taken.
-        s = tl.div_rn(y, 2.0 - y)
-        s2 = s * s
-        series = 1.0 + s2 * (1.0 / 3 + s2 * (1.0 / 5 + s2 * (1.0 / 7 + s2 * (1.0 / 9 + s2 * (1.0 / 11)))))
-        return -tl.log(tl.where(y < 0.25, 2.0 * s * series, -tl.log(1.0 - y)))
+@triton.jit
+def key_bits(seeds, positions):
+    """uint64 for each (seed, position), both int64: `_keys`."""
+    keys = _mix_bits(seeds.to(tl.uint64) + _GOLDEN_BITS)
+    return _mix_bits(keys + (positions.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN_BITS)
+
+
+@triton.jit
+def gumbel(key, token_ids):
+    """float32 for the uint64 `key` and the int64 `token_ids`: `gumbel_reference`, up to rounding of logarithms.
+
+    -log1p(-y) without a library's log1p, which the interpreter lacks. Near 0 it is a series, so that it does not
+    matter how a GPU's fast logarithm rounds near 1; those are the numbers that win.
+    """
+    bits = _mix_bits(key + (token_ids + 1).to(tl.uint64) * _GOLDEN_BITS) >> 32
+    y = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _LARGEST_FLOAT)
+    # -log(1 - y) = 2 artanh(s) with s = y / (2 - y), below 1/7 where the series is taken.
+    s = tl.div_rn(y, 2.0 - y)
+    s2 = s * s
+    series = 1.0 + s2 * (1.0 / 3 + s2 * (1.0 / 5 + s2 * (1.0 / 7 + s2 * (1.0 / 9 + s2 * (1.0 / 11)))))
+    return -tl.log(tl.where(y < 0.25, 2.0 * s * series, -tl.log(1.0 - y)))

@@ -15,12 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Rows of a product by a CPU's library, and the height that the others are compared with.
 HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -157,55 +152,56 @@ def product_tile(num_outputs: int, itemsize: int) -> ProductTile:
     return ProductTile(rows=64, columns=128 if num_outputs >= MANY_OUTPUTS else 64, k_bytes=128, stages=4, warps=4)
 
 
-if triton is not None:
-    # One compiled kernel serves all numbers of rows, and all have the same bits.
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_rows"])
-    def _linear_kernel(
-        x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride,
-        OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """One program computes one tile, over the inputs in their order. Programs that read the same rows of the weight
-        run one after the other."""
-        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_row, is_column = row < num_rows, column < OUTPUTS
-        offsets = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + offsets[None, :]
-        weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * INPUTS + offsets[:, None]
-        result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, INPUTS, BLOCK_K):
-            x_mask, weight_mask = is_row[:, None], is_column[None, :]
-            if INPUTS % BLOCK_K != 0:
-                x_mask = x_mask & (k + offsets < INPUTS)[None, :]
-                weight_mask = weight_mask & (k + offsets < INPUTS)[:, None]
-            x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
-            weight = tl.load(weight_ptrs + k, mask=weight_mask, other=0.0)
-            if WIDEN:
-                x = x.to(tl.float32)
-                weight = weight.to(tl.float32)
-            result = tl.dot(x, weight, result, input_precision="ieee")
-        if HAS_BIAS:
-            result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        out_ptrs = out_ptr + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+# One compiled kernel serves all numbers of rows, and all have the same bits.
+@cached_launches
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One program computes one tile, over the inputs in their order. Programs that read the same rows of the weight
+    run one after the other."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < OUTPUTS
+    offsets = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + offsets[None, :]
+    weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * INPUTS + offsets[:, None]
+    result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for k in range(0, INPUTS, BLOCK_K):
+        x_mask, weight_mask = is_row[:, None], is_column[None, :]
+        if INPUTS % BLOCK_K != 0:
+            x_mask = x_mask & (k + offsets < INPUTS)[None, :]
+            weight_mask = weight_mask & (k + offsets < INPUTS)[:, None]
+        x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+        weight = tl.load(weight_ptrs + k, mask=weight_mask, other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+            weight = weight.to(tl.float32)
+        result = tl.dot(x, weight, result, input_precision="ieee")
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
-    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
-    INTERPRETED = not isinstance(_linear_kernel, triton.JITFunction)
 
-    def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `invariant_linear_reference`, in tiles and an order that follow from the weight's shape. `weight` is
-        contiguous, and so are the elements of a row of `x`."""
-        outputs, inputs = weight.shape
-        rows = x.reshape(-1, inputs)
-        out = torch.empty(len(rows), outputs, dtype=x.dtype, device=x.device)
-        if len(rows):
-            tile = product_tile(outputs, x.itemsize)
-            _linear_kernel[(triton.cdiv(len(rows), tile.rows), triton.cdiv(outputs, tile.columns))](
-                rows, weight, bias, out, len(rows), rows.stride(0),
-                OUTPUTS=outputs, INPUTS=inputs, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-                BLOCK_K=tile.k_bytes // x.itemsize, HAS_BIAS=bias is not None, WIDEN=INTERPRETED,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        return out.view(*x.shape[:-1], outputs)
+# The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+INTERPRETED = not isinstance(_linear_kernel, triton.JITFunction)
+
+
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `invariant_linear_reference`, in tiles and an order that follow from the weight's shape. `weight` is
+    contiguous, and so are the elements of a row of `x`."""
+    outputs, inputs = weight.shape
+    rows = x.reshape(-1, inputs)
+    out = torch.empty(len(rows), outputs, dtype=x.dtype, device=x.device)
+    if len(rows):
+        tile = product_tile(outputs, x.itemsize)
+        _linear_kernel[(triton.cdiv(len(rows), tile.rows), triton.cdiv(outputs, tile.columns))](
+            rows, weight, bias, out, len(rows), rows.stride(0),
+            OUTPUTS=outputs, INPUTS=inputs, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+            BLOCK_K=tile.k_bytes // x.itemsize, HAS_BIAS=bias is not None, WIDEN=INTERPRETED,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], outputs)

@@ -43,21 +43,21 @@ def invariant_experts_mlp_reference(
     return total.to(x.dtype)
 
 
-if moe.triton is not None:
-    # One tile for every number of tokens: between those for decode rows and those for long prompts.
-    TILE = moe.TILES[2]
+# One tile for every number of tokens: between those for decode rows and those for long prompts.
+TILE = moe.TILES[2]
 
-    def invariant_experts_mlp(
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        biases: moe.Biases | None = None,
-        clamp: Clamp | None = None,
-        tile: moe.Tile | None = None,
-        *,
-        is_gelu: bool = False,
-    ) -> torch.Tensor:
-        """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
-        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or TILE, is_gelu=is_gelu)
+
+def invariant_experts_mlp(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    biases: moe.Biases | None = None,
+    clamp: Clamp | None = None,
+    tile: moe.Tile | None = None,
+    *,
+    is_gelu: bool = False,
+) -> torch.Tensor:
+    """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
+    return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or TILE, is_gelu=is_gelu)

@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-try:
-    import triton
-except ImportError:  # a machine without a GPU launches nothing
-    triton = None
+from dflash_kernels.triton_import import triton
 
 ALIGNMENT = 16
 # What launches here say besides arguments and constants.
@@ -26,7 +23,7 @@ def cached_launches(kernel: Any) -> Any:
     """A decorator for a kernel, above `triton.jit`, whose constants come last and have no defaults; launches name them.
     Interpreted kernels, and those of a Triton whose launches are unlike those that are known here, are left as they
     are."""
-    if triton is None or not isinstance(kernel, triton.JITFunction) or not hasattr(triton, "knobs"):
+    if not isinstance(kernel, triton.JITFunction) or not hasattr(triton, "knobs"):
         return kernel
     constant = [param.is_constexpr for param in kernel.params]
     if constant != sorted(constant) or any(param.has_default for param in kernel.params):

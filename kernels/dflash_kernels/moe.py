@@ -13,16 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels import moe_routing
-from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
-from dflash_kernels.gelu_mul import CUBE, SCALE, gelu_mul_reference
+from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu, clamped_swiglu_reference
+from dflash_kernels.gelu_mul import CUBE, SCALE, gelu, gelu_mul_reference
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
-
+from dflash_kernels.triton_import import tl, triton
 
 Biases = tuple[torch.Tensor, torch.Tensor]
 """The experts' biases: `[num_experts, 2 * inner]`, gate before up, and `[num_experts, hidden]`."""
@@ -122,185 +116,186 @@ def tile_for(num_entries: int, num_experts: int) -> Tile:
     return next((tile for tile in TILES if average <= tile.rows), TILES[-1])
 
 
-if triton is not None:
-    from dflash_kernels.clamped_swiglu import clamped_swiglu
-    from dflash_kernels.gelu_mul import gelu
+# One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
+@cached_launches
+@triton.jit(do_not_specialize=["num_entries"])
+def _gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
+    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    GELU: tl.constexpr, GELU_SCALE: tl.constexpr, GELU_CUBE: tl.constexpr,
+):  # fmt: skip
+    """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
+    0 `clamped_swiglu`; with GELU that in place of SiLU."""
+    block = tl.program_id(0)
+    expert = tl.load(block_experts_ptr + block)
+    if expert < 0:
+        return
+    entries = tl.load(entries_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_entry = entries < num_entries
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < INNER
+    offsets = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (entries // PER_TOKEN).to(tl.int64)[:, None] * HIDDEN + offsets[None, :]
+    first = expert.to(tl.int64) * (2 * INNER * HIDDEN)
+    gate_ptrs = weight_ptr + first + columns[None, :] * HIDDEN + offsets[:, None]
+    up_ptrs = gate_ptrs + INNER * HIDDEN
+    gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for k in range(0, HIDDEN, BLOCK_K):
+        x_mask = is_entry[:, None]
+        weight_mask = is_column[None, :]
+        if HIDDEN % BLOCK_K != 0:
+            x_mask = x_mask & (k + offsets < HIDDEN)[None, :]
+            weight_mask = weight_mask & (k + offsets < HIDDEN)[:, None]
+        x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+        gate_rows = tl.load(gate_ptrs + k, mask=weight_mask, other=0.0)
+        up_rows = tl.load(up_ptrs + k, mask=weight_mask, other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+            gate_rows = gate_rows.to(tl.float32)
+            up_rows = up_rows.to(tl.float32)
+        gate = tl.dot(x, gate_rows, gate, input_precision="ieee")
+        up = tl.dot(x, up_rows, up, input_precision="ieee")
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * (2 * INNER) + columns
+        gate += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptrs + INNER, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if LIMIT > 0:
+        activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
+    elif GELU:
+        activated = gelu(gate, GELU_SCALE, GELU_CUBE) * up
+    else:
+        activated = gate * tl.sigmoid(gate) * up
+    out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
+    tl.store(out_ptrs, activated.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & is_column[None, :])
 
-    # One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_entries"])
-    def _gate_up_kernel(
-        x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
-        PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-        GELU: tl.constexpr, GELU_SCALE: tl.constexpr, GELU_CUBE: tl.constexpr,
-    ):  # fmt: skip
-        """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
-        0 `clamped_swiglu`; with GELU that in place of SiLU."""
-        block = tl.program_id(0)
-        expert = tl.load(block_experts_ptr + block)
-        if expert < 0:
-            return
-        entries = tl.load(entries_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        is_entry = entries < num_entries
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_column = columns < INNER
-        offsets = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + (entries // PER_TOKEN).to(tl.int64)[:, None] * HIDDEN + offsets[None, :]
-        first = expert.to(tl.int64) * (2 * INNER * HIDDEN)
-        gate_ptrs = weight_ptr + first + columns[None, :] * HIDDEN + offsets[:, None]
-        up_ptrs = gate_ptrs + INNER * HIDDEN
-        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, HIDDEN, BLOCK_K):
-            x_mask = is_entry[:, None]
-            weight_mask = is_column[None, :]
-            if HIDDEN % BLOCK_K != 0:
-                x_mask = x_mask & (k + offsets < HIDDEN)[None, :]
-                weight_mask = weight_mask & (k + offsets < HIDDEN)[:, None]
-            x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
-            gate_rows = tl.load(gate_ptrs + k, mask=weight_mask, other=0.0)
-            up_rows = tl.load(up_ptrs + k, mask=weight_mask, other=0.0)
-            if WIDEN:
-                x = x.to(tl.float32)
-                gate_rows = gate_rows.to(tl.float32)
-                up_rows = up_rows.to(tl.float32)
-            gate = tl.dot(x, gate_rows, gate, input_precision="ieee")
-            up = tl.dot(x, up_rows, up, input_precision="ieee")
-        if bias_ptr is not None:
-            bias_ptrs = bias_ptr + expert * (2 * INNER) + columns
-            gate += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias_ptrs + INNER, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if LIMIT > 0:
-            activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
-        elif GELU:
-            activated = gelu(gate, GELU_SCALE, GELU_CUBE) * up
-        else:
-            activated = gate * tl.sigmoid(gate) * up
-        out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
-        tl.store(out_ptrs, activated.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & is_column[None, :])
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_entries"])
-    def _down_kernel(
-        x_ptr,
-        weight_ptr,
-        bias_ptr,
-        weights_ptr,
-        entries_ptr,
-        block_experts_ptr,
-        out_ptr,
-        num_entries,
-        HIDDEN: tl.constexpr,
-        INNER: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        WIDEN: tl.constexpr,
-    ):
-        """One program: the router's weight times the down projection of one block's entries in BLOCK_N columns, to
-        `out[entry]`."""
-        block = tl.program_id(0)
-        expert = tl.load(block_experts_ptr + block)
-        if expert < 0:
-            return
-        entries = tl.load(entries_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        is_entry = entries < num_entries
-        rows = entries.to(tl.int64)
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_column = columns < HIDDEN
-        offsets = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + rows[:, None] * INNER + offsets[None, :]
-        first = expert.to(tl.int64) * (HIDDEN * INNER)
-        down_ptrs = weight_ptr + first + columns[None, :] * INNER + offsets[:, None]
-        result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, INNER, BLOCK_K):
-            x_mask = is_entry[:, None]
-            weight_mask = is_column[None, :]
-            if INNER % BLOCK_K != 0:
-                x_mask = x_mask & (k + offsets < INNER)[None, :]
-                weight_mask = weight_mask & (k + offsets < INNER)[:, None]
-            x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
-            down_rows = tl.load(down_ptrs + k, mask=weight_mask, other=0.0)
-            if WIDEN:
-                x = x.to(tl.float32)
-                down_rows = down_rows.to(tl.float32)
-            result = tl.dot(x, down_rows, result, input_precision="ieee")
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + expert * HIDDEN + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        weights = tl.load(weights_ptr + rows, mask=is_entry, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + rows[:, None] * HIDDEN + columns[None, :]
-        weighted = (result * weights[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, weighted, mask=is_entry[:, None] & is_column[None, :])
+@cached_launches
+@triton.jit(do_not_specialize=["num_entries"])
+def _down_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    weights_ptr,
+    entries_ptr,
+    block_experts_ptr,
+    out_ptr,
+    num_entries,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: the router's weight times the down projection of one block's entries in BLOCK_N columns, to
+    `out[entry]`."""
+    block = tl.program_id(0)
+    expert = tl.load(block_experts_ptr + block)
+    if expert < 0:
+        return
+    entries = tl.load(entries_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_entry = entries < num_entries
+    rows = entries.to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < HIDDEN
+    offsets = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows[:, None] * INNER + offsets[None, :]
+    first = expert.to(tl.int64) * (HIDDEN * INNER)
+    down_ptrs = weight_ptr + first + columns[None, :] * INNER + offsets[:, None]
+    result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for k in range(0, INNER, BLOCK_K):
+        x_mask = is_entry[:, None]
+        weight_mask = is_column[None, :]
+        if INNER % BLOCK_K != 0:
+            x_mask = x_mask & (k + offsets < INNER)[None, :]
+            weight_mask = weight_mask & (k + offsets < INNER)[:, None]
+        x = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+        down_rows = tl.load(down_ptrs + k, mask=weight_mask, other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+            down_rows = down_rows.to(tl.float32)
+        result = tl.dot(x, down_rows, result, input_precision="ieee")
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + expert * HIDDEN + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    weights = tl.load(weights_ptr + rows, mask=is_entry, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + rows[:, None] * HIDDEN + columns[None, :]
+    weighted = (result * weights[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, weighted, mask=is_entry[:, None] & is_column[None, :])
 
-    @cached_launches
-    @triton.jit
-    def _sum_kernel(parts_ptr, out_ptr, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-        """One program sums one token's entries in BLOCK columns, one after the other, in float32."""
-        token = tl.program_id(0).to(tl.int64)
-        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        is_column = columns < HIDDEN
-        total = tl.zeros([BLOCK], dtype=tl.float32)
-        for rank in range(PER_TOKEN):
-            part = tl.load(parts_ptr + (token * PER_TOKEN + rank) * HIDDEN + columns, mask=is_column, other=0.0)
-            total += part.to(tl.float32)
-        tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
-    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
-    INTERPRETED = not isinstance(_gate_up_kernel, triton.JITFunction)
+@cached_launches
+@triton.jit
+def _sum_kernel(parts_ptr, out_ptr, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    """One program sums one token's entries in BLOCK columns, one after the other, in float32."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < HIDDEN
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for rank in range(PER_TOKEN):
+        part = tl.load(parts_ptr + (token * PER_TOKEN + rank) * HIDDEN + columns, mask=is_column, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
-    def experts_mlp(
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        biases: Biases | None = None,
-        clamp: Clamp | None = None,
-        tile: Tile | None = None,
-        *,
-        is_gelu: bool = False,
-    ) -> torch.Tensor:
-        """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up`, `down` and `biases`
-        are contiguous. `tile`: other than `tile_for` would choose.
 
-        A token's result does not depend on the order of programs: each entry has a row of its own, and a token's rows
-        are summed in the order of its experts.
-        """
-        num_tokens, per_token = experts.shape
-        num_experts, hidden, inner = down.shape
-        num_entries = experts.numel()
-        if num_tokens == 0:
-            return torch.empty_like(x, memory_format=torch.contiguous_format)
-        tile = tile or tile_for(num_entries, num_experts)
-        blocks = moe_routing.group(experts.contiguous(), num_experts, tile.rows)
-        num_blocks = len(blocks.experts)
-        launch = {"BLOCK_K": tile.k_bytes // x.element_size(), "num_warps": tile.warps, "num_stages": tile.stages}
-        launch |= {"WIDEN": INTERPRETED}
-        of_gate_up, of_down = biases or (None, None)
-        alpha, limit = clamp or (0.0, 0.0)
-        # Gate and up share a tile's columns.
-        block_n = tile.columns // 2
-        activated = x.new_empty(num_entries, inner)
-        _gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
-            x.contiguous(), gate_up, of_gate_up, blocks.entries, blocks.experts, activated, num_entries,
-            PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit,
-            GELU=is_gelu, GELU_SCALE=SCALE, GELU_CUBE=CUBE,
-            BLOCK_M=tile.rows, BLOCK_N=block_n, **launch,
-        )  # fmt: skip
-        parts = x.new_empty(num_entries, hidden)
-        _down_kernel[(num_blocks, triton.cdiv(hidden, tile.columns))](
-            activated, down, of_down, weights.contiguous(), blocks.entries, blocks.experts, parts, num_entries,
-            HIDDEN=hidden, INNER=inner,
-            BLOCK_M=tile.rows, BLOCK_N=tile.columns, **launch,
-        )  # fmt: skip
-        return sum_of_parts(parts, num_tokens, per_token)
+# The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+INTERPRETED = not isinstance(_gate_up_kernel, triton.JITFunction)
 
-    def sum_of_parts(parts: torch.Tensor, num_tokens: int, per_token: int) -> torch.Tensor:
-        """`[num_tokens * per_token, hidden]` -> `[num_tokens, hidden]`: a token's entries, added up in their order."""
-        hidden = parts.shape[1]
-        out = parts.new_empty(num_tokens, hidden)
-        block = min(1024, triton.next_power_of_2(hidden))
-        sums = (num_tokens, triton.cdiv(hidden, block))
-        _sum_kernel[sums](parts, out, HIDDEN=hidden, PER_TOKEN=per_token, BLOCK=block)
-        return out
+
+def experts_mlp(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    biases: Biases | None = None,
+    clamp: Clamp | None = None,
+    tile: Tile | None = None,
+    *,
+    is_gelu: bool = False,
+) -> torch.Tensor:
+    """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up`, `down` and `biases`
+    are contiguous. `tile`: other than `tile_for` would choose.
+
+    A token's result does not depend on the order of programs: each entry has a row of its own, and a token's rows
+    are summed in the order of its experts.
+    """
+    num_tokens, per_token = experts.shape
+    num_experts, hidden, inner = down.shape
+    num_entries = experts.numel()
+    if num_tokens == 0:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    tile = tile or tile_for(num_entries, num_experts)
+    blocks = moe_routing.group(experts.contiguous(), num_experts, tile.rows)
+    num_blocks = len(blocks.experts)
+    launch = {"BLOCK_K": tile.k_bytes // x.element_size(), "num_warps": tile.warps, "num_stages": tile.stages}
+    launch |= {"WIDEN": INTERPRETED}
+    of_gate_up, of_down = biases or (None, None)
+    alpha, limit = clamp or (0.0, 0.0)
+    # Gate and up share a tile's columns.
+    block_n = tile.columns // 2
+    activated = x.new_empty(num_entries, inner)
+    _gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
+        x.contiguous(), gate_up, of_gate_up, blocks.entries, blocks.experts, activated, num_entries,
+        PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit,
+        GELU=is_gelu, GELU_SCALE=SCALE, GELU_CUBE=CUBE,
+        BLOCK_M=tile.rows, BLOCK_N=block_n, **launch,
+    )  # fmt: skip
+    parts = x.new_empty(num_entries, hidden)
+    _down_kernel[(num_blocks, triton.cdiv(hidden, tile.columns))](
+        activated, down, of_down, weights.contiguous(), blocks.entries, blocks.experts, parts, num_entries,
+        HIDDEN=hidden, INNER=inner,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, **launch,
+    )  # fmt: skip
+    return sum_of_parts(parts, num_tokens, per_token)
+
+
+def sum_of_parts(parts: torch.Tensor, num_tokens: int, per_token: int) -> torch.Tensor:
+    """`[num_tokens * per_token, hidden]` -> `[num_tokens, hidden]`: a token's entries, added up in their order."""
+    hidden = parts.shape[1]
+    out = parts.new_empty(num_tokens, hidden)
+    block = min(1024, triton.next_power_of_2(hidden))
+    sums = (num_tokens, triton.cdiv(hidden, block))
+    _sum_kernel[sums](parts, out, HIDDEN=hidden, PER_TOKEN=per_token, BLOCK=block)
+    return out

@@ -15,18 +15,14 @@ from typing import Any
 
 import torch
 
-from dflash_kernels.attention_merge import LOG2_E
-from dflash_kernels.attention_schedule import BLOCK, PagedBatch
-from dflash_kernels.dependent_launch import dependent_launch
+from dflash_kernels.attention_merge import LOG2_E, merge, store_lse, store_piece, store_tile, with_sink
+from dflash_kernels.attention_schedule import BLOCK, PagedBatch, schedule, tile_span
+from dflash_kernels.attention_tile import attend_tile
+from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # What changes from step to step must not have Triton compile a kernel anew: these arguments keep one type, whatever
 # their value or alignment. Layouts of rows are slices of one buffer.
@@ -86,234 +82,234 @@ def paged_attention_reference(
     return out.flatten(1)
 
 
-if triton is not None:
-    from dflash_kernels.attention_merge import merge, store_lse, store_piece, store_tile, with_sink
-    from dflash_kernels.attention_schedule import schedule, tile_span
-    from dflash_kernels.attention_tile import attend_tile
-    from dflash_kernels.dependent_launch import after_kernel_before
-
-    @triton.jit
-    def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
-        """Row, first query and one past the last query of a tile; without a map all rows have as many tiles."""
-        if MAPPED:
-            row = tl.load(tiles_ptr + tile)
-            first = tl.load(tiles_ptr + num_tiles + tile)
-            last = tl.load(tiles_ptr + 2 * num_tiles + tile)
-        else:
-            tiles_per_row = tl.cdiv(query_len, PER_TILE)
-            row = tile // tiles_per_row
-            first = tile % tiles_per_row * PER_TILE
-            last = tl.minimum(first + PER_TILE, query_len)
-        return row, first, last
-
-    @triton.jit
-    def _longest_first(number, num_tiles, query_len, PER_TILE: tl.constexpr):
-        """The tile of a program where all rows have as many: the last ones of all rows, behind the most positions, have
-        the programs that begin first."""
+@triton.jit
+def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
+    """Row, first query and one past the last query of a tile; without a map all rows have as many tiles."""
+    if MAPPED:
+        row = tl.load(tiles_ptr + tile)
+        first = tl.load(tiles_ptr + num_tiles + tile)
+        last = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    else:
         tiles_per_row = tl.cdiv(query_len, PER_TILE)
-        num_rows = num_tiles // tiles_per_row
-        return number % num_rows * tiles_per_row + tiles_per_row - 1 - number // num_rows
+        row = tile // tiles_per_row
+        first = tile % tiles_per_row * PER_TILE
+        last = tl.minimum(first + PER_TILE, query_len)
+    return row, first, last
 
-    @cached_launches
-    @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
-    def _attend_kernel(
-        query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
-        sinks_ptr, out_lse_ptr, scale, num_tiles, query_bound, table_width, table_stride, token_stride, head_stride,
-        block_stride,
-        slot_stride, value_stride, kv_head_stride,
-        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr,
-    ):  # fmt: skip
-        """One program attends one tile, for the heads of one KV head."""
-        tile = tl.program_id(0) // KV_HEADS
-        kv_head = tl.program_id(0) % KV_HEADS
-        if not MAPPED:  # a table is in this order already
-            tile = _longest_first(tile, num_tiles, query_bound, BLOCK_M // GROUP)
-        row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
+
+@triton.jit
+def _longest_first(number, num_tiles, query_len, PER_TILE: tl.constexpr):
+    """The tile of a program where all rows have as many: the last ones of all rows, behind the most positions, have
+    the programs that begin first."""
+    tiles_per_row = tl.cdiv(query_len, PER_TILE)
+    num_rows = num_tiles // tiles_per_row
+    return number % num_rows * tiles_per_row + tiles_per_row - 1 - number // num_rows
+
+
+@cached_launches
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
+def _attend_kernel(
+    query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
+    sinks_ptr, out_lse_ptr, scale, num_tiles, query_bound, table_width, table_stride, token_stride, head_stride,
+    block_stride,
+    slot_stride, value_stride, kv_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """One program attends one tile, for the heads of one KV head."""
+    tile = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    if not MAPPED:  # a table is in this order already
+        tile = _longest_first(tile, num_tiles, query_bound, BLOCK_M // GROUP)
+    row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
+    query_len = tl.load(query_lens_ptr + row)
+    seq_len = tl.load(seq_lens_ptr + row)
+    begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+    acc, top, total, token, head, is_query = attend_tile(
+        query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
+        begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+        kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, LOOP,
+    )  # fmt: skip
+    acc = with_sink(acc, top, total, sinks_ptr, head)
+    store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+    store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
+
+
+@cached_launches
+@triton.jit(do_not_specialize=STEP_NUMBERS[:1] + STEP_NUMBERS[2:], do_not_specialize_on_alignment=STEP_POINTERS[:-1])
+def _attend_shares_kernel(
+    query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr,
+    partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, scale, num_tiles, table_width, table_stride, token_stride,
+    head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
+    whole tiles, the beginning of another, or any of these."""
+    after_kernel_before(PDL)
+    worker = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    share = tl.load(schedule_ptr)
+    at = worker * share
+    stop = tl.minimum(at + share, tl.load(schedule_ptr + num_tiles))
+    tile = 0
+    if at < stop:
+        for base in range(0, num_tiles, BLOCK):
+            number = base + tl.arange(0, BLOCK)
+            ends = tl.load(schedule_ptr + 1 + number, mask=number < num_tiles, other=stop)
+            tile += tl.sum((ends <= at).to(tl.int32), 0)
+    while at < stop:
+        tile_begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
+        tile_end = tl.load(schedule_ptr + 1 + tile)
+        row = tl.load(schedule_ptr + 1 + num_tiles + tile)
+        first = tl.load(schedule_ptr + 1 + 2 * num_tiles + tile)
+        last = tl.load(schedule_ptr + 1 + 3 * num_tiles + tile)
         query_len = tl.load(query_lens_ptr + row)
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+        piece_end = tl.minimum(tile_end, stop)
+        end = tl.minimum(end, begin + (piece_end - tile_begin) * BLOCK_N)
+        begin += (at - tile_begin) * BLOCK_N
         acc, top, total, token, head, is_query = attend_tile(
             query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
             begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
             kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, LOOP,
         )  # fmt: skip
-        acc = with_sink(acc, top, total, sinks_ptr, head)
-        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
+        if (at == tile_begin) & (piece_end == tile_end):
+            acc = with_sink(acc, top, total, sinks_ptr, head)
+            store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
+        else:
+            # A worker has two pieces at most: the last one of a tile that began before, and the first of another.
+            slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)
+            line = ((slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            store_piece(acc, top, total, line, is_query, partial_ptr, lse_ptr, HEAD_DIM, BLOCK_D)
+        at = piece_end
+        tile += 1
 
-    @cached_launches
-    @triton.jit(
-        do_not_specialize=STEP_NUMBERS[:1] + STEP_NUMBERS[2:], do_not_specialize_on_alignment=STEP_POINTERS[:-1]
-    )
-    def _attend_shares_kernel(
-        query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr,
-        partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, scale, num_tiles, table_width, table_stride, token_stride,
-        head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
-        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-    ):  # fmt: skip
-        """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
-        whole tiles, the beginning of another, or any of these."""
-        after_kernel_before(PDL)
-        worker = tl.program_id(0) // KV_HEADS
-        kv_head = tl.program_id(0) % KV_HEADS
-        share = tl.load(schedule_ptr)
-        at = worker * share
-        stop = tl.minimum(at + share, tl.load(schedule_ptr + num_tiles))
-        tile = 0
-        if at < stop:
-            for base in range(0, num_tiles, BLOCK):
-                number = base + tl.arange(0, BLOCK)
-                ends = tl.load(schedule_ptr + 1 + number, mask=number < num_tiles, other=stop)
-                tile += tl.sum((ends <= at).to(tl.int32), 0)
-        while at < stop:
-            tile_begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
-            tile_end = tl.load(schedule_ptr + 1 + tile)
-            row = tl.load(schedule_ptr + 1 + num_tiles + tile)
-            first = tl.load(schedule_ptr + 1 + 2 * num_tiles + tile)
-            last = tl.load(schedule_ptr + 1 + 3 * num_tiles + tile)
-            query_len = tl.load(query_lens_ptr + row)
-            seq_len = tl.load(seq_lens_ptr + row)
-            begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
-            piece_end = tl.minimum(tile_end, stop)
-            end = tl.minimum(end, begin + (piece_end - tile_begin) * BLOCK_N)
-            begin += (at - tile_begin) * BLOCK_N
-            acc, top, total, token, head, is_query = attend_tile(
-                query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
-                begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
-                kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, LOOP,
-            )  # fmt: skip
-            if (at == tile_begin) & (piece_end == tile_end):
-                acc = with_sink(acc, top, total, sinks_ptr, head)
-                store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-                store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
-            else:
-                # A worker has two pieces at most: the last one of a tile that began before, and the first of another.
-                slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)
-                line = ((slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-                store_piece(acc, top, total, line, is_query, partial_ptr, lse_ptr, HEAD_DIM, BLOCK_D)
-            at = piece_end
-            tile += 1
 
-    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
-    INTERPRETED = not isinstance(_attend_kernel, triton.JITFunction)
+# The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+INTERPRETED = not isinstance(_attend_kernel, triton.JITFunction)
 
-    def prepare_launches(
-        launches: list[tuple[Launch, torch.Tensor | None]],
-        rows: PagedBatch,
-        group: int,
-        block_size: int,
-        causal: bool,
-        window: int | None,
-    ) -> list[PreparedLaunch]:
-        """The launches of `plan_launches` for these rows, each with its tiles on the device, and with its schedule: for
-        all layers of a forward pass that have the same heads and pattern."""
-        return [
-            PreparedLaunch(
-                launch,
-                tiles,
-                schedule(rows, launch, tiles, group, block_size, causal, window) if launch.num_workers else None,
-            )
-            for launch, tiles in launches
-        ]
 
-    def paged_attention(
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        rows: PagedBatch,
-        launches: list[PreparedLaunch],
-        causal: bool,
-        window: int | None,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        out_lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `paged_attention_reference`, without a wait for the device.
+def prepare_launches(
+    launches: list[tuple[Launch, torch.Tensor | None]],
+    rows: PagedBatch,
+    group: int,
+    block_size: int,
+    causal: bool,
+    window: int | None,
+) -> list[PreparedLaunch]:
+    """The launches of `plan_launches` for these rows, each with its tiles on the device, and with its schedule: for
+    all layers of a forward pass that have the same heads and pattern."""
+    return [
+        PreparedLaunch(
+            launch,
+            tiles,
+            schedule(rows, launch, tiles, group, block_size, causal, window) if launch.num_workers else None,
+        )
+        for launch, tiles in launches
+    ]
 
-        `launches` are those of `prepare_launches` for these rows and heads. Heads and the elements of a head must be
-        contiguous in `cache`, the elements of a head in `query`; a cache with scales as a whole, and they too.
-        out: where the output is written; tokens that are no row's are left as they are there. None: a new tensor, zeros
-        for those. out_lse: float32 `[num_tokens, num_heads]`, which gets the logarithm, of two, of each query's
-        denominator, -inf where it saw nothing; tokens that are no row's are left.
-        """
-        if out is None:
-            out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
-        num_heads, head_dim = query.shape[1:]
-        block_size, num_kv_heads = cache.shape[1], cache.shape[3]
-        heads = {
-            "KV_HEADS": num_kv_heads,
-            "GROUP": num_heads // num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(power_of_two(head_dim), 16),
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    rows: PagedBatch,
+    launches: list[PreparedLaunch],
+    causal: bool,
+    window: int | None,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention_reference`, without a wait for the device.
+
+    `launches` are those of `prepare_launches` for these rows and heads. Heads and the elements of a head must be
+    contiguous in `cache`, the elements of a head in `query`; a cache with scales as a whole, and they too.
+    out: where the output is written; tokens that are no row's are left as they are there. None: a new tensor, zeros
+    for those. out_lse: float32 `[num_tokens, num_heads]`, which gets the logarithm, of two, of each query's
+    denominator, -inf where it saw nothing; tokens that are no row's are left.
+    """
+    if out is None:
+        out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
+    num_heads, head_dim = query.shape[1:]
+    block_size, num_kv_heads = cache.shape[1], cache.shape[3]
+    heads = {
+        "KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(power_of_two(head_dim), 16),
+    }
+    for prepared in launches:
+        tiling = prepared.launch.tiling
+        options = {
+            **heads,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "CAUSAL": causal,
+            "WINDOW": window or 0,
+            "WIDEN": INTERPRETED,
+            "LOOP": tiling.loop,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
         }
-        for prepared in launches:
-            tiling = prepared.launch.tiling
-            options = {
-                **heads,
-                "BLOCK_SIZE": block_size,
-                "BLOCK_M": tiling.block_m,
-                "BLOCK_N": tiling.block_n,
-                "CAUSAL": causal,
-                "WINDOW": window or 0,
-                "WIDEN": INTERPRETED,
-                "LOOP": tiling.loop,
-                "num_warps": tiling.num_warps,
-                "num_stages": tiling.num_stages,
-            }
-            if prepared.schedule is not None:
-                shared = (prepared.launch, prepared.schedule)
-                _launch_shares(query, cache, scales, rows, *shared, out, sinks, out_lse, heads, options)
-            else:
-                _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, out_lse, options)
-        return out
+        if prepared.schedule is not None:
+            shared = (prepared.launch, prepared.schedule)
+            _launch_shares(query, cache, scales, rows, *shared, out, sinks, out_lse, heads, options)
+        else:
+            _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, out_lse, options)
+    return out
 
-    def _launch_tiles(
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        scales: torch.Tensor | None,
-        rows: PagedBatch,
-        launch: Launch,
-        tiles: torch.Tensor | None,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None,
-        out_lse: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> None:
-        """A program for each tile."""
-        _attend_kernel[(launch.num_tiles * cache.shape[3],)](
-            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
-            sinks, out_lse, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len,
-            rows.block_tables.shape[1],
-            rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
-            **options, MAPPED=tiles is not None,
-        )  # fmt: skip
 
-    def _launch_shares(
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        scales: torch.Tensor | None,
-        rows: PagedBatch,
-        launch: Launch,
-        schedule: torch.Tensor,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None,
-        out_lse: torch.Tensor | None,
-        heads: dict[str, int],
-        options: dict[str, Any],
-    ) -> None:
-        """A program for each worker, then the merge of the tiles that they share."""
-        block_m, num_kv_heads, head_dim = launch.tiling.block_m, cache.shape[3], query.shape[2]
-        num_lines = 2 * launch.num_workers * num_kv_heads * block_m
-        partial = torch.empty(num_lines, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
-        _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
-            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out,
-            partial, lse, sinks, out_lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
-            rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
-            **dependent_launch(),
-        )  # fmt: skip
-        merge(rows, launch, schedule, out, partial, lse, heads, sinks, out_lse)
+def _launch_tiles(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: PagedBatch,
+    launch: Launch,
+    tiles: torch.Tensor | None,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """A program for each tile."""
+    _attend_kernel[(launch.num_tiles * cache.shape[3],)](
+        query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
+        sinks, out_lse, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len,
+        rows.block_tables.shape[1],
+        rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
+        **options, MAPPED=tiles is not None,
+    )  # fmt: skip
+
+
+def _launch_shares(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: PagedBatch,
+    launch: Launch,
+    schedule: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    heads: dict[str, int],
+    options: dict[str, Any],
+) -> None:
+    """A program for each worker, then the merge of the tiles that they share."""
+    block_m, num_kv_heads, head_dim = launch.tiling.block_m, cache.shape[3], query.shape[2]
+    num_lines = 2 * launch.num_workers * num_kv_heads * block_m
+    partial = torch.empty(num_lines, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
+    _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
+        query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out,
+        partial, lse, sinks, out_lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
+        rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
+        **dependent_launch(),
+    )  # fmt: skip
+    merge(rows, launch, schedule, out, partial, lse, heads, sinks, out_lse)

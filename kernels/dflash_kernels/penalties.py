@@ -14,12 +14,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Set in the count of a token that the prompt has.
 IN_PROMPT = 1 << 30
@@ -104,97 +99,97 @@ def count_and_penalise_reference(
     penalise_reference(logits, counts, tokens, penalties, rows)
 
 
-if triton is not None:
+@cached_launches
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions_ptr"])
+def _count_tokens_kernel(
+    counts_ptr, num_counted_ptr, tokens_ptr, numbers_ptr, positions_ptr, num_rows, vocab, max_len,
+    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program counts the tokens of one row."""
+    row = tl.program_id(0)
+    index = tl.load(numbers_ptr + row)
+    entry = tl.load(numbers_ptr + num_rows + row)
+    prompt_len = tl.load(numbers_ptr + 2 * num_rows + row)
+    begin = tl.load(num_counted_ptr + index).to(tl.int64)
+    end = tl.minimum(tl.load(positions_ptr + entry), max_len)
+    for first in range(begin, end, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < end
+        token = tl.load(tokens_ptr + index * max_len + position, mask=inside, other=0)
+        count = counts_ptr + index * vocab + token
+        tl.atomic_or(count, IN_PROMPT, mask=inside & (position < prompt_len))
+        tl.atomic_add(count, 1, mask=inside & (position >= prompt_len))
+    # All threads have read where they begin.
+    tl.debug_barrier()
+    tl.store(num_counted_ptr + index, tl.maximum(begin, end).to(tl.int32))
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions_ptr"])
-    def _count_tokens_kernel(
-        counts_ptr, num_counted_ptr, tokens_ptr, numbers_ptr, positions_ptr, num_rows, vocab, max_len,
-        IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """One program counts the tokens of one row."""
-        row = tl.program_id(0)
-        index = tl.load(numbers_ptr + row)
-        entry = tl.load(numbers_ptr + num_rows + row)
-        prompt_len = tl.load(numbers_ptr + 2 * num_rows + row)
-        begin = tl.load(num_counted_ptr + index).to(tl.int64)
-        end = tl.minimum(tl.load(positions_ptr + entry), max_len)
-        for first in range(begin, end, BLOCK):
-            position = first + tl.arange(0, BLOCK)
-            inside = position < end
-            token = tl.load(tokens_ptr + index * max_len + position, mask=inside, other=0)
-            count = counts_ptr + index * vocab + token
-            tl.atomic_or(count, IN_PROMPT, mask=inside & (position < prompt_len))
-            tl.atomic_add(count, 1, mask=inside & (position >= prompt_len))
-        # All threads have read where they begin.
-        tl.debug_barrier()
-        tl.store(num_counted_ptr + index, tl.maximum(begin, end).to(tl.int32))
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions_ptr"])
-    def _penalise_kernel(
-        logits_ptr, counts_ptr, tokens_ptr, penalties_ptr, numbers_ptr, positions_ptr, num_rows, vocab, max_len,
-        IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """One program changes one tile of one row of logits."""
-        row = tl.program_id(0) % num_rows
-        number = tl.program_id(0) // num_rows
-        if number > tl.load(numbers_ptr + 3 * num_rows + row):
-            return
-        index = tl.load(numbers_ptr + row)
-        entry = tl.load(numbers_ptr + num_rows + row)
-        line = tl.load(numbers_ptr + 4 * num_rows + row) + number
-        position = tl.load(positions_ptr + entry)
-        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = ids < vocab
-        known = tl.load(counts_ptr + index * vocab + ids, mask=inside, other=0)
-        count = known & (IN_PROMPT - 1)
-        for draft in range(0, number):
-            place = tl.minimum(position + draft, max_len - 1)
-            count += (ids == tl.load(tokens_ptr + index * max_len + place)).to(tl.int32)
-        repetition = tl.load(penalties_ptr + index * 3)
-        frequency = tl.load(penalties_ptr + index * 3 + 1)
-        presence = tl.load(penalties_ptr + index * 3 + 2)
-        values = tl.load(logits_ptr + line * vocab + ids, mask=inside, other=0.0)
-        # Rounded as the reference's, so that equal logits stay equal.
-        repeated = tl.where(values > 0, tl.div_rn(values, repetition + tl.zeros_like(values)), values * repetition)
-        values = tl.where((known >= IN_PROMPT) | (count > 0), repeated, values)
-        values = values - frequency * count.to(tl.float32) - presence * (count > 0).to(tl.float32)
-        tl.store(logits_ptr + line * vocab + ids, values, mask=inside)
+@cached_launches
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions_ptr"])
+def _penalise_kernel(
+    logits_ptr, counts_ptr, tokens_ptr, penalties_ptr, numbers_ptr, positions_ptr, num_rows, vocab, max_len,
+    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program changes one tile of one row of logits."""
+    row = tl.program_id(0) % num_rows
+    number = tl.program_id(0) // num_rows
+    if number > tl.load(numbers_ptr + 3 * num_rows + row):
+        return
+    index = tl.load(numbers_ptr + row)
+    entry = tl.load(numbers_ptr + num_rows + row)
+    line = tl.load(numbers_ptr + 4 * num_rows + row) + number
+    position = tl.load(positions_ptr + entry)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    known = tl.load(counts_ptr + index * vocab + ids, mask=inside, other=0)
+    count = known & (IN_PROMPT - 1)
+    for draft in range(0, number):
+        place = tl.minimum(position + draft, max_len - 1)
+        count += (ids == tl.load(tokens_ptr + index * max_len + place)).to(tl.int32)
+    repetition = tl.load(penalties_ptr + index * 3)
+    frequency = tl.load(penalties_ptr + index * 3 + 1)
+    presence = tl.load(penalties_ptr + index * 3 + 2)
+    values = tl.load(logits_ptr + line * vocab + ids, mask=inside, other=0.0)
+    # Rounded as the reference's, so that equal logits stay equal.
+    repeated = tl.where(values > 0, tl.div_rn(values, repetition + tl.zeros_like(values)), values * repetition)
+    values = tl.where((known >= IN_PROMPT) | (count > 0), repeated, values)
+    values = values - frequency * count.to(tl.float32) - presence * (count > 0).to(tl.float32)
+    tl.store(logits_ptr + line * vocab + ids, values, mask=inside)
 
-    def count_tokens(
-        counts: torch.Tensor, num_counted: torch.Tensor, tokens: torch.Tensor, rows: PenalisedRows
-    ) -> None:
-        """As `count_tokens_reference`. All tensors are contiguous."""
-        num_rows = rows.numbers.shape[1]
-        _count_tokens_kernel[(num_rows,)](
-            counts, num_counted, tokens, rows.numbers, rows.positions, num_rows, counts.shape[1], tokens.shape[1],
-            IN_PROMPT=IN_PROMPT, BLOCK=COUNTED, num_warps=WARPS,
-        )  # fmt: skip
 
-    def penalise(
-        logits: torch.Tensor,
-        counts: torch.Tensor,
-        tokens: torch.Tensor,
-        penalties: torch.Tensor,
-        rows: PenalisedRows,
-        tile: int = TILE,
-    ) -> None:
-        """As `penalise_reference`. All tensors are contiguous."""
-        num_rows, vocab = rows.numbers.shape[1], counts.shape[1]
-        _penalise_kernel[(num_rows * (rows.most_draft + 1), triton.cdiv(vocab, tile))](
-            logits, counts, tokens, penalties, rows.numbers, rows.positions, num_rows, vocab, tokens.shape[1],
-            IN_PROMPT=IN_PROMPT, BLOCK=tile, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+def count_tokens(counts: torch.Tensor, num_counted: torch.Tensor, tokens: torch.Tensor, rows: PenalisedRows) -> None:
+    """As `count_tokens_reference`. All tensors are contiguous."""
+    num_rows = rows.numbers.shape[1]
+    _count_tokens_kernel[(num_rows,)](
+        counts, num_counted, tokens, rows.numbers, rows.positions, num_rows, counts.shape[1], tokens.shape[1],
+        IN_PROMPT=IN_PROMPT, BLOCK=COUNTED, num_warps=WARPS,
+    )  # fmt: skip
 
-    def count_and_penalise(
-        logits: torch.Tensor,
-        counts: torch.Tensor,
-        num_counted: torch.Tensor,
-        tokens: torch.Tensor,
-        penalties: torch.Tensor,
-        rows: PenalisedRows,
-    ) -> None:
-        """As `count_and_penalise_reference`."""
-        count_tokens(counts, num_counted, tokens, rows)
-        penalise(logits, counts, tokens, penalties, rows)
+
+def penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: torch.Tensor,
+    penalties: torch.Tensor,
+    rows: PenalisedRows,
+    tile: int = TILE,
+) -> None:
+    """As `penalise_reference`. All tensors are contiguous."""
+    num_rows, vocab = rows.numbers.shape[1], counts.shape[1]
+    _penalise_kernel[(num_rows * (rows.most_draft + 1), triton.cdiv(vocab, tile))](
+        logits, counts, tokens, penalties, rows.numbers, rows.positions, num_rows, vocab, tokens.shape[1],
+        IN_PROMPT=IN_PROMPT, BLOCK=tile, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def count_and_penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    num_counted: torch.Tensor,
+    tokens: torch.Tensor,
+    penalties: torch.Tensor,
+    rows: PenalisedRows,
+) -> None:
+    """As `count_and_penalise_reference`."""
+    count_tokens(counts, num_counted, tokens, rows)
+    penalise(logits, counts, tokens, penalties, rows)

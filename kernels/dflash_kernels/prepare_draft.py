@@ -11,16 +11,8 @@ import torch
 
 from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
-from dflash_kernels.prepare_step import covered_lens, look_up_reference
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the references only
-    triton = None
-
-if triton is not None:
-    from dflash_kernels.prepare_step import covered_len, look_up
+from dflash_kernels.prepare_step import covered_len, covered_lens, look_up, look_up_reference
+from dflash_kernels.triton_import import tl, triton
 
 
 def inject_slots_reference(
@@ -108,130 +100,133 @@ def _draft_indices(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.nd
     return rows, np.arange(len(rows)) - first[rows]
 
 
-if triton is not None:
+@cached_launches
+@triton.jit(do_not_specialize=["num_tokens"])
+def _inject_slots_kernel(
+    slots_ptr, positions_ptr, req_idx_ptr, computed_ptr, token_row_ptr, out_ptr, num_tokens, BLOCK: tl.constexpr
+):
+    """One program decides on BLOCK tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    row = tl.load(token_row_ptr + token, mask=inside, other=-1)
+    req_idx = tl.load(req_idx_ptr + row, mask=row >= 0, other=-1)
+    computed = tl.load(computed_ptr + req_idx, mask=req_idx >= 0, other=0)
+    position = tl.load(positions_ptr + token, mask=inside, other=0)
+    slots = tl.load(slots_ptr + token, mask=inside, other=-1)
+    tl.store(out_ptr + token, tl.where(position < computed, slots, -1), mask=inside)
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_tokens"])
-    def _inject_slots_kernel(
-        slots_ptr, positions_ptr, req_idx_ptr, computed_ptr, token_row_ptr, out_ptr, num_tokens, BLOCK: tl.constexpr
-    ):
-        """One program decides on BLOCK tokens."""
-        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = token < num_tokens
-        row = tl.load(token_row_ptr + token, mask=inside, other=-1)
-        req_idx = tl.load(req_idx_ptr + row, mask=row >= 0, other=-1)
-        computed = tl.load(computed_ptr + req_idx, mask=req_idx >= 0, other=0)
-        position = tl.load(positions_ptr + token, mask=inside, other=0)
-        slots = tl.load(slots_ptr + token, mask=inside, other=-1)
-        tl.store(out_ptr + token, tl.where(position < computed, slots, -1), mask=inside)
 
-    def inject_slots(
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        req_idx: torch.Tensor,
-        computed: torch.Tensor,
-        token_row: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `inject_slots_reference`, for contiguous tensors."""
-        out = torch.empty_like(slots)
-        block = 256
-        if len(slots) > 0:
-            grid = (triton.cdiv(len(slots), block),)
-            _inject_slots_kernel[grid](slots, positions, req_idx, computed, token_row, out, len(slots), BLOCK=block)
-        return out
+def inject_slots(
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    req_idx: torch.Tensor,
+    computed: torch.Tensor,
+    token_row: torch.Tensor,
+) -> torch.Tensor:
+    """As `inject_slots_reference`, for contiguous tensors."""
+    out = torch.empty_like(slots)
+    block = 256
+    if len(slots) > 0:
+        grid = (triton.cdiv(len(slots), block),)
+        _inject_slots_kernel[grid](slots, positions, req_idx, computed, token_row, out, len(slots), BLOCK=block)
+    return out
 
-    @cached_launches
-    @triton.jit
-    def _prepare_draft_kernel(
-        tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr, req_idx_ptr, num_next_ptr,
-        ids_ptr, positions_ptr, slots_ptr, query_lens_ptr, seq_lens_ptr,
-        placeholder_id, block_size, max_len, max_blocks,
-        WIDTH: tl.constexpr, LOOKAHEAD_BASE: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        """One program prepares one row's WIDTH queries."""
-        row = tl.program_id(0)
-        req_idx = tl.load(req_idx_ptr + row)
-        num_next = tl.load(num_next_ptr + row)
-        drafts = (req_idx >= 0) & (num_next > 0)
-        query_len = tl.where(drafts, num_next + LOOKAHEAD_BASE, 0)
-        anchor = tl.load(computed_ptr + req_idx, mask=drafts, other=0)
-        capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
 
+@cached_launches
+@triton.jit
+def _prepare_draft_kernel(
+    tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr, req_idx_ptr, num_next_ptr,
+    ids_ptr, positions_ptr, slots_ptr, query_lens_ptr, seq_lens_ptr,
+    placeholder_id, block_size, max_len, max_blocks,
+    WIDTH: tl.constexpr, LOOKAHEAD_BASE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program prepares one row's WIDTH queries."""
+    row = tl.program_id(0)
+    req_idx = tl.load(req_idx_ptr + row)
+    num_next = tl.load(num_next_ptr + row)
+    drafts = (req_idx >= 0) & (num_next > 0)
+    query_len = tl.where(drafts, num_next + LOOKAHEAD_BASE, 0)
+    anchor = tl.load(computed_ptr + req_idx, mask=drafts, other=0)
+    capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+
+    column = tl.arange(0, COLUMNS)
+    positions = anchor + column
+    covered = (column < query_len) & (positions < capacity)
+    req_indices = req_idx + tl.zeros_like(column)
+    ids, positions, slots = look_up(
+        tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_indices, positions, covered
+    )
+    ids = tl.where(covered & (column > 0), placeholder_id, ids)
+    place = row * WIDTH + column
+    tl.store(ids_ptr + place, ids, mask=column < WIDTH)
+    tl.store(positions_ptr + place, positions, mask=column < WIDTH)
+    tl.store(slots_ptr + place, slots, mask=column < WIDTH)
+    tl.store(query_lens_ptr + row, query_len)
+    tl.store(seq_lens_ptr + row, tl.minimum(anchor + query_len, capacity))
+
+
+def prepare_draft(
+    tokens: torch.Tensor,
+    blocks: torch.Tensor,
+    num_blocks: torch.Tensor,
+    computed: torch.Tensor,
+    block_size: int,
+    req_idx: torch.Tensor,
+    num_next: torch.Tensor,
+    width: int,
+    placeholder_id: int,
+    lookahead_base: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `prepare_draft_reference`, for contiguous tensors."""
+    num_rows, device = len(req_idx), tokens.device
+    ids, positions, slots = (torch.empty(num_rows, width, dtype=torch.int64, device=device) for _ in range(3))
+    query_lens, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
+    if num_rows > 0:
+        _prepare_draft_kernel[(num_rows,)](
+            tokens, blocks, num_blocks, computed, req_idx, num_next,
+            ids, positions, slots, query_lens, seq_lens,
+            placeholder_id, block_size, tokens.shape[1], blocks.shape[1],
+            WIDTH=width, LOOKAHEAD_BASE=lookahead_base, COLUMNS=triton.next_power_of_2(width),
+        )  # fmt: skip
+    return ids, positions, slots, query_lens, seq_lens
+
+
+@cached_launches
+@triton.jit
+def _store_drafts_kernel(
+    tokens_ptr, computed_ptr, req_idx_ptr, num_next_ptr, drafts_ptr, confidence_ptr, confidences_ptr,
+    width, k, max_len, CONFIDENT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program writes one row's drafts."""
+    row = tl.program_id(0)
+    req_idx = tl.load(req_idx_ptr + row)
+    if req_idx >= 0:
         column = tl.arange(0, COLUMNS)
-        positions = anchor + column
-        covered = (column < query_len) & (positions < capacity)
-        req_indices = req_idx + tl.zeros_like(column)
-        ids, positions, slots = look_up(
-            tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_indices, positions, covered
-        )
-        ids = tl.where(covered & (column > 0), placeholder_id, ids)
-        place = row * WIDTH + column
-        tl.store(ids_ptr + place, ids, mask=column < WIDTH)
-        tl.store(positions_ptr + place, positions, mask=column < WIDTH)
-        tl.store(slots_ptr + place, slots, mask=column < WIDTH)
-        tl.store(query_lens_ptr + row, query_len)
-        tl.store(seq_lens_ptr + row, tl.minimum(anchor + query_len, capacity))
+        num_next = tl.minimum(tl.load(num_next_ptr + row), width)
+        positions = tl.load(computed_ptr + req_idx) + 1 + column
+        kept = (column < num_next) & (positions < max_len)
+        drafts = tl.load(drafts_ptr + row * width + column, mask=kept, other=0)
+        tl.store(tokens_ptr + req_idx.to(tl.int64) * max_len + positions, drafts, mask=kept)
+        if CONFIDENT:
+            there = column < num_next
+            sure = tl.load(confidence_ptr + row * width + column, mask=there, other=0.0)
+            tl.store(confidences_ptr + req_idx.to(tl.int64) * k + column, sure, mask=there)
 
-    def prepare_draft(
-        tokens: torch.Tensor,
-        blocks: torch.Tensor,
-        num_blocks: torch.Tensor,
-        computed: torch.Tensor,
-        block_size: int,
-        req_idx: torch.Tensor,
-        num_next: torch.Tensor,
-        width: int,
-        placeholder_id: int,
-        lookahead_base: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `prepare_draft_reference`, for contiguous tensors."""
-        num_rows, device = len(req_idx), tokens.device
-        ids, positions, slots = (torch.empty(num_rows, width, dtype=torch.int64, device=device) for _ in range(3))
-        query_lens, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
-        if num_rows > 0:
-            _prepare_draft_kernel[(num_rows,)](
-                tokens, blocks, num_blocks, computed, req_idx, num_next,
-                ids, positions, slots, query_lens, seq_lens,
-                placeholder_id, block_size, tokens.shape[1], blocks.shape[1],
-                WIDTH=width, LOOKAHEAD_BASE=lookahead_base, COLUMNS=triton.next_power_of_2(width),
-            )  # fmt: skip
-        return ids, positions, slots, query_lens, seq_lens
 
-    @cached_launches
-    @triton.jit
-    def _store_drafts_kernel(
-        tokens_ptr, computed_ptr, req_idx_ptr, num_next_ptr, drafts_ptr, confidence_ptr, confidences_ptr,
-        width, k, max_len, CONFIDENT: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        """One program writes one row's drafts."""
-        row = tl.program_id(0)
-        req_idx = tl.load(req_idx_ptr + row)
-        if req_idx >= 0:
-            column = tl.arange(0, COLUMNS)
-            num_next = tl.minimum(tl.load(num_next_ptr + row), width)
-            positions = tl.load(computed_ptr + req_idx) + 1 + column
-            kept = (column < num_next) & (positions < max_len)
-            drafts = tl.load(drafts_ptr + row * width + column, mask=kept, other=0)
-            tl.store(tokens_ptr + req_idx.to(tl.int64) * max_len + positions, drafts, mask=kept)
-            if CONFIDENT:
-                there = column < num_next
-                sure = tl.load(confidence_ptr + row * width + column, mask=there, other=0.0)
-                tl.store(confidences_ptr + req_idx.to(tl.int64) * k + column, sure, mask=there)
-
-    def store_drafts(
-        tokens: torch.Tensor,
-        computed: torch.Tensor,
-        req_idx: torch.Tensor,
-        num_next: torch.Tensor,
-        drafts: torch.Tensor,
-        confidence: torch.Tensor | None = None,
-        confidences: torch.Tensor | None = None,
-    ) -> None:
-        """As `store_drafts_reference`, for contiguous tensors."""
-        num_rows, width = drafts.shape
-        k = width if confidences is None else confidences.shape[1]
-        if num_rows > 0 and width > 0:
-            _store_drafts_kernel[(num_rows,)](
-                tokens, computed, req_idx, num_next, drafts, confidence, confidences, width, k, tokens.shape[1],
-                CONFIDENT=confidence is not None, COLUMNS=triton.next_power_of_2(width),
-            )  # fmt: skip
+def store_drafts(
+    tokens: torch.Tensor,
+    computed: torch.Tensor,
+    req_idx: torch.Tensor,
+    num_next: torch.Tensor,
+    drafts: torch.Tensor,
+    confidence: torch.Tensor | None = None,
+    confidences: torch.Tensor | None = None,
+) -> None:
+    """As `store_drafts_reference`, for contiguous tensors."""
+    num_rows, width = drafts.shape
+    k = width if confidences is None else confidences.shape[1]
+    if num_rows > 0 and width > 0:
+        _store_drafts_kernel[(num_rows,)](
+            tokens, computed, req_idx, num_next, drafts, confidence, confidences, width, k, tokens.shape[1],
+            CONFIDENT=confidence is not None, COLUMNS=triton.next_power_of_2(width),
+        )  # fmt: skip

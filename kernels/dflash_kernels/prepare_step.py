@@ -14,12 +14,7 @@ import torch
 
 from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the references only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 
 def covered_lens(tokens: torch.Tensor, num_blocks: torch.Tensor, block_size: int, req_idx: torch.Tensor) -> np.ndarray:
@@ -94,95 +89,97 @@ def prepare_reference(
     return put(ids), put(positions), put(slots), put(starts), put(seq_lens)
 
 
-if triton is not None:
+@triton.jit
+def covered_len(num_blocks_ptr, req_idx, block_size, max_len):
+    """Positions that the blocks of state row `req_idx` (-1: padding, 0 positions) hold: `covered_lens`."""
+    num_blocks = tl.load(num_blocks_ptr + req_idx, mask=req_idx >= 0, other=0)
+    return tl.minimum(num_blocks * block_size, max_len)
 
-    @triton.jit
-    def covered_len(num_blocks_ptr, req_idx, block_size, max_len):
-        """Positions that the blocks of state row `req_idx` (-1: padding, 0 positions) hold: `covered_lens`."""
-        num_blocks = tl.load(num_blocks_ptr + req_idx, mask=req_idx >= 0, other=0)
-        return tl.minimum(num_blocks * block_size, max_len)
 
-    @triton.jit
-    def look_up(tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, positions, covered):
-        """As `look_up_reference`, with int32 positions; returns int64."""
-        positions = tl.where(covered, positions, 0)
-        row = req_idx.to(tl.int64)
-        ids = tl.load(tokens_ptr + row * max_len + positions, mask=covered, other=0)
-        block = positions // block_size
-        block_id = tl.load(blocks_ptr + row * max_blocks + block, mask=covered, other=0).to(tl.int64)
-        slots = tl.where(covered, block_id * block_size + (positions - block * block_size), -1)
-        return ids, positions.to(tl.int64), slots
+@triton.jit
+def look_up(tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, positions, covered):
+    """As `look_up_reference`, with int32 positions; returns int64."""
+    positions = tl.where(covered, positions, 0)
+    row = req_idx.to(tl.int64)
+    ids = tl.load(tokens_ptr + row * max_len + positions, mask=covered, other=0)
+    block = positions // block_size
+    block_id = tl.load(blocks_ptr + row * max_blocks + block, mask=covered, other=0).to(tl.int64)
+    slots = tl.where(covered, block_id * block_size + (positions - block * block_size), -1)
+    return ids, positions.to(tl.int64), slots
 
-    @triton.jit
-    def _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside):
-        """Where a row really starts; 0 for padding (`req_idx` -1)."""
-        real = inside & (req_idx >= 0)
-        start = tl.load(start_ptr + row, mask=real, other=0)
-        num_unverified = tl.load(num_unverified_ptr + row, mask=real, other=0)
-        computed = tl.load(computed_ptr + req_idx, mask=real & (num_unverified > 0), other=0)
-        return tl.where(num_unverified > 0, computed, start)
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-    def _prepare_kernel(
-        tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr,
-        req_idx_ptr, start_ptr, num_unverified_ptr, query_start_ptr, query_lens_ptr, token_row_ptr,
-        ids_ptr, positions_ptr, slots_ptr, starts_ptr, seq_lens_ptr,
-        num_tokens, num_rows, block_size, max_len, max_blocks, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Programs prepare BLOCK tokens each; those behind the last token prepare BLOCK rows each."""
-        token_programs = tl.cdiv(num_tokens, BLOCK)
-        program = tl.program_id(0)
-        if program < token_programs:
-            token = program * BLOCK + tl.arange(0, BLOCK)
-            inside = token < num_tokens
-            row = tl.load(token_row_ptr + token, mask=inside, other=-1)
-            real = row >= 0
-            req_idx = tl.load(req_idx_ptr + row, mask=real, other=-1)
-            start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, real)
-            position = start + token - tl.load(query_start_ptr + row, mask=real, other=0)
-            capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
-            ids, positions, slots = look_up(
-                tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, position, position < capacity
-            )
-            tl.store(ids_ptr + token, ids, mask=inside)
-            tl.store(positions_ptr + token, positions, mask=inside)
-            tl.store(slots_ptr + token, slots, mask=inside)
-        else:
-            row = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
-            inside = row < num_rows
-            req_idx = tl.load(req_idx_ptr + row, mask=inside, other=-1)
-            start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside)
-            end = start + tl.load(query_lens_ptr + row, mask=inside, other=0)
-            capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
-            tl.store(starts_ptr + row, start, mask=inside)
-            tl.store(seq_lens_ptr + row, tl.minimum(end, capacity), mask=inside)
+@triton.jit
+def _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside):
+    """Where a row really starts; 0 for padding (`req_idx` -1)."""
+    real = inside & (req_idx >= 0)
+    start = tl.load(start_ptr + row, mask=real, other=0)
+    num_unverified = tl.load(num_unverified_ptr + row, mask=real, other=0)
+    computed = tl.load(computed_ptr + req_idx, mask=real & (num_unverified > 0), other=0)
+    return tl.where(num_unverified > 0, computed, start)
 
-    def prepare(
-        tokens: torch.Tensor,
-        blocks: torch.Tensor,
-        num_blocks: torch.Tensor,
-        computed: torch.Tensor,
-        block_size: int,
-        req_idx: torch.Tensor,
-        start: torch.Tensor,
-        num_unverified: torch.Tensor,
-        query_start: torch.Tensor,
-        query_lens: torch.Tensor,
-        token_row: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `prepare_reference`, for contiguous tensors."""
-        num_tokens, num_rows, device = len(token_row), len(req_idx), tokens.device
-        # Tensors of their own: views of one would differ in alignment, and each kind would be compiled anew.
-        ids, positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
-        starts, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
-        block = 128
-        grid = (triton.cdiv(num_tokens, block) + triton.cdiv(num_rows, block),)
-        if grid[0] > 0:
-            _prepare_kernel[grid](
-                tokens, blocks, num_blocks, computed,
-                req_idx, start, num_unverified, query_start, query_lens, token_row,
-                ids, positions, slots, starts, seq_lens,
-                num_tokens, num_rows, block_size, tokens.shape[1], blocks.shape[1], BLOCK=block,
-            )  # fmt: skip
-        return ids, positions, slots, starts, seq_lens
+
+@cached_launches
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _prepare_kernel(
+    tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr,
+    req_idx_ptr, start_ptr, num_unverified_ptr, query_start_ptr, query_lens_ptr, token_row_ptr,
+    ids_ptr, positions_ptr, slots_ptr, starts_ptr, seq_lens_ptr,
+    num_tokens, num_rows, block_size, max_len, max_blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs prepare BLOCK tokens each; those behind the last token prepare BLOCK rows each."""
+    token_programs = tl.cdiv(num_tokens, BLOCK)
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * BLOCK + tl.arange(0, BLOCK)
+        inside = token < num_tokens
+        row = tl.load(token_row_ptr + token, mask=inside, other=-1)
+        real = row >= 0
+        req_idx = tl.load(req_idx_ptr + row, mask=real, other=-1)
+        start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, real)
+        position = start + token - tl.load(query_start_ptr + row, mask=real, other=0)
+        capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+        ids, positions, slots = look_up(
+            tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, position, position < capacity
+        )
+        tl.store(ids_ptr + token, ids, mask=inside)
+        tl.store(positions_ptr + token, positions, mask=inside)
+        tl.store(slots_ptr + token, slots, mask=inside)
+    else:
+        row = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
+        inside = row < num_rows
+        req_idx = tl.load(req_idx_ptr + row, mask=inside, other=-1)
+        start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside)
+        end = start + tl.load(query_lens_ptr + row, mask=inside, other=0)
+        capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+        tl.store(starts_ptr + row, start, mask=inside)
+        tl.store(seq_lens_ptr + row, tl.minimum(end, capacity), mask=inside)
+
+
+def prepare(
+    tokens: torch.Tensor,
+    blocks: torch.Tensor,
+    num_blocks: torch.Tensor,
+    computed: torch.Tensor,
+    block_size: int,
+    req_idx: torch.Tensor,
+    start: torch.Tensor,
+    num_unverified: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    token_row: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `prepare_reference`, for contiguous tensors."""
+    num_tokens, num_rows, device = len(token_row), len(req_idx), tokens.device
+    # Tensors of their own: views of one would differ in alignment, and each kind would be compiled anew.
+    ids, positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
+    starts, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
+    block = 128
+    grid = (triton.cdiv(num_tokens, block) + triton.cdiv(num_rows, block),)
+    if grid[0] > 0:
+        _prepare_kernel[grid](
+            tokens, blocks, num_blocks, computed,
+            req_idx, start, num_unverified, query_start, query_lens, token_row,
+            ids, positions, slots, starts, seq_lens,
+            num_tokens, num_rows, block_size, tokens.shape[1], blocks.shape[1], BLOCK=block,
+        )  # fmt: skip
+    return ids, positions, slots, starts, seq_lens

@@ -15,12 +15,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 
 def prompt_lookup_reference(
@@ -68,57 +63,56 @@ def _match(text: np.ndarray, anchor: int, min_ngram: int, max_ngram: int) -> tup
     return end, length
 
 
-if triton is not None:
+@cached_launches
+@triton.jit
+def _prompt_lookup_kernel(
+    tokens_ptr, computed_ptr, req_idx_ptr, num_drafts_ptr, drafts_ptr, matched_ptr, k, max_len,
+    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program looks up one row's drafts, BLOCK positions at a time."""
+    row = tl.program_id(0)
+    req_idx = tl.load(req_idx_ptr + row)
+    drafts = (req_idx >= 0) & (tl.load(num_drafts_ptr + row) > 0)
+    anchor = tl.minimum(tl.load(computed_ptr + req_idx, mask=drafts, other=0), max_len - 1)
+    text_ptr = tokens_ptr + req_idx.to(tl.int64) * max_len
+    # The longest match, the latest of equals: its length times max_len, plus where it ends; 0 for none.
+    longest = tl.zeros([BLOCK], dtype=tl.int64)
+    for base in range(0, anchor, BLOCK):
+        end = base + tl.arange(0, BLOCK)
+        matches = end < anchor
+        length = tl.zeros([BLOCK], dtype=tl.int64)
+        for n in tl.static_range(MAX_NGRAM):
+            matches = matches & (end >= n)
+            token = tl.load(text_ptr + anchor - n, mask=anchor >= n, other=-1)
+            matches = matches & (tl.load(text_ptr + end - n, mask=matches, other=-1) == token)
+            length += matches.to(tl.int64)
+        longest = tl.maximum(longest, tl.where(length >= MIN_NGRAM, length * max_len + end, 0))
+    match = tl.max(longest, axis=0)
+    period = tl.where(match > 0, anchor - match % max_len, 1)
+    column = tl.arange(0, COLUMNS)
+    position = anchor - period + 1 + column % period
+    found = tl.load(text_ptr + position, mask=column < tl.where(drafts, k, 0), other=0)
+    tl.store(drafts_ptr + row * k + column, found, mask=column < k)
+    matched = (tl.where(drafts, match // max_len, 0) + tl.zeros_like(column)).to(tl.float32)
+    tl.store(matched_ptr + row * k + column, matched, mask=column < k)
 
-    @cached_launches
-    @triton.jit
-    def _prompt_lookup_kernel(
-        tokens_ptr, computed_ptr, req_idx_ptr, num_drafts_ptr, drafts_ptr, matched_ptr, k, max_len,
-        MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        """One program looks up one row's drafts, BLOCK positions at a time."""
-        row = tl.program_id(0)
-        req_idx = tl.load(req_idx_ptr + row)
-        drafts = (req_idx >= 0) & (tl.load(num_drafts_ptr + row) > 0)
-        anchor = tl.minimum(tl.load(computed_ptr + req_idx, mask=drafts, other=0), max_len - 1)
-        text_ptr = tokens_ptr + req_idx.to(tl.int64) * max_len
-        # The longest match, the latest of equals: its length times max_len, plus where it ends; 0 for none.
-        longest = tl.zeros([BLOCK], dtype=tl.int64)
-        for base in range(0, anchor, BLOCK):
-            end = base + tl.arange(0, BLOCK)
-            matches = end < anchor
-            length = tl.zeros([BLOCK], dtype=tl.int64)
-            for n in tl.static_range(MAX_NGRAM):
-                matches = matches & (end >= n)
-                token = tl.load(text_ptr + anchor - n, mask=anchor >= n, other=-1)
-                matches = matches & (tl.load(text_ptr + end - n, mask=matches, other=-1) == token)
-                length += matches.to(tl.int64)
-            longest = tl.maximum(longest, tl.where(length >= MIN_NGRAM, length * max_len + end, 0))
-        match = tl.max(longest, axis=0)
-        period = tl.where(match > 0, anchor - match % max_len, 1)
-        column = tl.arange(0, COLUMNS)
-        position = anchor - period + 1 + column % period
-        found = tl.load(text_ptr + position, mask=column < tl.where(drafts, k, 0), other=0)
-        tl.store(drafts_ptr + row * k + column, found, mask=column < k)
-        matched = (tl.where(drafts, match // max_len, 0) + tl.zeros_like(column)).to(tl.float32)
-        tl.store(matched_ptr + row * k + column, matched, mask=column < k)
 
-    def prompt_lookup(
-        tokens: torch.Tensor,
-        computed: torch.Tensor,
-        req_idx: torch.Tensor,
-        num_drafts: torch.Tensor,
-        k: int,
-        min_ngram: int,
-        max_ngram: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `prompt_lookup_reference`, for contiguous tensors."""
-        num_rows = len(req_idx)
-        drafts = torch.empty(num_rows, k, dtype=torch.int64, device=tokens.device)
-        matched = torch.empty(num_rows, k, dtype=torch.float32, device=tokens.device)
-        if num_rows > 0 and k > 0:
-            _prompt_lookup_kernel[(num_rows,)](
-                tokens, computed, req_idx, num_drafts, drafts, matched, k, tokens.shape[1],
-                MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=1024, COLUMNS=triton.next_power_of_2(k),
-            )  # fmt: skip
-        return drafts, matched
+def prompt_lookup(
+    tokens: torch.Tensor,
+    computed: torch.Tensor,
+    req_idx: torch.Tensor,
+    num_drafts: torch.Tensor,
+    k: int,
+    min_ngram: int,
+    max_ngram: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `prompt_lookup_reference`, for contiguous tensors."""
+    num_rows = len(req_idx)
+    drafts = torch.empty(num_rows, k, dtype=torch.int64, device=tokens.device)
+    matched = torch.empty(num_rows, k, dtype=torch.float32, device=tokens.device)
+    if num_rows > 0 and k > 0:
+        _prompt_lookup_kernel[(num_rows,)](
+            tokens, computed, req_idx, num_drafts, drafts, matched, k, tokens.shape[1],
+            MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=1024, COLUMNS=triton.next_power_of_2(k),
+        )  # fmt: skip
+    return drafts, matched

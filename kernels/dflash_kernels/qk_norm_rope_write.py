@@ -12,15 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import dependent_launch
-from dflash_kernels.fp8_kv import quantise_kv_reference
+from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
+from dflash_kernels.fp8_kv import quantise_kv_reference, store_kv
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 
 def head_norm_reference(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -89,107 +84,104 @@ def qk_norm_rope_write_reference(
     return rotated[:, :num_heads]
 
 
-if triton is not None:
-    from dflash_kernels.dependent_launch import after_kernel_before
-    from dflash_kernels.fp8_kv import store_kv
+@triton.jit
+def norm_and_rotate(
+    low, high, weight_low, weight_high, cos, sin, eps,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Both halves of some heads, `[heads, half]`, in float32, rounded to DTYPE wherever the reference rounds, so
+    that greedy choices are the same as far as they can be. cos, sin: those of the high half, `[1, half]`."""
+    if NORM:
+        squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        low = ((low * scale).to(DTYPE).to(tl.float32) * weight_low).to(DTYPE).to(tl.float32)
+        high = ((high * scale).to(DTYPE).to(tl.float32) * weight_high).to(DTYPE).to(tl.float32)
+    turned_low = (low * cos).to(DTYPE).to(tl.float32) - high * sin
+    turned_high = (high * cos).to(DTYPE).to(tl.float32) + low * sin
+    return turned_low, turned_high
 
-    @triton.jit
-    def norm_and_rotate(
-        low, high, weight_low, weight_high, cos, sin, eps,
-        HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
-    ):  # fmt: skip
-        """Both halves of some heads, `[heads, half]`, in float32, rounded to DTYPE wherever the reference rounds, so
-        that greedy choices are the same as far as they can be. cos, sin: those of the high half, `[1, half]`."""
-        if NORM:
-            squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
-            scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-            low = ((low * scale).to(DTYPE).to(tl.float32) * weight_low).to(DTYPE).to(tl.float32)
-            high = ((high * scale).to(DTYPE).to(tl.float32) * weight_high).to(DTYPE).to(tl.float32)
-        turned_low = (low * cos).to(DTYPE).to(tl.float32) - high * sin
-        turned_high = (high * cos).to(DTYPE).to(tl.float32) + low * sin
-        return turned_low, turned_high
 
-    @cached_launches
-    @triton.jit
-    def _qk_norm_rope_write_kernel(
-        qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,
-        qkv_stride, table_stride, cache_stride, eps,
-        NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
-    ):  # fmt: skip
-        """One program does HEADS heads of one token; they may be queries, keys and values at once."""
-        token = tl.program_id(0).to(tl.int64)
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        half_dim: tl.constexpr = HEAD_DIM // 2
-        pair = tl.arange(0, HALF)
-        inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
-        is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
-        offsets = head[:, None] * HEAD_DIM + pair[None, :]
+@cached_launches
+@triton.jit
+def _qk_norm_rope_write_kernel(
+    qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,
+    qkv_stride, table_stride, cache_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program does HEADS heads of one token; they may be queries, keys and values at once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    half_dim: tl.constexpr = HEAD_DIM // 2
+    pair = tl.arange(0, HALF)
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
+    is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (pair < half_dim)[None, :]
+    offsets = head[:, None] * HEAD_DIM + pair[None, :]
 
-        weight_low, weight_high = 0.0, 0.0
-        if NORM:
-            weight_low = tl.load(norm_ptr + offsets, mask=is_rotated, other=0.0).to(tl.float32)
-            weight_high = tl.load(norm_ptr + offsets + half_dim, mask=is_rotated, other=0.0).to(tl.float32)
-        after_kernel_before(PDL)
-        source = qkv_ptr + token * qkv_stride + offsets
-        low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
-        table = tl.load(positions_ptr + token) * table_stride + half_dim + pair[None, :]
-        cos = tl.load(cos_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
-        dtype: tl.constexpr = query_ptr.dtype.element_ty
-        turned_low, turned_high = norm_and_rotate(
-            low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, NORM, dtype
-        )
-        low = tl.where(is_rotated, turned_low, low).to(dtype)
-        high = tl.where(is_rotated, turned_high, high).to(dtype)
+    weight_low, weight_high = 0.0, 0.0
+    if NORM:
+        weight_low = tl.load(norm_ptr + offsets, mask=is_rotated, other=0.0).to(tl.float32)
+        weight_high = tl.load(norm_ptr + offsets + half_dim, mask=is_rotated, other=0.0).to(tl.float32)
+    after_kernel_before(PDL)
+    source = qkv_ptr + token * qkv_stride + offsets
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
+    table = tl.load(positions_ptr + token) * table_stride + half_dim + pair[None, :]
+    cos = tl.load(cos_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    turned_low, turned_high = norm_and_rotate(low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, NORM, dtype)
+    low = tl.where(is_rotated, turned_low, low).to(dtype)
+    high = tl.where(is_rotated, turned_high, high).to(dtype)
 
-        is_query = (head < NUM_HEADS)[:, None] & inside
-        query = query_ptr + token * NUM_HEADS * HEAD_DIM + offsets
-        tl.store(query, low, mask=is_query)
-        tl.store(query + half_dim, high, mask=is_query)
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            is_kv = (head >= NUM_HEADS)[:, None] & inside
-            # Keys and then values, as they follow the queries in the projection.
-            written = cache_ptr + slot * cache_stride + offsets - NUM_HEADS * HEAD_DIM
-            place = slot * (2 * NUM_KV_HEADS) + head - NUM_HEADS
-            is_kv_head = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-            cache_dtype: tl.constexpr = cache_ptr.dtype.element_ty
-            store_kv(low, high, written, half_dim, is_kv, scales_ptr, place, is_kv_head, cache_dtype)
+    is_query = (head < NUM_HEADS)[:, None] & inside
+    query = query_ptr + token * NUM_HEADS * HEAD_DIM + offsets
+    tl.store(query, low, mask=is_query)
+    tl.store(query + half_dim, high, mask=is_query)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        is_kv = (head >= NUM_HEADS)[:, None] & inside
+        # Keys and then values, as they follow the queries in the projection.
+        written = cache_ptr + slot * cache_stride + offsets - NUM_HEADS * HEAD_DIM
+        place = slot * (2 * NUM_KV_HEADS) + head - NUM_HEADS
+        is_kv_head = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        cache_dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        store_kv(low, high, written, half_dim, is_kv, scales_ptr, place, is_kv_head, cache_dtype)
 
-    def head_blocks(num_heads: int, head_dim: int) -> tuple[int, int]:
-        """How many heads a program takes and the power of two that half a head fits in: about 1,024 numbers, 8 for each
-        thread of 4 warps, whatever the number of tokens (so that no token's result depends on it)."""
-        half = triton.next_power_of_2(head_dim // 2)
-        return min(max(1, 512 // half), triton.next_power_of_2(num_heads)), half
 
-    def qk_norm_rope_write(
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `qk_norm_rope_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
-        `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
+def head_blocks(num_heads: int, head_dim: int) -> tuple[int, int]:
+    """How many heads a program takes and the power of two that half a head fits in: about 1,024 numbers, 8 for each
+    thread of 4 warps, whatever the number of tokens (so that no token's result depends on it)."""
+    half = triton.next_power_of_2(head_dim // 2)
+    return min(max(1, 512 // half), triton.next_power_of_2(num_heads)), half
 
-        Rows of `qkv`, slots of `cache`, `qk_norm` and `scales` must be contiguous.
-        """
-        num_kv_heads, head_dim = cache.shape[2:]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        query = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-        if len(qkv):
-            total = num_heads + 2 * num_kv_heads
-            heads, half = head_blocks(total, head_dim)
-            _qk_norm_rope_write_kernel[(len(qkv), triton.cdiv(total, heads))](
-                qkv, qkv if qk_norm is None else qk_norm, cos, sin, positions, slots, query, cache,
-                scales, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
-                NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=qk_norm is not None,
-                HEADS=heads, HALF=half, num_warps=4, **dependent_launch(),
-            )  # fmt: skip
-        return query
+
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `qk_norm_rope_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
+    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
+
+    Rows of `qkv`, slots of `cache`, `qk_norm` and `scales` must be contiguous.
+    """
+    num_kv_heads, head_dim = cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if len(qkv):
+        total = num_heads + 2 * num_kv_heads
+        heads, half = head_blocks(total, head_dim)
+        _qk_norm_rope_write_kernel[(len(qkv), triton.cdiv(total, heads))](
+            qkv, qkv if qk_norm is None else qk_norm, cos, sin, positions, slots, query, cache,
+            scales, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=qk_norm is not None,
+            HEADS=heads, HALF=half, num_warps=4, **dependent_launch(),
+        )  # fmt: skip
+    return query

@@ -21,13 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.launcher import cached_launches
+from dflash_kernels.mxfp4 import numbers_of_e2m1, scales_at
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, INTEGERS, MIDDLE, PACKED, QuantisedWeight
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # How codes of e4m3 are read: by integer operations; by the compiler's conversion, in two steps, since that to bfloat16
 # is an instruction of one number at a time on Hopper; by its conversion alone. And the compute capabilities from which.
@@ -100,293 +96,307 @@ def num_splits(num_tokens: int, weight: QuantisedWeight, tile: Tile) -> int:
     return max(1, min(wanted, MAX_SPLITS, inputs // (weight.run * MIN_RUNS)))
 
 
-if triton is not None:
-    from dflash_kernels.mxfp4 import numbers_of_e2m1, scales_at
+_MIDDLE_OF_INT4, _MIDDLE_OF_INT8 = tl.constexpr(MIDDLE[INT4]), tl.constexpr(MIDDLE[INT8])
+_BY_INTEGERS, _BY_FLOAT32 = tl.constexpr(BY_INTEGERS), tl.constexpr(BY_FLOAT32)
+# The bits of 128 in bfloat16 and of 1024 in float16, whose last bits are those of an integer.
+_BF16_BITS, _FP16_BITS = tl.constexpr(0x4300), tl.constexpr(0x6400)
 
-    _MIDDLE_OF_INT4, _MIDDLE_OF_INT8 = tl.constexpr(MIDDLE[INT4]), tl.constexpr(MIDDLE[INT8])
-    _BY_INTEGERS, _BY_FLOAT32 = tl.constexpr(BY_INTEGERS), tl.constexpr(BY_FLOAT32)
-    # The bits of 128 in bfloat16 and of 1024 in float16, whose last bits are those of an integer.
-    _BF16_BITS, _FP16_BITS = tl.constexpr(0x4300), tl.constexpr(0x6400)
 
-    @triton.jit
-    def numbers_of_e4m3(codes, dtype: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr):
-        """uint8 -> numbers in `dtype`, exactly; in float32 with WIDEN. Bits are moved to where it has sign, exponent
-        and mantissa, and a power of two makes up for its other bias."""
-        if READING != _BY_INTEGERS:
-            numbers = codes.to(tl.float8e4nv, bitcast=True)
-            if READING == _BY_FLOAT32:
-                numbers = numbers.to(tl.float16).to(tl.float32)
-            numbers = numbers.to(tl.float32 if WIDEN else dtype)
-        else:
-            # A signed shift leaves the sign in the bits behind it too.
-            bits = codes.to(tl.int8, bitcast=True).to(tl.int16)
-            if dtype == tl.bfloat16:
-                numbers = ((bits << 4) & -0x7810).to(tl.bfloat16, bitcast=True)
-                if WIDEN:
-                    numbers = numbers.to(tl.float32)
-                numbers = numbers * tl.full([], 2.0**120, numbers.dtype)
-            else:
-                numbers = ((bits << 7) & -0x4001).to(tl.float16, bitcast=True)
-                if WIDEN or dtype == tl.float32:
-                    numbers = numbers.to(tl.float32)
-                numbers = numbers * tl.full([], 256.0, numbers.dtype)
-        return numbers
-
-    @triton.jit
-    def number_of_int4(codes, dtype: tl.constexpr, WIDEN: tl.constexpr):
-        """uint8 from 0 to 15 -> numbers in `dtype` that are a constant more, so that no integer is converted, which is
-        slow. Differences of them are exact."""
-        bits = codes.to(tl.int16)
+@triton.jit
+def numbers_of_e4m3(codes, dtype: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr):
+    """uint8 -> numbers in `dtype`, exactly; in float32 with WIDEN. Bits are moved to where it has sign, exponent
+    and mantissa, and a power of two makes up for its other bias."""
+    if READING != _BY_INTEGERS:
+        numbers = codes.to(tl.float8e4nv, bitcast=True)
+        if READING == _BY_FLOAT32:
+            numbers = numbers.to(tl.float16).to(tl.float32)
+        numbers = numbers.to(tl.float32 if WIDEN else dtype)
+    else:
+        # A signed shift leaves the sign in the bits behind it too.
+        bits = codes.to(tl.int8, bitcast=True).to(tl.int16)
         if dtype == tl.bfloat16:
-            numbers = (bits | _BF16_BITS).to(tl.bfloat16, bitcast=True)
-        else:
-            numbers = (bits | _FP16_BITS).to(tl.float16, bitcast=True)
-        if WIDEN or dtype == tl.float32:
-            numbers = numbers.to(tl.float32)
-        return numbers
-
-    @triton.jit
-    def zero_numbers(zeros_ptr, offsets, mask, dtype: tl.constexpr, WIDEN: tl.constexpr):
-        """The zero points of some rows, as `number_of_int4` has them; of all rows the same without zero points."""
-        if zeros_ptr is None:
-            zeros = number_of_int4(tl.full(offsets.shape, _MIDDLE_OF_INT4, tl.uint8), dtype, WIDEN)
-        else:
-            zeros = number_of_int4(tl.load(zeros_ptr + offsets, mask=mask, other=0), dtype, WIDEN)
-        return zeros
-
-    @triton.jit
-    def inputs_of_run(
-        x_ptrs, is_token, run, inputs, PACKED: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr
-    ):
-        """What a run of columns meets of the input, `[columns, tokens]`: both halves of it where codes are packed, else
-        the whole of it twice. EVEN: every run is whole."""
-        if PACKED:
-            half_ptrs = x_ptrs + (run * RUN + tl.arange(0, RUN // 2))[:, None]
-            first = tl.load(half_ptrs, mask=is_token[None, :], other=0.0)
-            second = tl.load(half_ptrs + RUN // 2, mask=is_token[None, :], other=0.0)
+            numbers = ((bits << 4) & -0x7810).to(tl.bfloat16, bitcast=True)
             if WIDEN:
-                first = first.to(tl.float32)
-                second = second.to(tl.float32)
+                numbers = numbers.to(tl.float32)
+            numbers = numbers * tl.full([], 2.0**120, numbers.dtype)
         else:
-            column = run * RUN + tl.arange(0, RUN)
-            x_mask = is_token[None, :]
-            if not EVEN:
-                x_mask = x_mask & (column < inputs)[:, None]
-            first = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
-            if WIDEN:
-                first = first.to(tl.float32)
-            second = first
-        return first, second
+            numbers = ((bits << 7) & -0x4001).to(tl.float16, bitcast=True)
+            if WIDEN or dtype == tl.float32:
+                numbers = numbers.to(tl.float32)
+            numbers = numbers * tl.full([], 256.0, numbers.dtype)
+    return numbers
 
-    @triton.jit
-    def sums_of_packed(
-        first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
-        INTEGERS: tl.constexpr, RUN: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
-        row, half a run apart: integers of 4 bits, or e2m1."""
-        if INTEGERS:
-            zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
-        half = tl.arange(0, RUN // 2)
-        offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
-        packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
-        if INTEGERS:
-            sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
-            sums = tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(numbers_of_e2m1(packed & 0x0F, dtype, WIDEN), first, input_precision="ieee")
-            sums = tl.dot(numbers_of_e2m1(packed >> 4, dtype, WIDEN), second, sums, input_precision="ieee")
-        return sums
 
-    @triton.jit
-    def numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype: tl.constexpr, WIDEN: tl.constexpr):
-        """uint8 `[rows, columns]` less the zero point of each row, which 8 bits and a sign of `dtype` hold."""
-        if zeros_ptr is None:
-            integers = codes.to(tl.int16) - _MIDDLE_OF_INT8
-        else:
-            zeros = tl.load(zeros_ptr + of_block, mask=is_row, other=0)
-            integers = codes.to(tl.int16) - zeros.to(tl.int16)[:, None]
-        return integers.to(tl.float32 if WIDEN else dtype)
+@triton.jit
+def number_of_int4(codes, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """uint8 from 0 to 15 -> numbers in `dtype` that are a constant more, so that no integer is converted, which is
+    slow. Differences of them are exact."""
+    bits = codes.to(tl.int16)
+    if dtype == tl.bfloat16:
+        numbers = (bits | _BF16_BITS).to(tl.bfloat16, bitcast=True)
+    else:
+        numbers = (bits | _FP16_BITS).to(tl.float16, bitcast=True)
+    if WIDEN or dtype == tl.float32:
+        numbers = numbers.to(tl.float32)
+    return numbers
 
-    @triton.jit
-    def sums_of_bytes(
-        x, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
-        EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """As `sums_of_packed`, of codes of e4m3 or, with INTEGERS, of integers."""
+
+@triton.jit
+def zero_numbers(zeros_ptr, offsets, mask, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """The zero points of some rows, as `number_of_int4` has them; of all rows the same without zero points."""
+    if zeros_ptr is None:
+        zeros = number_of_int4(tl.full(offsets.shape, _MIDDLE_OF_INT4, tl.uint8), dtype, WIDEN)
+    else:
+        zeros = number_of_int4(tl.load(zeros_ptr + offsets, mask=mask, other=0), dtype, WIDEN)
+    return zeros
+
+
+@triton.jit
+def inputs_of_run(
+    x_ptrs, is_token, run, inputs, PACKED: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr
+):
+    """What a run of columns meets of the input, `[columns, tokens]`: both halves of it where codes are packed, else
+    the whole of it twice. EVEN: every run is whole."""
+    if PACKED:
+        half_ptrs = x_ptrs + (run * RUN + tl.arange(0, RUN // 2))[:, None]
+        first = tl.load(half_ptrs, mask=is_token[None, :], other=0.0)
+        second = tl.load(half_ptrs + RUN // 2, mask=is_token[None, :], other=0.0)
+        if WIDEN:
+            first = first.to(tl.float32)
+            second = second.to(tl.float32)
+    else:
         column = run * RUN + tl.arange(0, RUN)
-        codes_mask = is_row[:, None]
+        x_mask = is_token[None, :]
         if not EVEN:
-            codes_mask = codes_mask & (column < inputs)[None, :]
-        offsets = row.to(tl.int64)[:, None] * inputs + column[None, :]
-        codes = tl.load(codes_ptr + offsets, mask=codes_mask, other=0)
-        if INTEGERS:
-            numbers = numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype, WIDEN)
-        else:
-            numbers = numbers_of_e4m3(codes, dtype, READING, WIDEN)
-        return tl.dot(numbers, x, input_precision="ieee")
+            x_mask = x_mask & (column < inputs)[:, None]
+        first = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
+        if WIDEN:
+            first = first.to(tl.float32)
+        second = first
+    return first, second
 
-    @triton.jit
-    def sums_of_run(
-        first, second, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row,
-        dtype: tl.constexpr, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-        RUN: tl.constexpr, EVEN: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """The products of a run of columns with what it meets of the input, `[rows, tokens]`, times its scales.
-        COLUMNS: how many share a scale; 0 for all of them, whose scale is left to `with_scale_of_rows`."""
-        of_block = row // ROWS
+
+@triton.jit
+def sums_of_packed(
+    first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
+    INTEGERS: tl.constexpr, RUN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
+    row, half a run apart: integers of 4 bits, or e2m1."""
+    if INTEGERS:
+        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
+    half = tl.arange(0, RUN // 2)
+    offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
+    packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
+    if INTEGERS:
+        sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
+        sums = tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
+    else:
+        sums = tl.dot(numbers_of_e2m1(packed & 0x0F, dtype, WIDEN), first, input_precision="ieee")
+        sums = tl.dot(numbers_of_e2m1(packed >> 4, dtype, WIDEN), second, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """uint8 `[rows, columns]` less the zero point of each row, which 8 bits and a sign of `dtype` hold."""
+    if zeros_ptr is None:
+        integers = codes.to(tl.int16) - _MIDDLE_OF_INT8
+    else:
+        zeros = tl.load(zeros_ptr + of_block, mask=is_row, other=0)
+        integers = codes.to(tl.int16) - zeros.to(tl.int16)[:, None]
+    return integers.to(tl.float32 if WIDEN else dtype)
+
+
+@triton.jit
+def sums_of_bytes(
+    x, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
+    EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """As `sums_of_packed`, of codes of e4m3 or, with INTEGERS, of integers."""
+    column = run * RUN + tl.arange(0, RUN)
+    codes_mask = is_row[:, None]
+    if not EVEN:
+        codes_mask = codes_mask & (column < inputs)[None, :]
+    offsets = row.to(tl.int64)[:, None] * inputs + column[None, :]
+    codes = tl.load(codes_ptr + offsets, mask=codes_mask, other=0)
+    if INTEGERS:
+        numbers = numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype, WIDEN)
+    else:
+        numbers = numbers_of_e4m3(codes, dtype, READING, WIDEN)
+    return tl.dot(numbers, x, input_precision="ieee")
+
+
+@triton.jit
+def sums_of_run(
+    first, second, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row,
+    dtype: tl.constexpr, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RUN: tl.constexpr, EVEN: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The products of a run of columns with what it meets of the input, `[rows, tokens]`, times its scales.
+    COLUMNS: how many share a scale; 0 for all of them, whose scale is left to `with_scale_of_rows`."""
+    of_block = row // ROWS
+    if COLUMNS:
+        of_block += run * RUN // COLUMNS * scale_stride
+    if PACKED:
+        sums = sums_of_packed(
+            first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
+        )
+    else:
+        sums = sums_of_bytes(
+            first, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING,
+            WIDEN,
+        )  # fmt: skip
+    if COLUMNS:
+        sums = sums * scales_at(scales_ptr, of_block, is_row)[:, None]
+    return sums
+
+
+@triton.jit
+def with_scale_of_rows(result, scales_ptr, row, is_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums over all columns, `[rows, tokens]`, times the scale of each row where it has one alone."""
+    if COLUMNS == 0:
+        result = result * scales_at(scales_ptr, row // ROWS, is_row)[:, None]
+    return result
+
+
+@triton.jit
+def with_scale_of_tokens(sums, x_scales_ptr, block, num_rows, token, is_token):
+    """Sums over a block of columns, `[rows, tokens]`, times the scale that each token's inputs have in it."""
+    if x_scales_ptr is not None:
+        scale_ptrs = x_scales_ptr + tl.cast(block, tl.int64) * num_rows + token
+        sums = sums * tl.load(scale_ptrs, mask=is_token, other=0.0)[None, :]
+    return sums
+
+
+# One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
+@cached_launches
+@triton.jit(do_not_specialize=["num_rows", "scale_stride", "runs_per_part"])
+def _quantised_linear_kernel(
+    x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs,
+    scale_stride, runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
+    Programs that read the same rows of the weight run one after the other."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token, is_row = token < num_rows, row < outputs
+    part = tl.program_id(2)
+    x_ptrs = x_ptr + token.to(tl.int64)[None, :] * x_stride
+    result = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    first = part * runs_per_part
+    last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
+    for run in range(first, last):
+        x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
+        sums = sums_of_run(
+            x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
+            PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
+        )  # fmt: skip
         if COLUMNS:
-            of_block += run * RUN // COLUMNS * scale_stride
-        if PACKED:
-            sums = sums_of_packed(
-                first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
+            sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
+        result += sums
+    result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
+    if COLUMNS == 0:
+        result = with_scale_of_tokens(result, x_scales_ptr, 0, num_rows, token, is_token)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    out_rows = token.to(tl.int64)[None, :]
+    if SPLIT:
+        out_rows += part.to(tl.int64) * num_rows
+    out_ptrs = out_ptr + out_rows * outputs + row[:, None]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+
+
+@cached_launches
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _add_parts_kernel(parts_ptr, bias_ptr, out_ptr, num_rows, num_parts, outputs, BLOCK: tl.constexpr):
+    """One program adds up the parts of some numbers of one row, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < outputs
+    result = tl.zeros([BLOCK], dtype=tl.float32)
+    offsets = row * outputs + column
+    for _ in range(num_parts):
+        result += tl.load(parts_ptr + offsets, mask=is_column, other=0.0)
+        offsets += tl.cast(num_rows, tl.int64) * outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * outputs + column, result.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+# The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+INTERPRETED = not isinstance(_quantised_linear_kernel, triton.JITFunction)
+PARTS_BLOCK = 512
+
+
+def quantised_linear(
+    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `quantised_linear_reference`. x_scales: float32 `[blocks of columns, num_rows]`, by which the numbers of x
+    are to be multiplied; there are as many blocks as of the weight's scales."""
+    num_rows = x.numel() // weight.shape[1]
+    if _every_tile and num_rows:
+        _run_every_tile(x, weight, bias, x_scales)
+    tile = tile_of(num_rows, x.dtype)
+    return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile), x_scales=x_scales)
+
+
+def invariant_quantised_linear(
+    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `quantised_linear`, in tiles and an order that do not follow from the number of rows: a row has the same
+    bits alone and among any others."""
+    return multiply(x, weight, bias, WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1, x_scales=x_scales)
+
+
+def _run_every_tile(
+    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, x_scales: torch.Tensor | None
+) -> None:
+    """Each kernel of this product, over one row."""
+    row, x_scales = x.reshape(-1, weight.shape[1])[:1], None if x_scales is None else x_scales[:, :1].contiguous()
+    for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
+        for splits in {1, num_splits(1, weight, tile)}:
+            multiply(row, weight, bias, tile, splits, x_scales=x_scales)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    splits: int,
+    reading: int | None = None,
+    x_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
+    outputs, inputs = weight.shape
+    rows = x.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    num_rows, device = len(rows), x.device
+    out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
+    if num_rows:
+        num_runs, is_fp8 = triton.cdiv(inputs, weight.run), weight.kind == FP8
+        parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
+        grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
+        _quantised_linear_kernel[grid](
+            rows, x_scales, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
+            out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
+            triton.cdiv(num_runs, splits), PACKED=weight.kind in PACKED, INTEGERS=weight.kind in INTEGERS,
+            ROWS=weight.rows, COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
+            EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
+            READING=BY_INTEGERS if not is_fp8 else reading_on(device) if reading is None else reading,
+            WIDEN=INTERPRETED,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if parts is not None:
+            _add_parts_kernel[(num_rows, triton.cdiv(outputs, PARTS_BLOCK))](
+                parts, bias, out, num_rows, splits, outputs, BLOCK=PARTS_BLOCK
             )
-        else:
-            sums = sums_of_bytes(
-                first, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING,
-                WIDEN,
-            )  # fmt: skip
-        if COLUMNS:
-            sums = sums * scales_at(scales_ptr, of_block, is_row)[:, None]
-        return sums
-
-    @triton.jit
-    def with_scale_of_rows(result, scales_ptr, row, is_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """The sums over all columns, `[rows, tokens]`, times the scale of each row where it has one alone."""
-        if COLUMNS == 0:
-            result = result * scales_at(scales_ptr, row // ROWS, is_row)[:, None]
-        return result
-
-    @triton.jit
-    def with_scale_of_tokens(sums, x_scales_ptr, block, num_rows, token, is_token):
-        """Sums over a block of columns, `[rows, tokens]`, times the scale that each token's inputs have in it."""
-        if x_scales_ptr is not None:
-            scale_ptrs = x_scales_ptr + tl.cast(block, tl.int64) * num_rows + token
-            sums = sums * tl.load(scale_ptrs, mask=is_token, other=0.0)[None, :]
-        return sums
-
-    # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_rows", "scale_stride", "runs_per_part"])
-    def _quantised_linear_kernel(
-        x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs,
-        scale_stride, runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr,
-        COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
-        Programs that read the same rows of the weight run one after the other."""
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_token, is_row = token < num_rows, row < outputs
-        part = tl.program_id(2)
-        x_ptrs = x_ptr + token.to(tl.int64)[None, :] * x_stride
-        result = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        first = part * runs_per_part
-        last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
-        for run in range(first, last):
-            x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
-            sums = sums_of_run(
-                x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
-                PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
-            )  # fmt: skip
-            if COLUMNS:
-                sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
-            result += sums
-        result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
-        if COLUMNS == 0:
-            result = with_scale_of_tokens(result, x_scales_ptr, 0, num_rows, token, is_token)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        out_rows = token.to(tl.int64)[None, :]
-        if SPLIT:
-            out_rows += part.to(tl.int64) * num_rows
-        out_ptrs = out_ptr + out_rows * outputs + row[:, None]
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
-
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-    def _add_parts_kernel(parts_ptr, bias_ptr, out_ptr, num_rows, num_parts, outputs, BLOCK: tl.constexpr):
-        """One program adds up the parts of some numbers of one row, in their order."""
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        is_column = column < outputs
-        result = tl.zeros([BLOCK], dtype=tl.float32)
-        offsets = row * outputs + column
-        for _ in range(num_parts):
-            result += tl.load(parts_ptr + offsets, mask=is_column, other=0.0)
-            offsets += tl.cast(num_rows, tl.int64) * outputs
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * outputs + column, result.to(out_ptr.dtype.element_ty), mask=is_column)
-
-    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
-    INTERPRETED = not isinstance(_quantised_linear_kernel, triton.JITFunction)
-    PARTS_BLOCK = 512
-
-    def quantised_linear(
-        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """As `quantised_linear_reference`. x_scales: float32 `[blocks of columns, num_rows]`, by which the numbers of x
-        are to be multiplied; there are as many blocks as of the weight's scales."""
-        num_rows = x.numel() // weight.shape[1]
-        if _every_tile and num_rows:
-            _run_every_tile(x, weight, bias, x_scales)
-        tile = tile_of(num_rows, x.dtype)
-        return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile), x_scales=x_scales)
-
-    def invariant_quantised_linear(
-        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """As `quantised_linear`, in tiles and an order that do not follow from the number of rows: a row has the same
-        bits alone and among any others."""
-        return multiply(x, weight, bias, WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1, x_scales=x_scales)
-
-    def _run_every_tile(
-        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, x_scales: torch.Tensor | None
-    ) -> None:
-        """Each kernel of this product, over one row."""
-        row, x_scales = x.reshape(-1, weight.shape[1])[:1], None if x_scales is None else x_scales[:, :1].contiguous()
-        for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
-            for splits in {1, num_splits(1, weight, tile)}:
-                multiply(row, weight, bias, tile, splits, x_scales=x_scales)
-
-    def multiply(
-        x: torch.Tensor,
-        weight: QuantisedWeight,
-        bias: torch.Tensor | None,
-        tile: Tile,
-        splits: int,
-        reading: int | None = None,
-        x_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
-        outputs, inputs = weight.shape
-        rows = x.reshape(-1, inputs)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        num_rows, device = len(rows), x.device
-        out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
-        if num_rows:
-            num_runs, is_fp8 = triton.cdiv(inputs, weight.run), weight.kind == FP8
-            parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
-            grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
-            _quantised_linear_kernel[grid](
-                rows, x_scales, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
-                out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
-                triton.cdiv(num_runs, splits), PACKED=weight.kind in PACKED, INTEGERS=weight.kind in INTEGERS,
-                ROWS=weight.rows, COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
-                EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
-                READING=BY_INTEGERS if not is_fp8 else reading_on(device) if reading is None else reading,
-                WIDEN=INTERPRETED,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-            if parts is not None:
-                _add_parts_kernel[(num_rows, triton.cdiv(outputs, PARTS_BLOCK))](
-                    parts, bias, out, num_rows, splits, outputs, BLOCK=PARTS_BLOCK
-                )
-        return out.view(*x.shape[:-1], outputs)
+    return out.view(*x.shape[:-1], outputs)
 
 
 @cache

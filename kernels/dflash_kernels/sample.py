@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from dflash_kernels.argmax import WARPS, argmax_reference
-from dflash_kernels.gumbel_noise import gumbel_reference
+from dflash_kernels.argmax import WARPS, argmax_in_tile, argmax_reference, reduce_tiles, tile_buffers
+from dflash_kernels.gumbel_noise import gumbel, gumbel_reference, key_bits
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Elements of one program; fewer than argmax's, since hashing takes registers.
 TILE = 2048
 # Elements that the reference hashes at a time.
 NOISE_AT_A_TIME = 1 << 21
-
-if triton is not None:
-    from dflash_kernels.argmax import argmax_in_tile, reduce_tiles, tile_buffers
-    from dflash_kernels.gumbel_noise import gumbel, key_bits
 
 
 def sample_reference(
@@ -64,51 +55,51 @@ def sample_reference(
     return torch.cat([argmax_reference(part.add_(gumbel_reference(seed, at, ids))) for part, seed, at in parts])
 
 
-if triton is not None:
-    # A view of positions may begin at any of them.
-    @cached_launches
-    @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
-    def _sample_kernel(
-        logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, lowest_kept_ptr, token_ids_ptr,
-        value_ptr, index_ptr, vocab, stride, num_tiles,
-        FILTERED: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """One program finds the largest score in one tile of one row."""
-        row, tile = tl.program_id(0), tl.program_id(1)
-        offsets = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < vocab
-        logits = tl.load(logits_ptr + row.to(tl.int64) * stride + offsets, mask=inside, other=0.0).to(tl.float32)
-        temperature = tl.load(temperature_ptr + row)
-        scores = logits
-        if temperature > 0.0:
-            token_ids = offsets.to(tl.int64)
-            if MAPPED:
-                token_ids = tl.load(token_ids_ptr + offsets, mask=inside, other=0)
-            key = key_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            scores = tl.div_rn(logits, temperature) + gumbel(key, token_ids)
-            if FILTERED:
-                scores = tl.where(logits < tl.load(lowest_kept_ptr + row), float("-inf"), scores)
-        value, index = argmax_in_tile(scores, offsets, vocab)
-        place = row.to(tl.int64) * num_tiles + tile
-        tl.store(value_ptr + place, value)
-        tl.store(index_ptr + place, index)
+# A view of positions may begin at any of them.
+@cached_launches
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
+def _sample_kernel(
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, lowest_kept_ptr, token_ids_ptr,
+    value_ptr, index_ptr, vocab, stride, num_tiles,
+    FILTERED: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program finds the largest score in one tile of one row."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    offsets = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < vocab
+    logits = tl.load(logits_ptr + row.to(tl.int64) * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    scores = logits
+    if temperature > 0.0:
+        token_ids = offsets.to(tl.int64)
+        if MAPPED:
+            token_ids = tl.load(token_ids_ptr + offsets, mask=inside, other=0)
+        key = key_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        scores = tl.div_rn(logits, temperature) + gumbel(key, token_ids)
+        if FILTERED:
+            scores = tl.where(logits < tl.load(lowest_kept_ptr + row), float("-inf"), scores)
+    value, index = argmax_in_tile(scores, offsets, vocab)
+    place = row.to(tl.int64) * num_tiles + tile
+    tl.store(value_ptr + place, value)
+    tl.store(index_ptr + place, index)
 
-    def sample(
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        lowest_kept: torch.Tensor | None = None,
-        token_ids: torch.Tensor | None = None,
-        tile: int = TILE,
-    ) -> torch.Tensor:
-        """As `sample_reference`, up to the rounding of logarithms. Rows of `logits` must be contiguous, and so must all
-        others."""
-        value, index = tile_buffers(len(logits), logits.shape[1], tile, logits.device)
-        if len(logits) > 0:
-            _sample_kernel[value.shape](
-                logits, temperature, seeds, positions, lowest_kept, token_ids,
-                value, index, logits.shape[1], logits.stride(0), value.shape[1],
-                FILTERED=lowest_kept is not None, MAPPED=token_ids is not None, BLOCK=tile, num_warps=WARPS,
-            )  # fmt: skip
-        return reduce_tiles(value, index)
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    lowest_kept: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    tile: int = TILE,
+) -> torch.Tensor:
+    """As `sample_reference`, up to the rounding of logarithms. Rows of `logits` must be contiguous, and so must all
+    others."""
+    value, index = tile_buffers(len(logits), logits.shape[1], tile, logits.device)
+    if len(logits) > 0:
+        _sample_kernel[value.shape](
+            logits, temperature, seeds, positions, lowest_kept, token_ids,
+            value, index, logits.shape[1], logits.stride(0), value.shape[1],
+            FILTERED=lowest_kept is not None, MAPPED=token_ids is not None, BLOCK=tile, num_warps=WARPS,
+        )  # fmt: skip
+    return reduce_tiles(value, index)

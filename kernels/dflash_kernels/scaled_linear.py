@@ -19,12 +19,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.fp8_activations import quantise_activations_reference
-from dflash_kernels.quantised_linear import TILES, invariant_quantised_linear, quantised_linear, triton
+from dflash_kernels.fp8_activations import CODE, quantise_activations, quantise_activations_reference
+from dflash_kernels.quantised_linear import TILES, invariant_quantised_linear, quantised_linear
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
-
-if triton is not None:
-    from dflash_kernels.fp8_activations import CODE, quantise_activations
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,7 @@ import torch
 from dflash_kernels.attention_merge import LOG2_E
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Elements of the output that a program merges, and its warps.
 TILE = 1024
@@ -86,54 +81,53 @@ def merge_parts_reference(
     out.copy_((parts * weights).sum(dim=0).view_as(out))
 
 
-if triton is not None:
+@cached_launches
+@triton.jit(do_not_specialize=["num_lines"])
+def _merge_parts_kernel(
+    own_ptr, own_lse_ptr, prefix_ptr, prefix_lse_ptr, out_ptr, sinks_ptr, num_lines,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """Some lines, each a token and a head."""
+    line = (tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = line < num_lines
+    own_lse = tl.load(own_lse_ptr + line, mask=inside, other=float("-inf"))
+    prefix_lse = tl.load(prefix_lse_ptr + line, mask=inside, other=float("-inf"))
+    top = tl.maximum(own_lse, prefix_lse)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + line % NUM_HEADS).to(tl.float32) * LOG2_E
+        top = tl.maximum(top, sink)
+    finite_top = tl.where(top == float("-inf"), 0.0, top)
+    own_weight = tl.exp2(own_lse - finite_top)
+    prefix_weight = tl.exp2(prefix_lse - finite_top)
+    total = own_weight + prefix_weight
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - finite_top)
+    total = tl.where(total > 0, total, 1.0)
+    offsets = (line * HEAD_DIM)[:, None] + d[None, :]
+    there = inside[:, None] & (d < HEAD_DIM)[None, :]
+    # A part that saw nothing may never have been written.
+    own = tl.load(own_ptr + offsets, mask=there & (own_lse > float("-inf"))[:, None], other=0.0)
+    prefix = tl.load(prefix_ptr + offsets, mask=there & (prefix_lse > float("-inf"))[:, None], other=0.0)
+    out = own * (own_weight / total)[:, None] + prefix * (prefix_weight / total)[:, None]
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=there)
 
-    @cached_launches
-    @triton.jit(do_not_specialize=["num_lines"])
-    def _merge_parts_kernel(
-        own_ptr, own_lse_ptr, prefix_ptr, prefix_lse_ptr, out_ptr, sinks_ptr, num_lines,
-        NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-        LOG2_E: tl.constexpr,
-    ):  # fmt: skip
-        """Some lines, each a token and a head."""
-        line = (tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
-        d = tl.arange(0, BLOCK_D)
-        inside = line < num_lines
-        own_lse = tl.load(own_lse_ptr + line, mask=inside, other=float("-inf"))
-        prefix_lse = tl.load(prefix_lse_ptr + line, mask=inside, other=float("-inf"))
-        top = tl.maximum(own_lse, prefix_lse)
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + line % NUM_HEADS).to(tl.float32) * LOG2_E
-            top = tl.maximum(top, sink)
-        finite_top = tl.where(top == float("-inf"), 0.0, top)
-        own_weight = tl.exp2(own_lse - finite_top)
-        prefix_weight = tl.exp2(prefix_lse - finite_top)
-        total = own_weight + prefix_weight
-        if sinks_ptr is not None:
-            total += tl.exp2(sink - finite_top)
-        total = tl.where(total > 0, total, 1.0)
-        offsets = (line * HEAD_DIM)[:, None] + d[None, :]
-        there = inside[:, None] & (d < HEAD_DIM)[None, :]
-        # A part that saw nothing may never have been written.
-        own = tl.load(own_ptr + offsets, mask=there & (own_lse > float("-inf"))[:, None], other=0.0)
-        prefix = tl.load(prefix_ptr + offsets, mask=there & (prefix_lse > float("-inf"))[:, None], other=0.0)
-        out = own * (own_weight / total)[:, None] + prefix * (prefix_weight / total)[:, None]
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=there)
 
-    def merge_parts(
-        own: torch.Tensor,
-        own_lse: torch.Tensor,
-        prefix: torch.Tensor,
-        prefix_lse: torch.Tensor,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """As `merge_parts_reference`. All tensors are contiguous."""
-        num_lines, num_heads = own_lse.numel(), own_lse.shape[1]
-        head_dim = out.shape[1] // num_heads
-        block_d = triton.next_power_of_2(head_dim)
-        lines = max(1, TILE // block_d)
-        _merge_parts_kernel[(triton.cdiv(num_lines, lines),)](
-            own, own_lse, prefix, prefix_lse, out, sinks, num_lines,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_L=lines, LOG2_E=LOG2_E, num_warps=WARPS,
-        )  # fmt: skip
+def merge_parts(
+    own: torch.Tensor,
+    own_lse: torch.Tensor,
+    prefix: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """As `merge_parts_reference`. All tensors are contiguous."""
+    num_lines, num_heads = own_lse.numel(), own_lse.shape[1]
+    head_dim = out.shape[1] // num_heads
+    block_d = triton.next_power_of_2(head_dim)
+    lines = max(1, TILE // block_d)
+    _merge_parts_kernel[(triton.cdiv(num_lines, lines),)](
+        own, own_lse, prefix, prefix_lse, out, sinks, num_lines,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_L=lines, LOG2_E=LOG2_E, num_warps=WARPS,
+    )  # fmt: skip

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import dependent_launch
+from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -30,35 +25,33 @@ def invariant_silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
 
-if triton is not None:
-    from dflash_kernels.dependent_launch import after_kernel_before
+@cached_launches
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr, output_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One program computes one piece of one row."""
+    after_kernel_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < INNER
+    gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
+    dtype = output_ptr.dtype.element_ty
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
 
-    @cached_launches
-    @triton.jit
-    def _silu_mul_kernel(
-        gate_up_ptr, output_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-    ):  # fmt: skip
-        """One program computes one piece of one row."""
-        after_kernel_before(PDL)
-        row = tl.program_id(0).to(tl.int64)
-        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < INNER
-        gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
-        dtype = output_ptr.dtype.element_ty
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
 
-    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-        """As `silu_mul_reference`. Rows of `gate_up` must be contiguous."""
-        num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-        if num_rows:
-            # 8 numbers for each thread: loads of 16 bytes in half precision.
-            block = min(1024, triton.next_power_of_2(inner))
-            grid = (num_rows, triton.cdiv(inner, block))
-            _silu_mul_kernel[grid](
-                gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, num_warps=max(1, block // 256),
-                **dependent_launch(),
-            )  # fmt: skip
-        return output
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `silu_mul_reference`. Rows of `gate_up` must be contiguous."""
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        # 8 numbers for each thread: loads of 16 bytes in half precision.
+        block = min(1024, triton.next_power_of_2(inner))
+        grid = (num_rows, triton.cdiv(inner, block))
+        _silu_mul_kernel[grid](
+            gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, num_warps=max(1, block // 256),
+            **dependent_launch(),
+        )  # fmt: skip
+    return output

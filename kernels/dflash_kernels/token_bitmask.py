@@ -10,12 +10,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.launcher import cached_launches
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without a GPU needs the reference only
-    triton = None
+from dflash_kernels.triton_import import tl, triton
 
 # Logits that one program reads, and its warps.
 TILE = 4096
@@ -39,24 +34,23 @@ def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, r
     logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(hidden, float("-inf")))
 
 
-if triton is not None:
+@cached_launches
+@triton.jit
+def _apply_kernel(logits_ptr, bitmask_ptr, rows_ptr, vocab, stride, words, BLOCK: tl.constexpr):
+    """One program masks one tile of one row. A tile of logits begins at a word."""
+    mask_row, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows_ptr + mask_row).to(tl.int64)
+    offsets = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < vocab
+    word = tl.load(bitmask_ptr + mask_row.to(tl.int64) * words + offsets // 32, mask=inside, other=-1)
+    hidden = inside & (((word >> (offsets % 32)) & 1) == 0)
+    tl.store(logits_ptr + row * stride + offsets, float("-inf"), mask=hidden)
 
-    @cached_launches
-    @triton.jit
-    def _apply_kernel(logits_ptr, bitmask_ptr, rows_ptr, vocab, stride, words, BLOCK: tl.constexpr):
-        """One program masks one tile of one row. A tile of logits begins at a word."""
-        mask_row, tile = tl.program_id(0), tl.program_id(1)
-        row = tl.load(rows_ptr + mask_row).to(tl.int64)
-        offsets = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < vocab
-        word = tl.load(bitmask_ptr + mask_row.to(tl.int64) * words + offsets // 32, mask=inside, other=-1)
-        hidden = inside & (((word >> (offsets % 32)) & 1) == 0)
-        tl.store(logits_ptr + row * stride + offsets, float("-inf"), mask=hidden)
 
-    def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor, tile: int = TILE) -> None:
-        """As `apply_token_bitmask_reference`. Rows of `logits` must be contiguous, and so must `bitmask` and `rows`."""
-        if len(rows) > 0:
-            vocab = logits.shape[1]
-            _apply_kernel[(len(rows), triton.cdiv(vocab, tile))](
-                logits, bitmask, rows, vocab, logits.stride(0), bitmask.shape[1], BLOCK=tile, num_warps=WARPS
-            )
+def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor, tile: int = TILE) -> None:
+    """As `apply_token_bitmask_reference`. Rows of `logits` must be contiguous, and so must `bitmask` and `rows`."""
+    if len(rows) > 0:
+        vocab = logits.shape[1]
+        _apply_kernel[(len(rows), triton.cdiv(vocab, tile))](
+            logits, bitmask, rows, vocab, logits.stride(0), bitmask.shape[1], BLOCK=tile, num_warps=WARPS
+        )

@@ -64,7 +64,7 @@ def test_every_kernel_that_can_be_launched_so_waits_and_says_it_at_each_launch()
     for path in Path(dflash_kernels.__path__[0]).glob("*.py"):
         source = path.read_text()
         names = set()
-        for name, body in re.findall(r"def (_\w+_kernel)\((.*?)(?=\n    @|\n    def |\Z)", source, re.DOTALL):
+        for name, body in re.findall(r"def (_\w+_kernel)\((.*?)(?=\n@|\ndef |\Z)", source, re.DOTALL):
             if "PDL: tl.constexpr" in body:
                 assert body.count("after_kernel_before(PDL)") == 1, name
                 names.add(name)

@@ -6,8 +6,8 @@ from tests.mutations.mutant import mutants_of
 
 FOLDER = "kernels/dflash_kernels"
 COMPILED = ("tests/kernels/test_dependent_launch.py",)
-READ = "        x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)\n"
-ROW = "        row = tl.program_id(0).to(tl.int64)\n"
+READ = "    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)\n"
+ROW = "    row = tl.program_id(0).to(tl.int64)\n"
 
 DEPENDENT_LAUNCH_MUTANTS = (
     *mutants_of(
@@ -15,10 +15,10 @@ DEPENDENT_LAUNCH_MUTANTS = (
         COMPILED,
         (
             "the next kernel begins before this one has waited",
-            "            gdc_wait()\n            gdc_launch_dependents()\n",
-            "            gdc_launch_dependents()\n            gdc_wait()\n",
+            ("        gdc_wait()\n        gdc_launch_dependents()\n"),
+            ("        gdc_launch_dependents()\n        gdc_wait()\n"),
         ),
-        ("a kernel that begins early does not wait", "            gdc_wait()\n", ""),
+        ("a kernel that begins early does not wait", "        gdc_wait()\n", ""),
         ("launches are dependent ones whatever the setting", "if _Wanted.value and _has", "if _has"),
     ),
     *mutants_of(
@@ -32,8 +32,8 @@ DEPENDENT_LAUNCH_MUTANTS = (
         COMPILED,
         (
             "a norm reads its input before the kernel that writes it has ended",
-            "        after_kernel_before(PDL)\n" + READ,
-            READ + "        after_kernel_before(PDL)\n",
+            "    after_kernel_before(PDL)\n" + READ,
+            READ + "    after_kernel_before(PDL)\n",
         ),
     ),
     *mutants_of(
@@ -41,8 +41,8 @@ DEPENDENT_LAUNCH_MUTANTS = (
         COMPILED,
         (
             "some programs of a gate end without waiting",
-            "        after_kernel_before(PDL)\n" + ROW,
-            ROW + "        if row < 1000:\n            after_kernel_before(PDL)\n",
+            "    after_kernel_before(PDL)\n" + ROW,
+            ROW + "    if row < 1000:\n        after_kernel_before(PDL)\n",
         ),
     ),
 )

@@ -304,9 +304,13 @@ DRAFTERS_MUTANTS = (
         more=(
             (
                 "kernels/dflash_kernels/prepare_draft.py",
-                "positions, covered\n        )\n        ids = tl.where(covered & (column > 0), placeholder_id, ids)",
-                "positions, covered\n        )\n        positions = tl.minimum(positions, anchor + 8)\n"
-                "        ids = tl.where(covered & (column > 0), placeholder_id, ids)",
+                ("positions, covered\n    )\n    ids = tl.where(covered & (column > 0), placeholder_id, ids)"),
+                (
+                    "positions, covered\n"
+                    "    )\n"
+                    "    positions = tl.minimum(positions, anchor + 8)\n"
+                    "    ids = tl.where(covered & (column > 0), placeholder_id, ids)"
+                ),
             ),
         ),
     ),

@@ -69,8 +69,8 @@ FP8_KV_MUTANTS = (
         ("the scales of a token go to the slot before", "place = slot * (2", "place = (slot - 1) * (2"),
         (
             "only scales of keys are written",
-            "head < NUM_HEADS + 2 * NUM_KV_HEADS)\n            cache_dtype",
-            "head < NUM_HEADS + NUM_KV_HEADS)\n            cache_dtype",
+            ("head < NUM_HEADS + 2 * NUM_KV_HEADS)\n        cache_dtype"),
+            ("head < NUM_HEADS + NUM_KV_HEADS)\n        cache_dtype"),
         ),
         ("the reference writes no scale", "scales.index_copy_(0, slots, kv_scales)", "pass"),
     ),

@@ -27,33 +27,41 @@ GPT_OSS_MUTANTS = (
     Mutant(
         "the sink counts in every piece of a context and in their merge",
         PAGED,
-        "            if (at == tile_begin) & (piece_end == tile_end):\n"
-        "                acc = with_sink(acc, top, total, sinks_ptr, head)\n",
-        "            acc = with_sink(acc, top, total, sinks_ptr, head)\n"
-        "            if (at == tile_begin) & (piece_end == tile_end):\n",
+        (
+            "        if (at == tile_begin) & (piece_end == tile_end):\n"
+            "            acc = with_sink(acc, top, total, sinks_ptr, head)\n"
+        ),
+        (
+            "        acc = with_sink(acc, top, total, sinks_ptr, head)\n"
+            "        if (at == tile_begin) & (piece_end == tile_end):\n"
+        ),
         OF_SINKS,
     ),
     Mutant(
         "a context that workers share has no sink",
         MERGE,
-        "            acc = with_sink(acc, top, total, sinks_ptr, head)\n",
+        "        acc = with_sink(acc, top, total, sinks_ptr, head)\n",
         "",
         OF_SINKS,
     ),
     Mutant(
         "a tile of a prompt has no sink",
         PAGED,
-        "        acc = with_sink(acc, top, total, sinks_ptr, head)\n        store_tile",
-        "        store_tile",
+        ("    acc = with_sink(acc, top, total, sinks_ptr, head)\n    store_tile"),
+        "    store_tile",
         OF_SINKS,
     ),
     Mutant(
         "a head reads the sink of its place in the group",
         PAGED,
-        "            if (at == tile_begin) & (piece_end == tile_end):\n"
-        "                acc = with_sink(acc, top, total, sinks_ptr, head)\n",
-        "            if (at == tile_begin) & (piece_end == tile_end):\n"
-        "                acc = with_sink(acc, top, total, sinks_ptr, head % GROUP)\n",
+        (
+            "        if (at == tile_begin) & (piece_end == tile_end):\n"
+            "            acc = with_sink(acc, top, total, sinks_ptr, head)\n"
+        ),
+        (
+            "        if (at == tile_begin) & (piece_end == tile_end):\n"
+            "            acc = with_sink(acc, top, total, sinks_ptr, head % GROUP)\n"
+        ),
         OF_SINKS,
     ),
     *mutants_of(
@@ -61,13 +69,13 @@ GPT_OSS_MUTANTS = (
         OF_PIECES,
         (
             "a context of several pieces has no sink under batch_invariant",
-            "        head = kv_head * GROUP + m % GROUP\n        acc = with_sink(acc, top, total, sinks_ptr, head)\n",
-            "        head = kv_head * GROUP + m % GROUP\n",
+            ("    head = kv_head * GROUP + m % GROUP\n    acc = with_sink(acc, top, total, sinks_ptr, head)\n"),
+            "    head = kv_head * GROUP + m % GROUP\n",
         ),
         (
             "a context of one piece has no sink under batch_invariant",
-            "            acc = with_sink(acc, top, total, sinks_ptr, head)\n            store_tile",
-            "            store_tile",
+            ("        acc = with_sink(acc, top, total, sinks_ptr, head)\n        store_tile"),
+            "        store_tile",
         ),
     ),
     Mutant(
@@ -146,15 +154,15 @@ GPT_OSS_MUTANTS = (
         ("an expert's bias of up is its gate's", "bias_ptrs + INNER, mask", "bias_ptrs, mask"),
         (
             "an expert's output has no bias",
-            "            result += tl.load(bias_ptr + expert * HIDDEN",
-            "            result += 0.0 * tl.load(bias_ptr + expert * HIDDEN",
+            "        result += tl.load(bias_ptr + expert * HIDDEN",
+            "        result += 0.0 * tl.load(bias_ptr + expert * HIDDEN",
         ),
     ),
     Mutant(
         "the gate is cut off below too",
         "kernels/dflash_kernels/clamped_swiglu.py",
-        "        gate = tl.minimum(gate, LIMIT)\n",
-        "        gate = tl.minimum(tl.maximum(gate, -LIMIT), LIMIT)\n",
+        "    gate = tl.minimum(gate, LIMIT)\n",
+        "    gate = tl.minimum(tl.maximum(gate, -LIMIT), LIMIT)\n",
         OF_EXPERTS,
     ),
 )

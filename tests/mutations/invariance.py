@@ -63,7 +63,7 @@ INVARIANCE_MUTANTS = (
         PIECES,
         OF_KERNELS,
         ("contexts are split by load", '"PIECE": PIECE,', '"PIECE": PIECE * launch.num_tiles,'),
-        ("blocks of keys begin where a window does", "        begin = begin // BLOCK_N * BLOCK_N\n", ""),
+        ("blocks of keys begin where a window does", "    begin = begin // BLOCK_N * BLOCK_N\n", ""),
         (
             "the tiling of a launch follows its rows",
             "tiling, longest = pieces_tiling(shape, gpu), int(query_lens.max(initial=0))",

@@ -35,13 +35,13 @@ KEPT_WEIGHTS_MUTANTS = (
         ("bfloat16's other bias is not made up for", "2.0**120", "2.0**119"),
         (
             "one scale for all columns is left out",
-            "if COLUMNS == 0:\n            result = result * scales_at",
-            "if COLUMNS < 0:\n            result = result * scales_at",
+            ("if COLUMNS == 0:\n        result = result * scales_at"),
+            ("if COLUMNS < 0:\n        result = result * scales_at"),
         ),
         (
             "columns past the last are multiplied",
-            "x_mask = is_token[None, :]\n            if not EVEN:",
-            "x_mask = is_token[None, :]\n            if EVEN:",
+            ("x_mask = is_token[None, :]\n        if not EVEN:"),
+            ("x_mask = is_token[None, :]\n        if EVEN:"),
         ),
         ("each part begins with the first columns", "first = part * runs_per_part", "first = part * 0"),
         ("the sum of parts leaves out the last", "for _ in range(num_parts):", "for _ in range(num_parts - 1):"),

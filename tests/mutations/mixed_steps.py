@@ -58,7 +58,7 @@ MIXED_STEP_MUTANTS = (
         (
             "workers go through tiles without queries",
             "place = listed + tl.cumsum(there.to(tl.int32), 0)",
-            "there = inside\n            place = 1 + tile",
+            ("there = inside\n        place = 1 + tile"),
         ),
     ),
 )

@@ -67,7 +67,7 @@ PENALTY_MUTANTS = (
         ),
         (
             "the kernel changes logits behind a row's drafts",
-            "        if number > tl.load(numbers_ptr + 3 * num_rows + row):\n            return\n",
+            ("    if number > tl.load(numbers_ptr + 3 * num_rows + row):\n        return\n"),
             "",
         ),
     ),

@@ -38,13 +38,13 @@ PREFILL_MUTANTS = (
         ),
         (
             "what masked blocks gave is not shrunk",
-            "shrink = tl.exp2(top - new_top)\n        return weights",
-            "shrink = tl.full(top.shape, 1.0, tl.float32)\n        return weights",
+            ("shrink = tl.exp2(top - new_top)\n    return weights"),
+            ("shrink = tl.full(top.shape, 1.0, tl.float32)\n    return weights"),
         ),
         (
             "the last product of an overlapped loop is lost",
-            '        if LOOP == "overlapped":\n            v = _full_block(',
-            '        if LOOP == "lost":\n            v = _full_block(',
+            ('    if LOOP == "overlapped":\n        v = _full_block('),
+            ('    if LOOP == "lost":\n        v = _full_block('),
         ),
     ),
     *mutants_of(

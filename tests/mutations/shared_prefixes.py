@@ -72,8 +72,8 @@ SHARED_PREFIX_MUTANTS = (
         ),
         (
             "the sink is left out of the merge",
-            "            total += tl.exp2(sink - finite_top)\n",
-            "            total += 0.0\n",
+            "        total += tl.exp2(sink - finite_top)\n",
+            "        total += 0.0\n",
         ),
     ),
     *mutants_of(
@@ -81,7 +81,7 @@ SHARED_PREFIX_MUTANTS = (
         KERNEL,
         (
             "a merged tile leaves no logarithm",
-            "        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)\n",
+            "    store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)\n",
             "",
         ),
     ),
