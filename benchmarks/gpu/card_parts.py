@@ -208,10 +208,10 @@ def between_products(context: Context, ceilings: Ceilings) -> Iterator[KernelRun
     """Norms, the gate, the rotation that writes KV, and argmax, beside torch's where torch has one."""
     if not use_triton(context.device):
         return
+    from dflash_kernels.activation import silu_mul
     from dflash_kernels.argmax import argmax
     from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
     from dflash_kernels.rms_norm import add_rms_norm, rms_norm
-    from dflash_kernels.silu_mul import silu_mul
 
     device, dtype, decoder = context.device, context.dtype, context.shape.target.decoder
     hidden, inner, vocab = decoder.hidden_size, decoder.intermediate_size, context.shape.target.vocab_size

@@ -22,7 +22,7 @@ from benchmarks.markdown import markdown_table
 from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
 from dflash_kernels import quantised_moe as experts
-from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.activation import Clamp
 from dflash_kernels.moe import Biases
 from dflash_kernels.mxfp4 import GROUP as GROUP_OF_MXFP4
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MXFP4, QuantisedWeight

@@ -9,7 +9,7 @@ import torch
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.linear import in_products, read_kept
-from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.activation import Clamp
 from dflash_kernels.moe import Biases
 from dflash_kernels.quantised_weight import QuantisedWeight, WeightStack
 

@@ -16,11 +16,11 @@ from dflash_backend.models.cpu_product import CpuWeight
 from dflash_backend.models.linear import Product
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
+    activation,
     context_write,
     conv_heads,
     delta_chunks,
     delta_rule,
-    gelu_mul,
     grouped_conv,
     invariant_linear,
     invariant_moe,
@@ -33,7 +33,6 @@ from dflash_kernels import (
     quantised_moe,
     scaled_linear,
     selector_walk,
-    silu_mul,
 )
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dependent_launch import use_dependent_launch as use_dependent_launch
@@ -62,8 +61,8 @@ class LayerOps:
 
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
-    silu_mul = staticmethod(silu_mul.silu_mul_reference)
-    gelu_mul = staticmethod(gelu_mul.gelu_mul_reference)
+    silu_mul = staticmethod(activation.silu_mul_reference)
+    gelu_mul = staticmethod(activation.gelu_mul_reference)
     route = staticmethod(moe_routing.route_reference)
     experts_mlp = staticmethod(moe.experts_mlp_reference)
     quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp_reference)
@@ -118,8 +117,8 @@ class InvariantLayerOps(LayerOps):
     """The torch operations of a target with `batch_invariant`, on a CPU: a token's results have the same bits whatever
     other tokens are there. What is not replaced computes each row, or each number, by itself."""
 
-    silu_mul = staticmethod(silu_mul.invariant_silu_mul_reference)
-    gelu_mul = staticmethod(gelu_mul.invariant_gelu_mul_reference)
+    silu_mul = staticmethod(activation.invariant_silu_mul_reference)
+    gelu_mul = staticmethod(activation.invariant_gelu_mul_reference)
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
@@ -142,8 +141,8 @@ class TritonLayerOps(LayerOps):
 
     rms_norm = staticmethod(norms.rms_norm)
     add_rms_norm = staticmethod(norms.add_rms_norm)
-    silu_mul = staticmethod(silu_mul.silu_mul)
-    gelu_mul = staticmethod(gelu_mul.gelu_mul)
+    silu_mul = staticmethod(activation.silu_mul)
+    gelu_mul = staticmethod(activation.gelu_mul)
     route = staticmethod(moe_routing.route)
     experts_mlp = staticmethod(moe.experts_mlp)
     quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels import moe
-from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
-from dflash_kernels.gelu_mul import invariant_gelu_mul_reference
+from dflash_kernels.activation import (
+    Clamp,
+    clamped_swiglu_reference,
+    invariant_gelu_mul_reference,
+    invariant_silu_mul_reference,
+)
 from dflash_kernels.invariant_linear import invariant_linear_reference
-from dflash_kernels.silu_mul import invariant_silu_mul_reference
 
 
 def invariant_experts_mlp_reference(

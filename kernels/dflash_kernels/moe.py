@@ -13,8 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels import moe_routing
-from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu, clamped_swiglu_reference
-from dflash_kernels.gelu_mul import CUBE, SCALE, gelu, gelu_mul_reference
+from dflash_kernels.activation import (
+    CUBE,
+    SCALE,
+    Clamp,
+    clamped_swiglu,
+    clamped_swiglu_reference,
+    gelu,
+    gelu_mul_reference,
+)
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 

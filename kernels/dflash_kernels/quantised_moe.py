@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels import moe, moe_routing
-from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu
-from dflash_kernels.gelu_mul import CUBE, SCALE, gelu
+from dflash_kernels.activation import CUBE, SCALE, Clamp, clamped_swiglu, gelu
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.moe import Biases
 from dflash_kernels.quantised_linear import (

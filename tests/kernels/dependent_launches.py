@@ -74,10 +74,9 @@ def main(archs: list[int]) -> None:
 
 def launch() -> None:
     """Each of the kernels; of attention, rows that share workers."""
-    from dflash_kernels.gelu_mul import gelu_mul
+    from dflash_kernels.activation import gelu_mul, silu_mul
     from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
     from dflash_kernels.rms_norm import add_rms_norm
-    from dflash_kernels.silu_mul import silu_mul
     from tests.kernels.model_launches import attend, zeros
 
     attend([16] * 8, causal=True)

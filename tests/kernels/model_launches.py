@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.activation import gelu_mul, silu_mul
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
 from dflash_kernels.conv_heads import DeltaHeads, conv_heads
 from dflash_kernels.delta_chunks import chunked, delta_block
 from dflash_kernels.delta_rule import DeltaInputs
-from dflash_kernels.gelu_mul import gelu_mul
 from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.invariant_attention import invariant_attention, plan_pieces, with_tiles
 from dflash_kernels.invariant_linear import invariant_linear
@@ -26,7 +26,6 @@ from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.shared_prefix import merge_parts
-from dflash_kernels.silu_mul import silu_mul
 from tests.kernels.expert_launches import launch_quantised_experts
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5

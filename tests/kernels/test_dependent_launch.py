@@ -19,7 +19,7 @@ from tests.scale import SCALE
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 # Loads in front of the wait: of the weight of a norm, and of both halves of those of queries and keys.
 CONSTANT_LOADS = {"_rms_norm_kernel": 1, "_qk_norm_rope_write_kernel": 2}
-SMALL = {"_rms_norm_kernel", "_silu_mul_kernel", "_gelu_mul_kernel", "_qk_norm_rope_write_kernel"}
+SMALL = {"_rms_norm_kernel", "_gated_mul_kernel", "_qk_norm_rope_write_kernel"}
 ATTENTION = {"_attend_shares_kernel", "_merge_kernel"}
 ARCHS = [80, 89, 90, 100, 120] if SCALE >= 4 else [90]
 

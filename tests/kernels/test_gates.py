@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dflash_kernels.gelu_mul import gelu_mul, gelu_mul_reference
-from dflash_kernels.silu_mul import silu_mul, silu_mul_reference
+from dflash_kernels.activation import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, random
 
 Gate = Callable[[torch.Tensor], torch.Tensor]

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels import invariant_linear as products
-from dflash_kernels.gelu_mul import gelu_mul_reference, invariant_gelu_mul_reference
+from dflash_kernels.activation import (
+    gelu_mul_reference,
+    invariant_gelu_mul_reference,
+    invariant_silu_mul_reference,
+    silu_mul_reference,
+)
 from dflash_kernels.invariant_linear import equal_heights, invariant_linear_reference, split_rows
 from dflash_kernels.invariant_moe import invariant_experts_mlp_reference
 from dflash_kernels.moe import experts_mlp_reference
-from dflash_kernels.silu_mul import invariant_silu_mul_reference, silu_mul_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = [1, 2, 3, 5, 17, 64, 100, 255]

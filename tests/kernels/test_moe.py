@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.activation import Clamp
 from dflash_kernels.invariant_moe import invariant_experts_mlp_reference
 from dflash_kernels.moe import TILES, Biases, Tile, experts_mlp, experts_mlp_reference, tile_for
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference

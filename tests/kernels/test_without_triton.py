@@ -30,7 +30,7 @@ def test_a_file_of_a_kernel_gives_its_reference(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "triton", None)
     found = runpy.run_path(str(KERNELS / "triton_import.py"))
     monkeypatch.setitem(sys.modules, "dflash_kernels.triton_import", SimpleNamespace(**found))
-    activation = SimpleNamespace(**runpy.run_path(str(KERNELS / "silu_mul.py")))
+    activation = SimpleNamespace(**runpy.run_path(str(KERNELS / "activation.py")))
     expected = torch.nn.functional.silu(torch.tensor([[2.0]])) * 3.0
     assert torch.equal(activation.silu_mul_reference(torch.tensor([[2.0, 3.0]])), expected)
     assert callable(activation.silu_mul)

@@ -37,7 +37,7 @@ DEPENDENT_LAUNCH_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{FOLDER}/silu_mul.py",
+        f"{FOLDER}/activation.py",
         COMPILED,
         (
             "some programs of a gate end without waiting",

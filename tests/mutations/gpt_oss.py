@@ -160,7 +160,7 @@ GPT_OSS_MUTANTS = (
     ),
     Mutant(
         "the gate is cut off below too",
-        "kernels/dflash_kernels/clamped_swiglu.py",
+        "kernels/dflash_kernels/activation.py",
         "    gate = tl.minimum(gate, LIMIT)\n",
         "    gate = tl.minimum(tl.maximum(gate, -LIMIT), LIMIT)\n",
         OF_EXPERTS,

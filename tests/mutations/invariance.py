@@ -79,7 +79,7 @@ INVARIANCE_MUTANTS = (
     ),
     Mutant(
         "SiLU computes the end of a thread's share in another way",
-        "kernels/dflash_kernels/silu_mul.py",
+        "kernels/dflash_kernels/activation.py",
         "(wide / (1.0 + torch.exp(-wide)))",
         "F.silu(wide)",
         OF_PRODUCTS,
