@@ -140,7 +140,7 @@ class CompletionAnswer(Answer):
         if isinstance(given, str):
             return given
         if index not in self._echoed:
-            self._echoed[index] = self._tokenizer.decode(self.prompts[index])
+            self._echoed[index] = self._tokenizer.decode(self.prompts[index], skip_special_tokens=False)
         return self._echoed[index]
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
@@ -188,8 +188,8 @@ class CompletionAnswer(Answer):
         if entries is None or echoed is None:
             return self._written(place, entries)
         first = self.prompts[prompt][0]
-        text = self._tokenizer.decode([first]).rstrip(REPLACEMENT)
-        return self._logprobs[place].completion((*echoed, *entries), (first, text))
+        text = self._tokenizer.decode([first], skip_special_tokens=False).rstrip(REPLACEMENT)
+        return self._logprobs[place].completion((*echoed, *entries), (first, text), self._prompt_text(prompt))
 
     def _prompt_logprobs(self, prompt: int) -> Any:
         entries = self.of_prompts[prompt]

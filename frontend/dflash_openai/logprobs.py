@@ -50,9 +50,12 @@ class LogprobWriter:
             content.append({**self._chat_token(token_id, chosen), "top_logprobs": top})
         return content
 
-    def completion(self, entries: Sequence[TokenLogprobs | None], first: tuple[int, str] = (0, "")) -> dict[str, Any]:
-        """The form of completions. Offsets are in characters, from the beginning of the text. `first` is id and text of
-        a prompt's first token, whose entry is None. The chosen token is among the likeliest, beside them where it is
+    def completion(
+        self, entries: Sequence[TokenLogprobs | None], first: tuple[int, str] = (0, ""), echoed: str = ""
+    ) -> dict[str, Any]:
+        """The form of completions. Offsets are in characters, from the beginning of the text, which begins with
+        `echoed`. `first` is id and text of a prompt's first token, whose entry is None. A special token that the
+        prompt's text has not, such as one that the tokenizer put before it, has no characters there. The chosen token is among the likeliest, beside them where it is
         none of them, as in vLLM."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
@@ -63,7 +66,9 @@ class LogprobWriter:
             tokens.append(self._shown(token_id, chosen)[0])
             logprobs.append(None if entry is None else chosen.logprob)
             offsets.append(self._offset)
-            self._offset += len(chosen.decoded_token or "")
+            text = chosen.decoded_token or ""
+            is_added = self._offset < len(echoed) and self._tokenizer.token_bytes(token_id) is None
+            self._offset += 0 if is_added and not echoed.startswith(text, self._offset) else len(text)
             top.append(None if entry is None else self._top(entry))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 

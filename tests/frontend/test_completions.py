@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from dflash_openai.completions import MAX_PROMPTS
+from dflash_openai.logprobs import LogprobWriter
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
 
 
@@ -141,6 +142,31 @@ def test_echo_with_log_probabilities_has_those_of_the_prompt_first(http: TestCli
         "top_logprobs": [None, {"b": -0.5}, {"h": -0.1}],
         "text_offset": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize("prompt", ["<s>a<s>b", [257, 97, 257, 98]])
+def test_each_token_of_an_echoed_prompt_begins_where_its_offset_says(
+    prompt: Any, http: TestClient, pool: ScriptedPool
+) -> None:
+    of_prompt = (
+        None,
+        {97: Logprob(-0.5, 1, "a")},
+        {257: Logprob(-0.5, 1, "<s>")},
+        {98: Logprob(-0.5, 1, "b")},
+    )
+    pool.script = Script(("h",), logprobs=[[{104: Logprob(-0.1, 1, "h")}]], prompt_logprobs=of_prompt)
+    (choice,) = http.post("/v1/completions", json={"prompt": prompt, "echo": True, "logprobs": 1}).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert (choice["text"], logprobs["tokens"]) == ("<s>a<s>bh", ["<s>", "a", "<s>", "b", "h"])
+    assert logprobs["text_offset"] == [0, 3, 4, 7, 8]
+
+
+def test_a_token_that_the_tokenizer_put_before_the_prompt_has_no_characters_in_its_text(http: TestClient) -> None:
+    tokenizer = http.app.state.frontend.model().tokenizer  # type: ignore[attr-defined]
+    entries = (None, {97: Logprob(-0.5, 1, "a")}, {98: Logprob(-0.5, 1, "b")}, {257: Logprob(-0.1, 1, "")})
+    written = LogprobWriter(0, False, tokenizer).completion(entries, (257, "<s>"), "ab")
+    assert written["tokens"] == ["<s>", "a", "b", ""]
+    assert written["text_offset"] == [0, 0, 1, 2]
 
 
 def test_a_prompt_is_scored_without_an_answer(http: TestClient, pool: ScriptedPool) -> None:

@@ -139,6 +139,15 @@ FRONT_END_MUTANTS = (
         ("continuous usage comes where none is wanted", "options.include_usage is not False and", ""),
     ),
     *mutants_of(
+        f"{FRONTEND}/logprobs.py",
+        (f"{TESTS}/test_completions.py",),
+        (
+            "a token that the tokenizer adds moves the offsets",
+            "0 if is_added and not echoed.startswith(text, self._offset) else len(text)",
+            "len(text)",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/reasoning_tokens.py",
         (f"{TESTS}/test_tools.py", f"{TESTS}/test_responses.py"),
         ("all tokens of an answer are reasoning", "self._count = start + length\n                return", "return"),
