@@ -165,8 +165,10 @@ class MessageBlocks:
         """The events of Anthropic's API for what more of the answer changes."""
         for event in events:
             if isinstance(event, ToolCallDelta):
-                yield from self._begin({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
-                yield from self._more(event.arguments, "input_json_delta", "partial_json")
+                if event.first:
+                    yield from self._begin({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+                if event.arguments:
+                    yield from self._more(event.arguments, "input_json_delta", "partial_json")
             elif isinstance(event, ReasoningDelta):
                 yield from self._begin({"type": "thinking", "thinking": "", "signature": ""}, joins=True)
                 yield from self._more(event.text, "thinking_delta", "thinking")

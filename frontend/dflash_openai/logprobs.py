@@ -55,8 +55,8 @@ class LogprobWriter:
     ) -> dict[str, Any]:
         """The form of completions. Offsets are in characters, from the beginning of the text, which begins with
         `echoed`. `first` is id and text of a prompt's first token, whose entry is None. A special token that the
-        prompt's text has not, such as one that the tokenizer put before it, has no characters there. The chosen token is among the likeliest, beside them where it is
-        none of them, as in vLLM."""
+        prompt's text has not, such as one that the tokenizer put before it, has no characters there. The chosen token
+        is among the likeliest, beside them where it is none of them, as in vLLM."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         offsets: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash_openai.parsing import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
@@ -10,12 +10,25 @@ from dflash_openai.tools import NO_TOOLS, ToolUse
 
 
 def tool_call_fields(event: ToolCallDelta) -> dict[str, Any]:
-    """A tool call as chat completions write it."""
+    """A tool call, or more of its arguments, as chat completions write it."""
+    if not event.first:
+        return {"function": {"arguments": event.arguments}}
     return {
         "id": event.id,
         "type": "function",
         "function": {"name": event.name, "arguments": event.arguments},
     }
+
+
+def whole_calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The tool calls that the deltas of a whole answer make, as chat completions write them."""
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, ToolCallDelta) and event.first:
+            calls.append(tool_call_fields(event))
+        elif isinstance(event, ToolCallDelta):
+            calls[-1]["function"]["arguments"] += event.arguments
+    return calls
 
 
 def reasoning_fields(text: str | None) -> dict[str, str | None]:
@@ -42,7 +55,7 @@ class MessageReader:
         if finished:
             events += self._parser.finish()
         for event in events:
-            if isinstance(event, ToolCallDelta):
+            if isinstance(event, ToolCallDelta) and event.last:
                 self._called = event.complete
             elif isinstance(event, ReasoningDelta):
                 self.has_reasoned = True
@@ -57,6 +70,8 @@ class MessageReader:
         """The same as the fields of OpenAI's deltas, which a client joins to the whole message."""
         for event in self.events(text, finished):
             self._is_empty = False
+            if isinstance(event, ToolCallDelta) and not (event.first or event.arguments):
+                continue
             if isinstance(event, ToolCallDelta):
                 yield {"tool_calls": [{"index": event.index, **tool_call_fields(event)}]}
             elif isinstance(event, ReasoningDelta):
@@ -72,7 +87,7 @@ class MessageReader:
         events = self.events(text, finished=True)
         content = "".join(event.text for event in events if isinstance(event, ContentDelta))
         reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-        calls = [tool_call_fields(event) for event in events if isinstance(event, ToolCallDelta)]
+        calls = whole_calls(events)
         return {
             "role": "assistant",
             "content": content if content or not (calls or reasoning or self._use.forced) else None,

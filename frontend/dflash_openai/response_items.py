@@ -39,7 +39,6 @@ class ResponseItems:
         """What more of the answer changes."""
         for event in events:
             if isinstance(event, ToolCallDelta):
-                yield from self.close("completed")
                 yield from self._call(event)
                 continue
             kind = "reasoning" if isinstance(event, ReasoningDelta) else "message"
@@ -79,24 +78,34 @@ class ResponseItems:
         yield self._at_item("response.content_part.added", content_index=0, part=self._part("", []))
 
     def _call(self, event: ToolCallDelta) -> Iterator[Fields]:
+        """More of a call. The input of a custom tool is one text, and comes when its call is whole."""
         tool = self._tools.get(event.name, ClientTool(event.name))
-        kind, what, given = "function_call", "arguments", event.arguments
-        if tool.is_custom:
-            kind, what, given = "custom_tool_call", "input", _custom_input(event.arguments)
-        self._open = call = {
-            "id": f"{'ctc' if tool.is_custom else 'fc'}_{secrets.token_hex(16)}",
-            "type": kind,
-            "call_id": event.id,
-            "name": tool.name,
-            **({} if tool.namespace is None else {"namespace": tool.namespace}),
-        }
-        begun = {**call, what: "", "status": "in_progress"}
-        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": begun}
-        kind = f"response.{kind}_{what}"
-        yield self._at_item(f"{kind}.delta", delta=given)
-        yield self._at_item(f"{kind}.done", **({} if tool.is_custom else {"name": tool.name}), **{what: given})
-        self._open = None
-        yield self._finished({**call, what: given, "status": "completed" if event.complete else "incomplete"})
+        kind, what = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
+        if event.first:
+            yield from self.close("completed")
+            self._open = {
+                "id": f"{'ctc' if tool.is_custom else 'fc'}_{secrets.token_hex(16)}",
+                "type": kind,
+                "call_id": event.id,
+                "name": tool.name,
+                **({} if tool.namespace is None else {"namespace": tool.namespace}),
+            }
+            begun = {**self._open, what: "", "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": len(self.output), "item": begun}
+        assert self._open is not None
+        self._texts.append(event.arguments)
+        if event.arguments and not tool.is_custom:
+            yield self._at_item(f"response.{kind}_{what}.delta", delta=event.arguments)
+        if event.last:
+            given = "".join(self._texts)
+            if tool.is_custom:
+                given = _custom_input(given)
+                yield self._at_item(f"response.{kind}_{what}.delta", delta=given)
+            name = {} if tool.is_custom else {"name": tool.name}
+            yield self._at_item(f"response.{kind}_{what}.done", **name, **{what: given})
+            item = {**self._open, what: given, "status": "completed" if event.complete else "incomplete"}
+            self._open, self._texts = None, []
+            yield self._finished(item)
 
     def _finished(self, item: Fields) -> Fields:
         self.output.append(item)

@@ -23,7 +23,7 @@ from dflash_openai.parsing.harmony import REASONING, TOOLS, HarmonyParser, templ
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
-from tests.frontend.test_parsing import call, parse
+from tests.frontend.test_parsing import call, joined, parse
 from tests.frontend.test_tools import HELLO, WEATHER, ask, forcing  # noqa: F401
 
 PROMPT = "<|start|>user<|message|>Hello<|end|><|start|>assistant"
@@ -56,7 +56,7 @@ SEEN = ReasoningDelta("I see. ")
             [ContentDelta("I look."), OSLO, call(1, '{"city": "Oslo"}')],
         ),
         # Cut short, and no object.
-        (CALL[:-3], [ContentDelta('{"city": "Osl')]),
+        (CALL[:-3], [call(0, '{"city": "Osl', complete=False)]),
         ("<|channel|>commentary to=functions.f<|message|>[1]", [ContentDelta("[1]")]),
         (FINAL + "a<|end|>" + NEXT + "<|chan", [ContentDelta("a")]),
         (FINAL + "a <|en", [ContentDelta("a <|en")]),
@@ -284,7 +284,7 @@ def test_a_forced_call_that_breaks_off_has_its_arguments_as_far_as_they_came(
     text: str, call: tuple[str, str] | None
 ) -> None:
     parser = HarmonyParser("<|start|>assistant", True, True, forced=True)
-    events = [event for letter in CALL_HEAD + text for event in parser.feed(letter)] + parser.finish()
+    events = joined([event for letter in CALL_HEAD + text for event in parser.feed(letter)] + parser.finish())
     calls = [event for event in events if isinstance(event, ToolCallDelta)]
     assert [(each.name, each.arguments) for each in calls] == ([call] if call else [])
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "I see."

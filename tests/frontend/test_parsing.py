@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
+from dflash_openai.parsing import (
+    ContentDelta,
+    Event,
+    OutputFormat,
+    ReasoningDelta,
+    ToolCallDelta,
+    harmony,
+    select_output_format,
+)
 from dflash_openai.parsing.reasoning_formats import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ToolFormat
 
@@ -47,8 +55,14 @@ def joined(events: list[Event]) -> list[Event]:
     """The events with text joined and ids left out."""
     out: list[Event] = []
     for event in events:
-        if isinstance(event, ToolCallDelta):
-            out.append(ToolCallDelta(event.index, "", event.name, event.arguments))
+        if isinstance(event, ToolCallDelta) and event.first:
+            out.append(ToolCallDelta(event.index, "", event.name, event.arguments, event.complete, last=event.last))
+        elif isinstance(event, ToolCallDelta):
+            before = out[-1]
+            assert isinstance(before, ToolCallDelta)
+            assert (event.index, event.name, before.last) == (before.index, before.name, False)
+            arguments = before.arguments + event.arguments
+            out[-1] = ToolCallDelta(event.index, "", event.name, arguments, event.complete, last=event.last)
         elif out and type(out[-1]) is type(event):
             out[-1] = type(event)(out[-1].text + event.text)  # type: ignore[union-attr]
         else:
@@ -56,8 +70,8 @@ def joined(events: list[Event]) -> list[Event]:
     return out
 
 
-def call(index: int, arguments: str, name: str = "get_weather") -> ToolCallDelta:
-    return ToolCallDelta(index, "", name, arguments)
+def call(index: int, arguments: str, name: str = "get_weather", complete: bool = True) -> ToolCallDelta:
+    return ToolCallDelta(index, "", name, arguments, complete)
 
 
 QWEN = OutputFormat(HERMES, QWEN3)
@@ -111,7 +125,8 @@ LIST_AS_ARGUMENTS = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
             '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]f{}',
             [OSLO, call(1, "{}", "f")],
         ),
-        (OutputFormat(MISTRAL), '[TOOL_CALLS]f[ARGS]{"a', [ContentDelta('[TOOL_CALLS]f[ARGS]{"a')]),
+        (OutputFormat(MISTRAL), '[TOOL_CALLS]f[ARGS]{"a', [call(0, '{"a', "f", complete=False)]),
+        (OutputFormat(MISTRAL), "[TOOL_CALLS]f[ARGS]", [ContentDelta("[TOOL_CALLS]f[ARGS]")]),
         (
             CODER,
             "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -194,6 +209,60 @@ def test_a_call_comes_as_soon_as_it_is_complete_with_an_id_of_its_own() -> None:
     assert all(each.startswith("call_") for each in ids)
 
 
+LONG = '{"city": "a \\\\ \\" } ] é <b>\\n", "days": 3}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "arguments"),
+    [
+        (HERMES, f'<tool_call>\n{{"name": "f", "arguments": {LONG}}}\n</tool_call>', LONG),
+        (LLAMA3_JSON, f'{{"name": "get_weather", "parameters": {LONG}}}', LONG),
+        (MISTRAL, f'[TOOL_CALLS] [{{"name": "f", "arguments": {LONG}, "id": "a"}}]', LONG),
+        (MISTRAL, f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{LONG}", LONG),
+        (
+            QWEN3_CODER,
+            '<tool_call>\n<function=get_weather>\n<parameter=city>\na\n\\"}\n</b>\n</parameter>\n<parameter=days>\n3\n</parameter>'
+            "\n</function>\n</tool_call>",
+            '{"city":"a\\n\\\\\\"}\\n</b>","days":3}',
+        ),
+        (harmony.TOOLS, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|> {LONG} <|call|>", LONG),
+    ],
+)
+def test_arguments_come_as_they_are_written(format: ToolFormat, text: str, arguments: str) -> None:
+    output = OutputFormat(format)
+    parser = output.parser("<|start|>assistant", TOOLS)
+    events = [event for letter in text for event in parser.feed(letter)] + parser.finish()
+    assert all(isinstance(event, ToolCallDelta) for event in events)
+    pieces = [event for event in events if isinstance(event, ToolCallDelta)]
+    assert "".join(piece.arguments for piece in pieces) == arguments
+    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].complete
+    # A letter at a time, but for what may be a mark, white space at the end, and a value that is no text.
+    assert len(pieces) >= len(arguments) // 3
+    assert len({piece.id for piece in pieces}) == 1
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "arguments", "complete"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": Oslo}}</tool_call>', '{"a": Oslo}', True),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', '{"a": 1', False),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}', True),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "{}", True),
+        (QWEN3_CODER, "<tool_call><function=f><parameter=a>1</parameter>x</function></tool_call>", '{"a":"1"', False),
+        (QWEN3_CODER, "<tool_call><function=f><parameter=a>1</parameter>\n</tool_call>", '{"a":"1"}', True),
+        (QWEN3_CODER, "<tool_call><function=f><parameter=a>1</par", '{"a":"1', False),
+        (QWEN3_CODER, "<tool_call><function=f></function></tool_call>", "{}", True),
+    ],
+)
+def test_a_call_that_has_begun_stays_one_however_it_ends(
+    format: ToolFormat, text: str, arguments: str, complete: bool
+) -> None:
+    for texts in ([text], list(text)):
+        assert parse(texts, OutputFormat(format)) == [call(0, arguments, "f", complete)]
+
+
 def test_ids_for_mistral_are_those_that_its_templates_take() -> None:
     (event,) = _finished(OutputFormat(MISTRAL), "[TOOL_CALLS]f{}")
     assert isinstance(event, ToolCallDelta)
@@ -270,7 +339,7 @@ def test_marks_that_are_special_tokens_must_be_detokenized() -> None:
 def truncated(format: ToolFormat, text: str) -> list[tuple[str, str, bool]]:
     """The calls of a forced answer that broke off, fed a character at a time: name, arguments, complete."""
     parser = OutputFormat(format).parser(PROMPT, TOOLS, True, forced=True)
-    events = [event for letter in text for event in parser.feed(letter)] + parser.finish()
+    events = joined([event for letter in text for event in parser.feed(letter)] + parser.finish())
     assert all(isinstance(event, ToolCallDelta) for event in events)
     assert [event.index for event in events] == list(range(len(events)))  # type: ignore[union-attr]
     return [(event.name, event.arguments, event.complete) for event in events if isinstance(event, ToolCallDelta)]
@@ -310,5 +379,5 @@ def test_a_forced_answer_that_breaks_off_is_calls(
 
 def test_of_a_forced_answer_with_one_call_only_that_one_is_returned() -> None:
     parser = OutputFormat(MISTRAL).parser(PROMPT, TOOLS, False, forced=True)
-    parser.feed(f"[TOOL_CALLS]{TWO}")
-    assert [event.name for event in parser.finish() if isinstance(event, ToolCallDelta)] == ["f"]
+    events = [*parser.feed(f"[TOOL_CALLS]{TWO}"), *parser.finish()]
+    assert [event.name for event in events if isinstance(event, ToolCallDelta)] == ["f"]

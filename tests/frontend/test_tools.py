@@ -37,7 +37,7 @@ def test_a_call_is_a_message_without_content(client: openai.OpenAI, pool: Script
     assert bytes(pool.asked[0].token_ids[:16]) == b"get_weather;now;"
 
 
-def test_a_stream_has_each_call_in_one_delta(client: openai.OpenAI, pool: ScriptedPool) -> None:
+def test_a_stream_has_the_calls_after_the_content(client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = Script((*"Look. ", CALL[:30], CALL[30:] + "\n" + CALL))
     chunks = [chunk.choices[0] for chunk in ask(client, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "Look."
@@ -55,14 +55,35 @@ def test_only_the_last_event_of_the_last_delta_ends_the_answer(client: openai.Op
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
-def test_an_answer_that_is_cut_short_says_so_and_its_broken_call_is_content(
+def test_an_answer_that_is_cut_short_says_so_and_a_call_without_arguments_is_content(
     client: openai.OpenAI, pool: ScriptedPool
 ) -> None:
-    pool.script = Script((CALL, CALL[:-5]), "length")
+    begun = CALL.partition('{"city')[0]
+    pool.script = Script((CALL, begun), "length")
     (choice,) = ask(client).choices
     assert choice.finish_reason == "length"
     assert len(choice.message.tool_calls) == 1
-    assert choice.message.content == CALL[:-5]
+    assert choice.message.content == begun
+    pool.script = Script((CALL, begun + '{"ci'), "length")
+    (choice,) = ask(client).choices
+    assert choice.finish_reason == "length"
+    assert [each.function.arguments for each in choice.message.tool_calls] == ['{"city": "Oslo"}', '{"ci']
+    assert choice.message.content is None
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_the_arguments_of_a_call_come_as_they_are_written(client: openai.OpenAI, pool: ScriptedPool, size: int) -> None:
+    text = CALL.replace("Oslo", r"a \"b\" {c} \n" * 20)
+    pool.script = Script([text[at : at + size] for at in range(0, len(text), size)])
+    calls = [call for chunk in ask(client, stream=True) for call in chunk.choices[0].delta.tool_calls or []]
+    first, *others = calls
+    assert (first.function.name, first.type, first.id[:5]) == ("get_weather", "function", "call_")
+    assert {(each.index, each.id, each.type, each.function.name) for each in others} == {(0, None, None, None)}
+    arguments = "".join(each.function.arguments for each in calls)
+    assert json.loads(arguments) == {"city": 'a "b" {c} \n' * 20}
+    # With each part of the answer's text, and no part is empty.
+    assert len(calls) >= len(arguments) // size - 1
+    assert all(each.function.arguments for each in calls)
 
 
 def test_reasoning_is_apart_from_content(client: openai.OpenAI, pool: ScriptedPool) -> None:
@@ -328,7 +349,10 @@ def joined_message(chunks: Any) -> dict[str, Any]:
         for name, value in chunk.choices[0].delta.to_dict().items():
             if name == "tool_calls":
                 calls = message.setdefault(name, [])
-                calls += [(call["function"]["name"], call["function"]["arguments"]) for call in value]
+                for call in value:
+                    if call["index"] == len(calls):
+                        calls.append((call["function"]["name"], ""))
+                    calls[-1] = (calls[-1][0], calls[-1][1] + call["function"]["arguments"])
             elif isinstance(value, str) and isinstance(message.get(name), str) and name != "role":
                 message[name] += value
             elif value is not None or name not in message:

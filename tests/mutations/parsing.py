@@ -38,6 +38,31 @@ PARSING_MUTANTS = mutants_of(
 )
 
 PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/parsing/call_streams.py",
+    ("tests/frontend/test_parsing.py",),
+    (
+        "a bracket within a string of the arguments ends them",
+        "self._in_string = sign != '\"'",
+        "self._in_string = False",
+    ),
+    ("an escaped quote at the end of a part ends a string", "self._escaped = True", "self._escaped = False"),
+    ("arguments that broke off are complete", 'return [Piece(None, "", False)]', 'return [Piece(None, "", True)]'),
+    ("calls of Llama's may name any function", "schemas.keys() if format is LLAMA3_JSON else None", "None"),
+    ("the mark that may end a text is text", "end = len(self._text) - held", "end = len(self._text)"),
+    ("values of numbers are texts", 'self._is_text = declared == "string"', "self._is_text = True"),
+    (
+        "arguments come when they are whole",
+        "if end is None:\n                return pieces",
+        "if end is None:\n                return []",
+    ),
+)
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/messages.py",
+    ("tests/frontend/test_tools.py",),
+    ("each part of a call begins it anew", "if not event.first:", "if False:"),
+)
+
+PARSING_MUTANTS += mutants_of(
     f"{FRONTEND}/conversation.py",
     TOOLS,
     (

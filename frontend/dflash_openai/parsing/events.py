@@ -24,14 +24,17 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A tool call, the `index`-th of the answer (0-based). `arguments` is the JSON text of an object, as the model
-    wrote it; without `complete` only its beginning, of a call that the request forced and whose answer broke off."""
+    """More of a tool call, the `index`-th of the answer (0-based): more of the JSON text of its arguments, as the model
+    writes it. `first` and `last`: whether it begins and ends the call, both where it is the whole of it. Without
+    `complete` the arguments, with the last delta, are only the beginning of an object, since the answer broke off."""
 
     index: int
     id: str
     name: str
     arguments: str
     complete: bool = True
+    first: bool = True
+    last: bool = True
 
 
 Event = ContentDelta | ReasoningDelta | ToolCallDelta

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -80,6 +81,9 @@ class HarmonyParser:
         # The beginning of a message as far as it has come; None within its body.
         self._head: str | None = ""
         self._is_reasoning, self._function, self._body = False, "", ""
+        # The call that is being written, and white space at the end of its arguments so far.
+        self._call: ToolCallDelta | None = None
+        self._space = ""
         self._num_messages = self._num_calls = 0
         self._reasoned = False
         head, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
@@ -140,15 +144,43 @@ class HarmonyParser:
             self._head += text
         elif self._function:
             self._body += text
+            self._add_arguments(text, events)
         elif text and self._is_reasoning:
             events.append(ReasoningDelta(self._body + text))
             self._body, self._reasoned = "", True
         elif text and not self._forced:
             events.append(ContentDelta(text, self._position))
 
+    def _add_arguments(self, text: str, events: list[Event]) -> None:
+        """More of the body of a message to a function; one that begins as an object is a call from there on."""
+        first = self._call is None
+        if first:
+            text = self._body.lstrip()
+            if not text.startswith("{"):
+                return
+            self._call = ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, "")
+            self._num_calls += 1
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._tell(events, shown, first=first)
+
+    def _tell(
+        self, events: list[Event], arguments: str, complete: bool = True, first: bool = False, last: bool = False
+    ) -> None:
+        """Tell of more of the call, unless it is one too many."""
+        assert self._call is not None
+        if self._max_calls is None or self._call.index < self._max_calls:
+            events.append(replace(self._call, arguments=arguments, complete=complete, first=first, last=last))
+
     def _close(self, events: list[Event]) -> None:
         """The body ends."""
-        if self._function:
+        if self._call is not None:
+            complete = arguments_of(self._body) is not None
+            self._tell(events, "" if complete else self._space, complete, last=True)
+            self._call, self._space = None, ""
+        elif self._function:
             # A grammar has the model write an object, however empty.
             arguments = None if self._forced and not self._body.strip() else arguments_of(self._body)
             if arguments is None and self._forced:

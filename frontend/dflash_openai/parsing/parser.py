@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from dflash_openai.parsing.call_streams import CallStream, Piece, call_stream
 from dflash_openai.parsing.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
 from dflash_openai.parsing.tool_formats import Schemas, ToolFormat, truncated_calls
@@ -49,20 +51,23 @@ class RegionParser:
         prompt: str,
         schemas: Schemas,
         max_calls: int | None = None,
+        forced: bool = False,
     ) -> None:
         if reasoning is not None and reasoning.is_closed_after(prompt):
             reasoning = None
         self._tools, self._reasoning = tools, reasoning
         self._schemas = schemas
-        self._max_calls = max_calls
+        self._max_calls, self._forced = max_calls, forced
         in_prompt = reasoning is not None and reasoning.is_open_after(prompt)
         template = _response_template(reasoning, tools)
         self._regions = ResponseParser(template, prefix=reasoning.open if reasoning is not None and in_prompt else "")
         # The beginning of an answer that starts within its reasoning, until it is known whether it has the open mark.
         self._implied = reasoning if reasoning is not None and reasoning.starts_open and not in_prompt else None
         self._beginning = ""
-        # Of a region that may be calls.
+        # Of a region that may be calls: its text, what reads it, and the call that is being written.
         self._body: list[str] = []
+        self._calls: CallStream | None = None
+        self._call = ToolCallDelta(-1, "", "", "")
         # White space that belongs to the text so far if more of the same text follows.
         self._space = ""
         # Whether the next region that opens does so by a mark in the prompt, which is not in the answer.
@@ -117,6 +122,7 @@ class RegionParser:
             if field == _TOOL_CALLS:
                 if kind == "region_chunk":
                     self._body.append(region["text"])
+                    self._add_calls(events, region["text"])
                 elif kind == "region_close":
                     self._close_calls(events, at_end)
             elif kind == "region_chunk":
@@ -164,21 +170,45 @@ class RegionParser:
                 shown = last.text + shown
             events.append(ContentDelta(shown, end))
 
+    def _add_calls(self, events: list[Event], text: str) -> None:
+        """What more text of a region has of calls."""
+        assert self._tools is not None
+        if self._calls is None:
+            self._calls = call_stream(self._tools, self._schemas)
+        self._tell(events, self._calls.feed(text))
+
+    def _tell(self, events: list[Event], pieces: Sequence[Piece]) -> None:
+        """Tell of pieces of calls, but for calls that are too many."""
+        assert self._tools is not None
+        for name, arguments, complete in pieces:
+            if name is not None:
+                self._space, self._at_start = "", True
+                self._call = ToolCallDelta(self._num_calls, self._tools.new_id(), name, "")
+                self._num_calls += 1
+            if self._max_calls is None or self._call.index < self._max_calls:
+                first, last = name is not None, complete is not None
+                call = replace(self._call, arguments=arguments, complete=complete is not False, first=first, last=last)
+                events.append(call)
+
     def _close_calls(self, events: list[Event], at_end: bool) -> None:
         """The calls of a region that has ended; its text, if it is none."""
         assert self._tools is not None
         body, self._body = "".join(self._body), []
+        stream, self._calls = self._calls, None
+        if stream is not None and stream.begun:
+            # A call that has only its name is one where it had to be one.
+            pieces = [each for each in stream.finish() if each.name is None or each.complete or self._forced]
+            self._tell(events, pieces)
+            self._space, self._at_start = "", True
+            return
         # The answer's end closes only regions that have no close mark.
         complete = not (at_end and self._tools.close)
         calls = self._tools.read(body, self._schemas) if complete else None
         if calls is None:
             self._add_text(events, self._tools.open + body + (self._tools.close if complete else ""), ContentDelta)
             return
+        self._tell(events, [Piece(call.name, call.arguments, True) for call in calls])
         self._space, self._at_start = "", True
-        for call in calls:
-            if self._max_calls is None or self._num_calls < self._max_calls:
-                events.append(ToolCallDelta(self._num_calls, self._tools.new_id(), call.name, call.arguments))
-                self._num_calls += 1
 
 
 class ForcedParser:
@@ -208,7 +238,7 @@ class ForcedParser:
     def _without_content(self, events: list[Event]) -> list[Event]:
         self._unread += [event.text for event in events if isinstance(event, ContentDelta)]
         kept: list[Event] = [event for event in events if not isinstance(event, ContentDelta)]
-        self._num_calls += sum(isinstance(event, ToolCallDelta) for event in kept)
+        self._num_calls += sum(isinstance(event, ToolCallDelta) and event.first for event in kept)
         return kept
 
 
@@ -238,5 +268,5 @@ def parser_of(
     """A parser for one answer; arguments as of `RegionParser`. forced: a grammar allows it nothing but calls."""
     if reasoning is None and tools is None:
         return PlainParser()
-    parser = RegionParser(reasoning, tools, prompt, schemas, max_calls)
+    parser = RegionParser(reasoning, tools, prompt, schemas, max_calls, forced)
     return ForcedParser(parser, tools, max_calls) if forced and tools is not None else parser

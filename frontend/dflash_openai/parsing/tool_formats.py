@@ -133,7 +133,7 @@ def _read_qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall] | None:
             return None
         end = parameter.end()
         schema = properties.get(parameter[1]) if isinstance(properties, Mapping) else None
-        arguments[parameter[1]] = _typed(parameter[2], schema)
+        arguments[parameter[1]] = typed_value(parameter[2], schema)
     if body[end:].strip():
         return None
     try:
@@ -142,7 +142,7 @@ def _read_qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall] | None:
         return None
 
 
-def _typed(value: str, schema: Any) -> Any:
+def typed_value(value: str, schema: Any) -> Any:
     """A parameter's value: text where the schema says so or the value is no JSON, else the value that it spells."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     if declared == "string" or (declared is None and not isinstance(schema, Mapping)):
@@ -176,18 +176,24 @@ def truncated_calls(format: ToolFormat, text: str) -> list[tuple[ToolCall, bool]
     if format.open and format.open not in text:
         return []
     text = text.partition(format.open)[2] if format.open else text.strip().removeprefix(PYTHON_TAG)
-    if format is not MISTRAL:
-        return _begun_calls(text)
-    if text.lstrip().startswith("["):
-        return _begun_calls(text.lstrip()[1:])
-    found = [_BEGUN_MISTRAL.match(part) for part in text.split(MISTRAL.open)]
-    return [(ToolCall(part[1], part[2] or ""), _is_object(part[2] or "")) for part in found if part]
+    is_bare = format is MISTRAL and not text.lstrip().startswith("[")
+    return begun_calls(format, text, is_bare)
 
 
-def _begun_calls(text: str) -> list[tuple[ToolCall, bool]]:
-    """Calls as JSON one after the other, the last of which may have no end."""
+def begun_calls(format: ToolFormat, text: str, is_bare: bool = False) -> list[tuple[ToolCall, bool]]:
+    """Calls one after the other, the last of which may have no end: as JSON, or where it `is_bare` as Mistral's newer
+    models write them."""
+    if is_bare:
+        found = [_BEGUN_MISTRAL.match(part) for part in text.split(format.open)]
+        return [(ToolCall(part[1], part[2] or ""), _is_object(part[2] or "")) for part in found if part]
     calls: list[tuple[ToolCall, bool]] = []
+    text = text.lstrip("} \n,;[")
     while begun := _BEGUN_CALL.match(text):
+        whole, end = _whole_call(text)
+        if whole is not None:
+            calls.append((whole, True))
+            text = text[end:].lstrip("} \n,;")
+            continue
         name, rest = json.loads(begun[1]), begun[2] or ""
         try:
             _, end = json.JSONDecoder().raw_decode(rest)
@@ -196,6 +202,16 @@ def _begun_calls(text: str) -> list[tuple[ToolCall, bool]]:
         calls.append((ToolCall(name, rest[:end]), True))
         text = rest[end:].lstrip("} \n,;")
     return calls
+
+
+def _whole_call(text: str) -> tuple[ToolCall | None, int]:
+    """The call that a text begins with, and where it ends; None for one that is not whole."""
+    text = text.lstrip()
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+        return _CALL.decode(text[:end].encode()).call(), end
+    except (ValueError, *_ERRORS):
+        return None, 0
 
 
 def _is_object(text: str) -> bool:

@@ -1,0 +1,262 @@
+"""Tool calls between their marks, as they come in: a call begins as soon as its name is whole and its arguments have
+begun, so that a client sees long arguments grow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from dflash_openai.parsing.tool_formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHON_TAG,
+    QWEN3_CODER,
+    Schemas,
+    ToolFormat,
+    begun_calls,
+    typed_value,
+)
+
+
+class Piece(NamedTuple):
+    """More of a call: its name with the first piece, more text of its arguments, and with the last one whether it is
+    complete."""
+
+    name: str | None
+    arguments: str
+    complete: bool | None = None
+
+
+class CallStream(Protocol):
+    """Reads the calls between two marks. `begun`: whether a piece has come; until then the text may be no call."""
+
+    begun: bool
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces of more text."""
+
+    def finish(self) -> list[Piece]:
+        """The pieces of what was held back, where the region ends. Nothing where no call has begun."""
+
+
+_MARK = re.compile(r'["\\{}\[\]]')
+_HEAD = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_BARE = r"([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)"
+# How a call begins up to its arguments: the first one between the marks, and others after it.
+_HEADS = {
+    HERMES.name: (re.compile(rf"\s*{_HEAD}", re.DOTALL), None),
+    LLAMA3_JSON.name: (
+        re.compile(rf"\s*(?:{re.escape(PYTHON_TAG)}\s*)?{_HEAD}", re.DOTALL),
+        re.compile(rf"\s*;\s*{_HEAD}", re.DOTALL),
+    ),
+    MISTRAL.name: (re.compile(rf"\s*\[\s*{_HEAD}", re.DOTALL), re.compile(rf"\s*,\s*{_HEAD}", re.DOTALL)),
+}
+_BARE_HEADS = re.compile(rf"\s*{_BARE}"), re.compile(rf"\s*{re.escape(MISTRAL.open)}\s*{_BARE}")
+# A head is shorter: a longer text has none.
+MAX_HEAD_CHARS = 4096
+
+
+class JsonText:
+    """Follows the brackets of JSON from its first one on, however it is split."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """depth: of the brackets that are open already."""
+        self._depth, self._in_string, self._escaped = depth, False, False
+
+    def end(self, text: str) -> int | None:
+        """Where in more text the last bracket closes; None where it does not."""
+        at = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        while found := _MARK.search(text, at):
+            at, sign = found.end(), found[0]
+            if self._in_string:
+                if sign == "\\":
+                    if at == len(text):
+                        self._escaped = True
+                        return None
+                    at += 1
+                self._in_string = sign != '"'
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at
+        return None
+
+
+class JsonCalls:
+    """Calls whose arguments are JSON as the model wrote it, in objects with a `name`, or behind the name."""
+
+    def __init__(self, format: ToolFormat, names: Collection[str] | None) -> None:
+        """names: of the functions that may be called; None: any."""
+        self.begun = False
+        self._format, self._names = format, names
+        self._text = ""
+        self._is_bare = False
+        # What is read: a call's head, its arguments, or what its object has after them.
+        self._state = "head"
+        self._json = JsonText()
+
+    def feed(self, text: str) -> list[Piece]:
+        """As of `CallStream`."""
+        self._text += text
+        pieces: list[Piece] = []
+        name: str | None = None
+        while True:
+            if self._state == "head":
+                found = self._head()
+                if found is None:
+                    return pieces
+                name, self._text = found
+                self.begun, self._state, self._json = True, "arguments", JsonText()
+            end = self._json.end(self._text)
+            more, self._text = self._text[:end], "" if end is None else self._text[end:]
+            if self._state == "arguments" and (more or name is not None):
+                pieces.append(Piece(name, more, None if end is None else True))
+                name = None
+            if end is None:
+                return pieces
+            if self._state == "arguments" and not self._is_bare:
+                self._state, self._json = "rest", JsonText(1)
+            else:
+                self._state = "head"
+
+    def finish(self) -> list[Piece]:
+        """As of `CallStream`."""
+        if self._state == "arguments":
+            return [Piece(None, "", False)]
+        if not self.begun or self._state != "head":
+            return []
+        calls = begun_calls(self._format, self._text, self._is_bare)
+        allowed = (each for each in calls if self._names is None or each[0].name in self._names)
+        return [Piece(call.name, call.arguments, complete) for call, complete in allowed]
+
+    def _head(self) -> tuple[str, str] | None:
+        """The name of the call that begins here, and the text from its arguments on; None where there is none yet."""
+        if not self.begun and self._format is MISTRAL:
+            self._is_bare = not self._text.lstrip().startswith("[")
+        first, others = _BARE_HEADS if self._is_bare else _HEADS[self._format.name]
+        pattern = others if self.begun else first
+        found = None if pattern is None else pattern.match(self._text, 0, MAX_HEAD_CHARS)
+        if found is None:
+            return None
+        name = found[1] if self._is_bare else _decoded(found[1])
+        if not name or (self._names is not None and name not in self._names):
+            return None
+        return name, self._text[found.end() :]
+
+
+def _decoded(text: str) -> str:
+    try:
+        return msgspec.json.decode(text, type=str)
+    except (msgspec.MsgspecError, UnicodeError):
+        return ""
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*(?=<parameter=|</function>)")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(?:\n|(?=[^\n]))")
+_CLOSE, _END = "</parameter>", "</function>"
+
+
+class TaggedCalls:
+    """A call as Qwen3-Coder writes it, with a tag for each parameter; the arguments become JSON. Values that are text
+    grow with what comes in, others come when they are whole."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self.begun = False
+        self._schemas = schemas
+        self._text = ""
+        self._properties: Any = None
+        # What is read: the call's head, a parameter's, its value, or nothing more.
+        self._state = "head"
+        self._schema: Any = None
+        self._is_text = False
+        self._num_parameters = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """As of `CallStream`."""
+        self._text += text
+        name: str | None = None
+        parts: list[str] = []
+        ended: bool | None = None
+        if self._state == "head" and (found := _FUNCTION.match(self._text, 0, MAX_HEAD_CHARS)):
+            name, self._text = found[1], self._text[found.end() :]
+            self.begun, self._state = True, "parameter"
+            self._properties = self._schemas.get(name, {}).get("properties")
+            parts.append("{")
+        while self._state in ("parameter", "value"):
+            more = self._parameter() if self._state == "parameter" else self._value()
+            if more is None:
+                break
+            parts.append(more)
+            if self._state == "done":
+                ended = True
+        arguments = "".join(parts)
+        return [Piece(name, arguments, ended)] if arguments or ended else []
+
+    def finish(self) -> list[Piece]:
+        """As of `CallStream`. The mark that ends the function may be missing."""
+        if not self.begun or self._state == "done":
+            return []
+        is_whole = self._state == "parameter" and not self._text.strip()
+        self._state = "done"
+        return [Piece(None, "}" if is_whole else "", is_whole)]
+
+    def _parameter(self) -> str | None:
+        """The JSON of what comes next: a parameter's name, or the end; None where it is not whole."""
+        if found := _PARAMETER.match(self._text):
+            name, self._text = found[1], self._text[found.end() :]
+            self._state = "value"
+            self._schema = self._properties.get(name) if isinstance(self._properties, dict) else None
+            declared = self._schema.get("type") if isinstance(self._schema, dict) else "string"
+            self._is_text = declared == "string"
+            comma = "," if self._num_parameters else ""
+            self._num_parameters += 1
+            return f"{comma}{json.dumps(name, ensure_ascii=False)}:" + '"' * self._is_text
+        rest = self._text.lstrip()
+        if rest.startswith(_END):
+            self._state = "done"
+            return "}"
+        if not any(mark.startswith(rest) or rest.startswith(mark) for mark in (_END, "<parameter=")):
+            self._state = "broken"
+        return None
+
+    def _value(self) -> str | None:
+        """The JSON of more of a value; None where there is nothing yet."""
+        at = self._text.find(_CLOSE)
+        if at >= 0:
+            value, self._text = self._text[:at].removesuffix("\n"), self._text[at + len(_CLOSE) :]
+            self._state = "parameter"
+            if self._is_text:
+                return _escaped(value) + '"'
+            return msgspec.json.encode(typed_value(value, self._schema)).decode()
+        if not self._is_text:
+            return None
+        held = max((n for n in range(1, len(_CLOSE) + 1) if self._text.endswith(f"\n{_CLOSE}"[:n])), default=0)
+        held = max(held, max((n for n in range(1, len(_CLOSE)) if self._text.endswith(_CLOSE[:n])), default=0))
+        end = len(self._text) - held
+        if not end:
+            return None
+        value, self._text = self._text[:end], self._text[end:]
+        return _escaped(value)
+
+
+def _escaped(text: str) -> str:
+    """The inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def call_stream(format: ToolFormat, schemas: Schemas) -> CallStream:
+    """What reads the calls of a region."""
+    if format is QWEN3_CODER:
+        return TaggedCalls(schemas)
+    # No mark tells a call of Llama's from an answer in JSON, so only calls of functions that the request offers count.
+    return JsonCalls(format, schemas.keys() if format is LLAMA3_JSON else None)
