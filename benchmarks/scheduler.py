@@ -16,13 +16,14 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv import KVManager
-from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepDrafts, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
@@ -84,6 +85,11 @@ class _TimedWorker:
         self.num_rows = len(plan.rows)
         self.returned_s = time.thread_time()
         return StepResult(plan.step_id, results)
+
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        """No confidences."""
+        assert self._plan is not None
+        return StepDrafts(self._plan.step_id)
 
 
 def _config(num_blocks: int) -> SchedulerConfig:

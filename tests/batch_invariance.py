@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.batch import StepInputs
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import Prepared
 from tests.worker.engines import Outputs
 
 MAX_TOKENS = 12
@@ -27,17 +26,19 @@ class KeptLogits:
         self._target_tokens = ops.target_tokens
         ops.target_tokens = self._keep  # type: ignore[method-assign]
 
-    def _keep(self, logits: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: StateTensors) -> torch.Tensor:
-        positions = prepared.positions
-        if inputs.logits_token is not None:
-            positions = positions[inputs.logits_token.long()]
+    def _keep(self, step: Step, state: StateTensors) -> torch.Tensor:
+        if not isinstance(step.logits, torch.Tensor):
+            return self._target_tokens(step, state)
+        positions = step.positions
+        if step.logits_token is not None:
+            positions = positions[step.logits_token.long()]
         names = {record.index: name for name, record in self._runner.requests.records.items()}
-        index = inputs.batch.req_idx[inputs.logits_row.clamp(min=0)].tolist()
-        rows = zip(logits, index, positions.tolist(), inputs.logits_row.tolist(), strict=True)
+        index = step.batch.req_idx[step.logits_row.clamp(min=0)].tolist()
+        rows = zip(step.logits, index, positions.tolist(), step.logits_row.tolist(), strict=True)
         for row_logits, request, position, row in rows:
             if row >= 0 and request in names:
                 self.logits[names[request], position] = row_logits.clone()
-        return self._target_tokens(logits, inputs, prepared, state)
+        return self._target_tokens(step, state)
 
 
 def run(

@@ -20,12 +20,12 @@ from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights
 from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.models.ops import select_ops
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
-from dflash_backend.worker.step_ops import Prepared, select_step_ops
+from dflash_backend.worker.step_ops import select_step_ops
 
 BLOCK_SIZE = 16
 # Drawn acceptances in the table that a captured step looks them up in; a power of two.
@@ -145,8 +145,8 @@ def drawn_by_place(acceptance: SyntheticAcceptance, device: torch.device) -> For
     table = torch.tensor(acceptance.draw(TABLE_SIZE, seed=0), dtype=torch.int32, device=device)
     multipliers = [random.Random(seed).randrange(1, TABLE_SIZE, 2) for seed in (1, 2)]
 
-    def accepted(rows: DeviceBatch, prepared: Prepared) -> torch.Tensor:
-        place = prepared.starts.long() * multipliers[0] + rows.req_idx.long() * multipliers[1]
-        return torch.minimum(table[place % TABLE_SIZE], rows.num_draft)
+    def accepted(step: Step) -> torch.Tensor:
+        place = step.starts.long() * multipliers[0] + step.batch.req_idx.long() * multipliers[1]
+        return torch.minimum(table[place % TABLE_SIZE], step.batch.num_draft)
 
     return accepted

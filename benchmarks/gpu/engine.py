@@ -7,7 +7,7 @@ computed (`SkippedPrefill`: the KV of the context is random numbers), and accept
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from benchmarks.gpu.floor import PHASES, Ceilings, CycleSize, cycle_work, floor_
 from benchmarks.gpu.results import DFLASH, NO_DRAFT, Cycle
 from benchmarks.gpu.shapes import Shape
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import StepPlan, StepResult, Worker
+from dflash_backend.core.plan import StepDrafts, StepPlan, StepResult, Worker
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
 WARM_UP = 6
@@ -101,6 +101,13 @@ class SkippedPrefill:
         result = self._worker.collect()
         self.waited_s += time.perf_counter() - started
         return result
+
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        """The drafts of the step that was collected last."""
+        started = time.perf_counter()
+        drafts = self._worker.collect_drafts(ended)
+        self.waited_s += time.perf_counter() - started
+        return drafts
 
     def reset(self) -> None:
         """Remove every request."""

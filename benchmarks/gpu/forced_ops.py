@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
+from dflash_backend.worker.step_ops import StepOps
 
-ForcedAcceptance = Callable[[DeviceBatch, Prepared], torch.Tensor]
+ForcedAcceptance = Callable[[Step], torch.Tensor]
 """How many drafts of each row are accepted: int32 `[R]` on the device, 0 to k, no more than the row has. It is captured
 in graphs, so it must follow from its arguments: from the rows and where they start."""
 
@@ -23,21 +23,20 @@ def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
     """`ops` itself, whose accept sees other tokens of the target from now on: `forced_tokens`."""
     accept = ops.accept
 
-    def forced(target_tokens: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> Accepted:
-        counts = acceptance(batch, prepared)
-        return accept(forced_tokens(counts, target_tokens, batch, prepared, state), batch, prepared, state)
+    def forced(step: Step, state: StateTensors) -> None:
+        step.target_tokens = forced_tokens(acceptance(step), step, state)
+        accept(step, state)
 
     ops.accept = forced  # type: ignore[method-assign]
     return ops
 
 
-def forced_tokens(
-    counts: torch.Tensor, target_tokens: torch.Tensor, rows: DeviceBatch, prepared: Prepared, state: StateTensors
-) -> torch.Tensor:
-    """What takes the place of `target_tokens` (int64 `[D]`), so that rows accept `counts` (int32 `[R]`) of their
+def forced_tokens(counts: torch.Tensor, step: Step, state: StateTensors) -> torch.Tensor:
+    """What takes the place of `step.target_tokens` (int64 `[D]`), so that rows accept `counts` (int32 `[R]`) of their
     drafts: the drafts themselves, and then another token than the next draft."""
+    rows, target_tokens = step.batch, step.target_tokens
     columns = torch.arange(state.k + 1, device=target_tokens.device)
-    first = (prepared.starts + rows.num_new).long()
+    first = (step.starts + rows.num_new).long()
     positions = (first[:, None] + columns).clamp(min=0, max=state.max_len - 1)
     drafts = state.tokens[rows.req_idx.clamp(min=0).long()[:, None], positions]
     other = torch.where(drafts > 0, drafts - 1, drafts + 1)

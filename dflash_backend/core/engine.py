@@ -1,5 +1,8 @@
 """The step loop: requests in, `StepOutputs` out. Plan, run on the worker, apply; no threads and no queues of its own.
 
+A step's tokens are there before its drafts. `step` returns them, and `finish_step`, called once they are sent, takes in
+the drafts; a worker on a CPU drafts only then.
+
 `EngineCore` runs in the engine process behind ZeroMQ, and in-process behind `dflash_backend.LLM`.
 
 With a worker that overlaps, one step stays in flight between two calls of `step` (`docs/gpu.md`): the next step is
@@ -27,6 +30,7 @@ from dflash_backend.core.plan import (
     StepFailed,
     StepOutOfMemory,
     StepPlan,
+    StepResult,
     Worker,
 )
 from dflash_backend.core.request import Request
@@ -56,16 +60,20 @@ STATS_INTERVAL_S = 0.25
 _NO_STOPS: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StepInFlight:
     """A submitted step, the requests of its rows in the plan's order, and when planning started, ended, and the worker
-    had it."""
+    had it; then its result, when that was awaited, had come, and was applied."""
 
     plan: StepPlan
     requests: list[Request]
     started: float
     planned: float
     submitted: float
+    result: StepResult | None = None
+    waited: float = 0.0
+    executed: float = 0.0
+    applied: float = 0.0
 
 
 class EngineCore:
@@ -90,10 +98,14 @@ class EngineCore:
         self._overlap = overlap and worker.overlaps
         # Submitted and not collected, the oldest first: at most one between two calls of `step`.
         self._in_flight: deque[_StepInFlight] = deque()
+        # The step that was collected last, until its drafts are.
+        self._drafting: _StepInFlight | None = None
+        # What the next `step` returns beside its own.
+        self._outputs = StepOutputs()
         # A step that the worker could not run, and why; nothing is planned before `_isolate` has looked into it.
         self._failed_step: tuple[StepPlan, str] | None = None
         self._clock = clock
-        self._last_executed = 0.0  # when the last collected step had run
+        self._last_finished = 0.0  # when the drafts of the last step had come
         self._trace = trace
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -146,8 +158,9 @@ class EngineCore:
 
         With overlap the deltas are those of the step before the one submitted now; the first call yields none.
         """
+        self.finish_step()
         started = self._clock()
-        outputs = StepOutputs()
+        outputs, self._outputs = self._outputs, StepOutputs()
         if self._deadlines.heap and self._deadlines.heap[0][0] <= started:
             self._expire(started, outputs)
         if self._grammars.waiting:
@@ -167,9 +180,58 @@ class EngineCore:
         self._stats_sent_at = ended
         return msgspec.structs.replace(outputs, stats=self.stats())
 
+    def finish_step(self) -> None:
+        """Take in the drafts of the step whose tokens `step` returned last, where that has not been done. To be called
+        once those are sent, which then does not wait for drafting; `step` calls it too."""
+        step, self._drafting = self._drafting, None
+        if step is None:
+            return
+        begun = self._clock()
+        rows, result = list(zip(step.plan.rows, step.requests, strict=True)), step.result
+        assert result is not None
+        try:
+            drafts = self._worker.collect_drafts(
+                [row.request_id for row, request in rows if not self._is_in_progress(request)]
+            )
+        except StepFailed as error:
+            self._failed_step = step.plan, str(error)
+            return
+        finished = self._clock()
+        for request_id, (reason, status) in drafts.errors.items():
+            request = next(request for row, request in rows if row.request_id == request_id)
+            if self._is_in_progress(request):
+                self._fail(request, reason, self._outputs, status=status)
+        for (row, request), confidences in zip(rows, drafts.confidences, strict=False):
+            if row.num_next_draft:
+                request.speculation.confidences = confidences
+        for row, request in rows if drafts.num_kept else ():
+            if row.request_id in drafts.num_kept:
+                request.num_pending_drafts = drafts.num_kept[row.request_id]
+        self._outputs.phase_seconds.update(drafts.phase_seconds)
+        if self._overlap:
+            # Behind another step in flight, this one began when that one had run.
+            seconds = finished - max(step.planned, self._last_finished)
+        else:
+            seconds = step.executed - step.planned + finished - begun
+        self._last_finished = finished
+        self._step_seconds += finished - begun
+        self.scheduler.observe(step.plan, result, seconds, drafts.phase_seconds.get("draft", 0.0))
+        if self._trace is not None:
+            drafted_from = None if self._overlap else begun
+            times = StepTimes(
+                step.started, step.planned, step.submitted, step.waited, step.executed, step.applied, finished,
+                drafted_from,
+            )  # fmt: skip
+            self._trace.step(step.plan, result, drafts.phase_seconds, times)
+
+    def idle_outputs(self) -> StepOutputs:
+        """What is left to say once nothing is unfinished: the counts as they are now."""
+        outputs, self._outputs = self._outputs, StepOutputs()
+        return msgspec.structs.replace(outputs, stats=self.stats())
+
     def has_unfinished(self) -> bool:
         """Whether a request is queued or running, or a step of ended requests is in flight."""
-        return bool(self._requests or self._in_flight or self._failed_step)
+        return bool(self._requests or self._in_flight or self._failed_step or self._outputs.rejected)
 
     @property
     def num_waiting(self) -> int:
@@ -286,6 +348,7 @@ class EngineCore:
         num_decodes = 0
         try:
             while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
+                self._finish_or_raise()
                 now = self._clock()
                 plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
                 if plan is not None:
@@ -295,6 +358,8 @@ class EngineCore:
         except (StepFailed, StepOutOfMemory) as error:
             self._fail(request, failed(str(error)), alone)
         self._collect_down_to(0, alone)
+        self.finish_step()
+        self._failed_step = None
         self.scheduler.take_all()
         self._worker.reset()
         if alone.deltas:
@@ -303,35 +368,36 @@ class EngineCore:
     def _is_in_progress(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
+    def _finish_or_raise(self) -> None:
+        """As `finish_step`. Raises `StepFailed`."""
+        self.finish_step()
+        if self._failed_step is not None:
+            message, self._failed_step = self._failed_step[1], None
+            raise StepFailed(message)
+
     def _collect_down_to(self, num_left: int, outputs: StepOutputs) -> None:
         """Wait for the oldest steps in flight and apply their results, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
+            self.finish_step()
             step = self._in_flight.popleft()
-            waited = self._clock()
-            result = self._worker.collect()
-            executed = self._clock()
-            # Behind another step in flight, this one began when that one had run.
-            seconds = executed - max(step.planned, self._last_executed)
-            self._last_executed = executed
-            outputs.phase_seconds.update(result.phase_seconds)
+            step.waited = self._clock()
+            step.result = result = self._worker.collect()
+            step.executed = now = self._clock()
             plan = step.plan
             if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
                 raise RuntimeError(
                     f"the worker answered step {result.step_id} with {len(result.rows)} rows; step {plan.step_id} with "
                     f"{len(plan.rows)} rows was asked for"
                 )
-            now = self._clock()
             for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
                 # The result of a request that has ended meanwhile is dropped, also when its id is in use again.
                 if self._requests.get(request.request_id) is request:
                     self._apply(request, row, row_result, now, outputs)
-            self.scheduler.observe(step.plan, result, seconds)
             self._num_steps += 1
             if result.mask_seconds:
                 self._grammars.observe_masks(result.mask_seconds)
-            if self._trace is not None:
-                times = StepTimes(step.started, step.planned, step.submitted, waited, executed, self._clock())
-                self._trace.step(step.plan, result, times)
+            step.applied = self._clock()
+            self._drafting = step
 
     def _apply(
         self, request: Request, row: ScheduledRequest, result: RequestResult, now: float, outputs: StepOutputs
@@ -348,7 +414,7 @@ class EngineCore:
         request.num_computed += row.num_new + result.num_accepted
         if row.sample or row.num_next_draft:
             # Not after a chunk: a resumed request's drafts are pending until its prefill has come to their anchor.
-            request.num_pending_drafts = row.num_next_draft if result.num_next_draft is None else result.num_next_draft
+            request.num_pending_drafts = row.num_next_draft
         token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         if row.sample:

@@ -6,13 +6,13 @@ proposed; the plan carries only what changed. Draft token values never come here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from dflash_backend.messages import ErrorStatus, FinishReason, SamplingParams, TokenLogprobs
+from dflash_backend.messages import ErrorStatus, SamplingParams, TokenLogprobs
 
 # Groups of rows in a step that read the beginning of their KV together, at most, and rows of one, at least: with fewer,
 # what is saved is hardly more than what a launch and the merge of two results cost.
@@ -163,13 +163,11 @@ class RequestResult:
     """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
 
     `num_verified` of the row's drafts were verified and `num_accepted` of them accepted:
-    `len(token_ids) == num_accepted + 1` for a row that sampled. `confidences` are the drafter's in the drafts that it
-    proposed in this step; empty where it has none.
-    `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None. `prompt_logprobs`
-    has an entry for each token of the prompt that a position of this row predicts, when the request asked for them.
-    `num_next_draft`: how many drafts the next row verifies, where the worker kept fewer than it proposed. `error`: why
-    this request cannot go on, for its client; the others are not affected. `error_status`: whose fault that is, a gRPC
-    status name.
+    `len(token_ids) == num_accepted + 1` for a row that sampled. `logprobs` has an entry for each of `token_ids` when
+    the request asked for them, else it is None. `prompt_logprobs` has an entry for each token of the prompt that a
+    position of this row predicts, when the request asked for them.
+    `error`: why this request cannot go on, for its client; the others are not affected. `error_status`: whose fault
+    that is, a gRPC status name.
     """
 
     request_id: str
@@ -177,11 +175,9 @@ class RequestResult:
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    num_next_draft: int | None = None
     error: str | None = None
     error_status: ErrorStatus = "INTERNAL"
     num_verified: int = 0
-    confidences: list[float] = field(default_factory=list)
 
     def fits(self, row: ScheduledRequest) -> bool:
         """Whether this can be the answer to `row`. Going on with another one would corrupt the request."""
@@ -191,19 +187,34 @@ class RequestResult:
             and 0 <= self.num_accepted <= self.num_verified <= row.num_draft
             and len(self.token_ids) == expected
             and (self.logprobs is None or len(self.logprobs) == expected)
-            and (self.num_next_draft is None or 0 <= self.num_next_draft <= row.num_next_draft)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step yielded, a row each, in the plan's order. `phase_seconds` has the wall time of verify, accept,
-    inject and draft where it was measured; `mask_seconds` is the host's time of filling grammars' masks."""
+    """What a step yielded, a row each, in the plan's order: known once drafts are accepted, before the next ones are
+    proposed. `mask_seconds` is the host's time of filling grammars' masks."""
 
     step_id: int
     rows: list[RequestResult]
-    phase_seconds: dict[str, float] = field(default_factory=dict)
     mask_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """What a step proposed, known after its `StepResult`.
+
+    confidences: for each row, in the plan's order, the drafter's in the drafts that it proposed; empty where it has
+    none. num_kept: by request id, how many drafts the next row verifies where the worker kept fewer than it proposed.
+    errors: by request id, why a request cannot go on, and a gRPC status name. phase_seconds: wall time of verify,
+    accept, inject and draft, where it was measured.
+    """
+
+    step_id: int
+    confidences: list[list[float]] = field(default_factory=list)
+    num_kept: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, tuple[str, ErrorStatus]] = field(default_factory=dict)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class StepOutOfMemory(Exception):
@@ -242,42 +253,8 @@ class Worker(Protocol):
         """The result of the oldest step that was submitted and not collected; waits for it. There must be one."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class EndRule:
-    """What ends one request's answer.
-
-    stop_ids: tokens that end it, but for those among the first `min_tokens - 1`. max_tokens: its length at most.
-    """
-
-    stop_ids: frozenset[int]
-    min_tokens: int
-    max_tokens: int
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> EndRule:
-        """The rule of a request with these parameters.
-
-        A grammar allows the end of an answer only when it is complete, or, with `ignore_eos` or `min_tokens`, when it
-        cannot go on; so with one an end-of-sequence token always ends it.
-        """
-        has_grammar = sampling.structured_outputs is not None
-        eos = () if sampling.ignore_eos and not has_grammar else eos_token_ids
-        min_tokens = 0 if has_grammar else sampling.min_tokens
-        return cls(frozenset(eos) | frozenset(sampling.stop_token_ids), min_tokens, sampling.max_tokens)
-
-    def apply(
-        self, token_ids: Sequence[int], num_before: int, max_tokens: int | None = None
-    ) -> tuple[int, FinishReason | None]:
-        """How many of a step's tokens, which follow `num_before` of the answer, belong to it, and why it ends there;
-        None: it goes on. A stop token is kept: its text is the detokeniser's to leave out. max_tokens: a lower limit.
-        """
-        limit = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
-        if num_before + len(token_ids) < limit and self.stop_ids.isdisjoint(token_ids):
-            return len(token_ids), None
-        for count, token_id in enumerate(token_ids, start=1):
-            if token_id in self.stop_ids and num_before + count >= self.min_tokens:
-                return count, "stop"
-            if num_before + count >= limit:
-                return count, "length"
-        return len(token_ids), None
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        """What the step that was collected last proposed; waits for it. Called once after each `collect`, before the
+        next `submit` or `collect`. ended: the requests of its rows that have ended: their drafts are of no use. Raises
+        `StepFailed`."""
+        ...

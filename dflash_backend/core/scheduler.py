@@ -325,13 +325,13 @@ class Scheduler:
             return None
         return self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Take in how long a step has run."""
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
+        """Take in how long a step has run, and how much of that was drafting."""
         num_prefill = plan.num_prefill_tokens
         num_positions = sum(row.num_computed for row in plan.rows)
         self._prefill_bound.step_time.observe(num_prefill, plan.num_tokens - num_prefill, seconds, num_positions)
         if self.speculation is not None:
-            self.speculation.observe(plan, result, seconds, result.phase_seconds.get("draft", 0.0))
+            self.speculation.observe(plan, result, seconds, draft_s)
 
     def shrink(self, plan: StepPlan) -> None:
         """Make the next step smaller than `plan`, which did not fit the device's memory: preempt the requests that it

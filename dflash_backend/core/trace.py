@@ -9,7 +9,7 @@ has `max_steps` steps, the next one is begun and the one before it is deleted: b
 of the last steps are there whatever happens. Every file begins with the requests that were under way.
 
 Tracks: "steps" has a slice for each step with its rows as arguments, from when the worker could begin it to when its
-result was there; "phases" has the worker's phases below it; "host" has what the engine did: schedule, submit, wait and
+drafts were there; "phases" has the worker's phases below it; "host" has what the engine did: schedule, submit, wait and
 apply, which lie below the step before where steps overlap; "messages" has what passed between the engine and the
 stub; each request is an asynchronous slice from its arrival to its end. The worker tells how long its phases took
 and not when they began, so they are drawn one after the other; what is left of its time is drawn last, as "other".
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,8 +35,9 @@ _TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages", HOST: "host"}
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When the engine began to plan a step, had its plan, had submitted it, began to wait for its result, had it, and
-    had applied it; seconds of the engine's clock. Without overlap a worker runs the step while it is submitted."""
+    """When the engine began to plan a step, had its plan, had submitted it, began to wait for its result, had it, had
+    applied it, and had its drafts; seconds of the engine's clock. Without overlap a worker runs the step while it is
+    submitted, and injects and drafts from `drafted_from` on; with overlap it goes on at once, and that is None."""
 
     started: float
     planned: float
@@ -44,6 +45,8 @@ class StepTimes:
     waited: float
     executed: float
     applied: float
+    finished: float
+    drafted_from: float | None = None
 
 
 class StepTrace:
@@ -74,8 +77,8 @@ class StepTrace:
             args = {"reason": reason, "output tokens": num_output_tokens}
             self._write(self._request_event("e", request_id, at, args))
 
-    def step(self, plan: StepPlan, result: StepResult, times: StepTimes) -> None:
-        """A step was run and applied."""
+    def step(self, plan: StepPlan, result: StepResult, phase_seconds: Mapping[str, float], times: StepTimes) -> None:
+        """A step was run and applied, and has drafted."""
         rows = {
             row.request_id: {
                 "computed": row.num_computed,
@@ -99,15 +102,17 @@ class StepTrace:
         }
         # Steps run one after the other: one that was submitted after another began when that had ended.
         at = max(times.planned, self._executed)
-        self._executed = times.executed
-        self._slice(STEPS, f"step {plan.step_id}", at, times.executed, args)
+        self._executed = times.finished
+        self._slice(STEPS, f"step {plan.step_id}", at, times.finished, args)
         self._slice(HOST, "schedule", times.started, times.planned)
         self._slice(HOST, "submit", times.planned, times.submitted)
-        for phase, seconds in result.phase_seconds.items():
-            end = min(at + seconds, times.executed)
+        for phase, seconds in phase_seconds.items():
+            if phase == "inject" and times.drafted_from is not None:
+                at = times.drafted_from
+            end = min(at + seconds, times.finished)
             self._slice(PHASES, phase, at, end)
             at = end
-        self._slice(PHASES, "other", at, times.executed)
+        self._slice(PHASES, "other", at, times.finished)
         self._slice(HOST, "wait", times.waited, times.executed)
         self._slice(HOST, "apply", times.executed, times.applied)
         self._file.flush()

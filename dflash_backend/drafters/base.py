@@ -169,7 +169,7 @@ class ContextBatch:
 
     features: `[n, L * target_hidden]`. positions, slots: int64 `[n]`. padded: whether there may be slots below 0, for
     which nothing is written. next_token_ids: int64 `[n]`, the token behind each position, for a drafter with
-    `reads_next_tokens`.
+    `reads_next_tokens`. token_row: int32 `[n]`, the row of the step that each belongs to; no drafter reads it.
     """
 
     features: torch.Tensor
@@ -177,6 +177,7 @@ class ContextBatch:
     slots: torch.Tensor
     padded: bool = False
     next_token_ids: torch.Tensor | None = None
+    token_row: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,7 @@ class LLM:
         finally:
             with whole:
                 core.abort(list(running))
+                core.finish_step()
 
     def _step(self, running: dict[str, RequestState]) -> tuple[list[RequestState], list[RequestRejected]]:
         """Run a step; the requests that it finishes, and those that cannot be served."""

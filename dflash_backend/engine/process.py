@@ -125,8 +125,9 @@ class EngineLoop:
                     self._say(msgspec.structs.replace(outputs, queue=self._queue()))
                 if self._trace is not None:
                     self._trace.messages("send", started, len(outputs.deltas))
+                self._core.finish_step()
             elif busy:
-                self._say(StepOutputs(stats=self._core.stats(), queue=self._queue()))
+                self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(StepOutputs(queue=self._queue()))
 

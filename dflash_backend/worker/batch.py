@@ -8,16 +8,16 @@ steps lie in one buffer (`LayoutBuffer`), whose address is always the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, SharedPrefixes
-from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, EndRule, ScheduledRequest, SharedPrefix
+from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, ScheduledRequest, SharedPrefix
 from dflash_backend.drafters.base import DraftQueries
 from dflash_backend.models.interface import WindowSlots
+from dflash_backend.models.recurrent_state import StateRows
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.transfers import ALIGNMENT, Uploader
 from dflash_kernels import one_row
@@ -115,25 +115,30 @@ class DeviceBatch:
         return cls(**dict(zip(_ROW_FIELDS, fields.unbind(0), strict=True)), token_row=buffer[num_fields:])
 
 
-class DraftingRow(NamedTuple):
-    """A row that yields tokens and drafts: its number in the step, where its request's answer begins, and what ends
-    it."""
+@dataclass
+class Step:
+    """A step of R rows, T tokens and D rows of logits, on the device: its layout, and what `ModelStep` finds.
 
-    number: int
-    num_prompt_tokens: int
-    rule: EndRule
+    Layout. logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in
+    order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. budget: float32
+    `[2 + k + R]`, which drafts are verified, as `dflash_kernels.verify_budget` reads it: `batch.num_draft` has how many
+    there are, and where tokens and logits lie is not known yet. None: it is as `batch` says. draft_width: drafts that a
+    row proposes at most; None: k. shared: rows that read a prefix together; None for none.
 
+    `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
+    padding), `attention` (the rows as attention runs them), `padded` (whether slots may be -1), `windows` (where the KV
+    of layers with a window lies, if these have block ids of their own); and what it gave: features `[T, L * hidden]`
+    (None without a drafter that reads any), logits `[D, vocab]` (None where no row chooses tokens), target_tokens int64
+    `[D]`, the target's own token for each row of logits, and `states`, what was kept for recurrent layers. A padding
+    token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and position 0.
+    `seq_lens` never goes past a row's blocks either.
 
-@dataclass(frozen=True)
-class StepInputs:
-    """A step of R rows, T tokens and D rows of logits.
+    `accept` fills in num_accepted int32 `[R]`, accepted drafts; new_tokens int64 `[R, k + 1]`, those drafts and the
+    token that follows, then 0, all 0 for a row that does not sample; and `results` int64 `[R * (k + 3)]`: accepted
+    drafts and verified ones of each row, then new_tokens.
 
-    logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in order.
-    logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. Both on the device, as `batch` is.
-    budget: float32 `[2 + k + R]` on the device, which drafts are verified, as `dflash_kernels.verify_budget` reads it:
-    `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as `batch`
-    says. draft_width: drafts that a row proposes at most; None: k. shared: rows that read a prefix together; None for
-    none. drafting: on the host, the rows that draft unless they end with the step; others draft in any case.
+    `draft` fills in `drafts`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is of the
+    drafts of each row (the bits of float32).
     """
 
     batch: DeviceBatch
@@ -144,15 +149,24 @@ class StepInputs:
     budget: torch.Tensor | None = None
     draft_width: int | None = None
     shared: SharedPrefixes | None = None
-    drafting: Sequence[DraftingRow] = ()
 
-    def without_drafts(self, rows: Sequence[int]) -> StepInputs | None:
-        """The same with no drafts to propose in these rows, on the host; None when no other row drafts."""
-        if not rows:
-            return self
-        num_next = self.batch.num_next.clone()
-        num_next.numpy()[list(rows)] = 0
-        return replace(self, batch=replace(self.batch, num_next=num_next)) if num_next.numpy().any() else None
+    token_ids: torch.Tensor = field(init=False)
+    positions: torch.Tensor = field(init=False)
+    slots: torch.Tensor = field(init=False)
+    starts: torch.Tensor = field(init=False)
+    seq_lens: torch.Tensor = field(init=False)
+    attention: AttentionBatch = field(init=False)
+    padded: bool = field(init=False)
+    windows: WindowSlots | None = field(init=False, default=None)
+    timestamps: torch.Tensor = field(init=False)
+    features: torch.Tensor | None = field(init=False, default=None)
+    logits: torch.Tensor | None = field(init=False, default=None)
+    target_tokens: torch.Tensor = field(init=False)
+    states: StateRows | None = field(init=False, default=None)
+    num_accepted: torch.Tensor = field(init=False)
+    new_tokens: torch.Tensor = field(init=False)
+    results: torch.Tensor = field(init=False)
+    drafts: torch.Tensor = field(init=False)
 
     @property
     def num_rows(self) -> int:
@@ -223,7 +237,7 @@ class HostBatch:
         return num_draft if self.budget is None else min(num_draft, self.budget.num_drafts)
 
     def budget_numbers(self, k: int, num_rows: int, num_drafts: int) -> np.ndarray:
-        """What `StepInputs.budget` is, for `num_drafts` drafts."""
+        """What `Step.budget` is, for `num_drafts` drafts."""
         numbers = np.zeros(2 + k + num_rows, dtype=np.float32)
         numbers[0] = num_drafts
         if self.budget is not None:
@@ -267,7 +281,7 @@ class HostBatch:
         row_multiple: int = 1,
         k: int = 0,
         block_size: int = 0,
-    ) -> StepInputs:
+    ) -> Step:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
         drafts that a budget has offsets for. block_size: positions of a block, for prefixes that rows share."""
         if len(self.req_idx) == row_multiple == 1 and self.budget is None:
@@ -303,9 +317,9 @@ class HostBatch:
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
         budget = more[0] if more else None
-        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, budget, shared=shared)
+        return Step(batch, logits, rows, self.bounds(num_rows), self.traits, budget, shared=shared)
 
-    def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]]) -> StepInputs:
+    def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]]) -> Step:
         """As `ragged`, of a single row, in plain numbers: a tenth of the calls of numpy."""
         each = self.req_idx, self.start, self.num_unverified, self.num_new, self.num_draft, self.num_next
         index, start, unverified, num_new, num_draft, num_next = (values.item() for values in each)
@@ -323,7 +337,7 @@ class HostBatch:
         lens, ends, draft_ends = np.array([[num_tokens], [end], [draft_end]])
         bounds = LengthBounds(lens, ends, draft_ends, unverified + num_draft)
         every = samples and num_logits == num_tokens
-        return StepInputs(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits)
+        return Step(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
@@ -431,7 +445,7 @@ def exact_layout(
     return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
 
 
-def draft_width(inputs: StepInputs, state: StateTensors) -> int:
+def draft_width(inputs: Step, state: StateTensors) -> int:
     """Drafts that a row of the step proposes at most."""
     return state.k if inputs.draft_width is None else inputs.draft_width
 
@@ -499,6 +513,6 @@ class LayoutBuffer:
         batch = HostBatch([], *(none,) * 6, sample=flags, traits=BatchTraits(False, False))
         self.send_padded(batch, num_rows, num_tokens)
 
-    def send_ragged(self, batch: HostBatch) -> StepInputs:
+    def send_ragged(self, batch: HostBatch) -> Step:
         """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
         return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k, self.block_size)

@@ -19,6 +19,7 @@ import torch
 
 from dflash_backend.core.plan import ScheduledRequest
 
+Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 # Weights up to this size are taken to stay in the caches of a server's cores.
@@ -92,13 +93,9 @@ class BatchThreads:
             before += size
         return [part for part in parts if part]
 
-    def run(
-        self, work: Callable[[list[ScheduledRequest]], Result], parts: list[list[ScheduledRequest]]
-    ) -> list[Result]:
+    def run(self, work: Callable[[Part], Result], parts: Sequence[Part], is_long: bool = False) -> list[Result]:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
-        ended."""
-        num_tokens = sum(row.num_new + row.num_draft for row in parts[0])
-        is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
+        ended. is_long: the single part has so many tokens that threads within its operations serve it better."""
         if self._op_threads is not None:
             with op_threads(self._op_threads):
                 return [work(part) for part in parts]
@@ -111,6 +108,11 @@ class BatchThreads:
         finally:
             wait(futures)
         return [first] + [future.result() for future in futures]
+
+
+def is_long(parts: Sequence[Sequence[ScheduledRequest]]) -> bool:
+    """Whether these parts are one, of a long prompt."""
+    return len(parts) == 1 and sum(row.num_new + row.num_draft for row in parts[0]) >= INTRA_OP_TOKENS
 
 
 def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:

@@ -64,14 +64,18 @@ class GrammarAnswer:
         """Whose fault the error is."""
         return "INVALID_ARGUMENT" if self.matcher is None else self.matcher.status
 
-    def accept(self, token_ids: list[int], drafts: list[int], has_next: bool) -> list[int]:
-        """Take what a row yielded: its accepted tokens, and the drafts that it proposed. Returns the drafts to verify:
-        the legal ones, and behind them, in place of the others, tokens that the grammar forces. With `has_next` the
-        next row is in flight already, and verifies the drafts as they are."""
+    def advance(self, token_ids: list[int]) -> None:
+        """Take the tokens that a row yielded."""
+        if self.matcher is not None:
+            self.num_tokens += len(token_ids)
+            self.matcher.advance(token_ids)
+
+    def keep(self, drafts: list[int], has_next: bool) -> list[int]:
+        """Take the drafts that a row proposed, after its tokens. Returns the drafts to verify: the legal ones, and
+        after them, in place of the others, tokens that the grammar forces. With `has_next` the next row is in flight
+        already, and verifies the drafts as they are."""
         if self.matcher is None:
             return []
-        self.num_tokens += len(token_ids)
-        self.matcher.advance(token_ids)
         if has_next:
             self.drafts = drafts
             return drafts

@@ -1,12 +1,13 @@
-"""Decode steps of fixed shapes, each captured as two CUDA graphs: a few numbers go in, and two launches run the step.
+"""Decode steps of fixed shapes, each captured as three CUDA graphs: a few numbers go in, and three launches run it.
 
 A graph has a number of rows of `capture_sizes`, and a number of tokens that its rows share as they need: for k drafts
 of each row or, where the number of drafts follows the load, for those of `capture_shapes`. A step with fewer rows or
 tokens is filled up with padding, which reads and writes nothing. There are two kinds: for steps of greedy requests
 alone, and for steps with sampled ones. The first graph ends with the target's own token for each of its logits, so
 that those of rows that ask for more, as for penalties or a grammar, can be chosen again before the second begins
-(`logits.SpecialRows`). Rows of prompts have steps of their own, of a number of tokens that any mix of rows shares; long
-prompts are run without a graph. Without graphs the same padded steps run operation by operation.
+(`logits.SpecialRows`). The second accepts drafts, and the step's tokens leave while the
+third injects and drafts. Rows of prompts have steps of their own, of a number of tokens that any mix of rows shares;
+long prompts are run without a graph. Without graphs the same padded steps run operation by operation.
 
 `warm_up` compiles, before the first request, every kernel that a step can need: Triton compiles one when it is first
 launched, which takes up to seconds, and all requests would wait. Steps of padding rows alone run under the bounds of
@@ -21,7 +22,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,8 +31,11 @@ import torch
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.core.plan import MIN_SHARING_ROWS, MeasuredStep
 from dflash_backend.models.peers import ALONE
-from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, StepInputs
-from dflash_backend.worker.step import ModelStep, Verified
+from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, Step
+from dflash_backend.worker.logits import PromptLogprobs
+from dflash_backend.worker.step import ModelStep, Slots
+from dflash_backend.worker.step_ops import StateSnapshot
+from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
@@ -61,92 +65,121 @@ GraphPool = Any
 
 
 class PaddedStep(Protocol):
-    """A decode step of a fixed shape, in two halves. Between them nothing else of a padded step is run."""
+    """A step of a fixed shape. Between its three parts nothing else of a padded step is run."""
 
-    inputs: StepInputs
+    inputs: Step
 
-    def verify(self) -> ChosenTokens:
-        """Queue the first half for the rows whose layout was sent last: the target's forward and its own tokens, which
-        may be changed until `finish`. Valid on the device until the next `verify` of any padded step."""
+    def verify(self) -> Step:
+        """Queue the target's forward and its own tokens, for the rows whose layout was sent last. The tokens may be
+        changed until `accept`. What this gives is valid on the device until the next `verify` of any padded step."""
         ...
 
-    def finish(self) -> torch.Tensor:
-        """Queue the second half. The result is that of `ModelStep.finish`, valid on the device until this step or
-        another padded one is run."""
+    def accept(self) -> None:
+        """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
+        ...
+
+    def draft(self) -> None:
+        """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
         ...
 
 
-@dataclass(frozen=True)
-class ChosenTokens:
-    """What the target chose: logits `[D, vocab]`, as it gave them, and its token for each of them, int64 `[D]`."""
-
-    logits: torch.Tensor
-    target_tokens: torch.Tensor
-
-
-def replay(step: PaddedStep) -> torch.Tensor:
-    """Queue both halves of a padded step; the result of `PaddedStep.finish`."""
-    step.verify()
-    return step.finish()
+def replay(step: PaddedStep) -> Step:
+    """Queue all parts of a padded step."""
+    run = step.verify()
+    step.accept()
+    step.draft()
+    return run
 
 
-MakeStep = Callable[[StepInputs], PaddedStep | None]
+MakeStep = Callable[[Step], PaddedStep | None]
 """Makes the padded step over these inputs; None when memory does not suffice."""
 
 
 class EagerStep:
-    """A padded step that is run operation by operation: on a CPU, and with `enable_cuda_graphs` off."""
+    """A step that is run operation by operation: on a CPU, with rows of any lengths, and with `enable_cuda_graphs` off.
+    Where `accept` or `draft` runs out of memory, the requests' state is as it was before both."""
 
-    def __init__(self, step: ModelStep, inputs: StepInputs) -> None:
+    def __init__(
+        self,
+        model: ModelStep,
+        inputs: Step,
+        guard: WriteGuard | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        copies: Slots = (),
+    ) -> None:
+        """copies: as of `ModelStep.draft`."""
         self.inputs = inputs
-        self._step = step
-        self._verified: Verified | None = None
+        self._model = model
+        self._guard, self._prompt_logprobs, self._copies = guard, prompt_logprobs, copies
+        self._step = inputs
+        self._before: StateSnapshot | None = None
 
-    def verify(self) -> ChosenTokens:
-        """As `PaddedStep.verify`."""
-        forwarded = self._step.forward(self.inputs)
-        self._verified = self._step.choose(forwarded)
-        assert isinstance(forwarded.logits, torch.Tensor)  # a CPU's own operations run no padded steps
-        return ChosenTokens(forwarded.logits, self._verified.target_tokens)
+    def verify(self) -> Step:
+        self._step = replace(self.inputs)
+        self._model.verify(self._step, self._guard, self._prompt_logprobs)
+        return self._step
 
-    def finish(self) -> torch.Tensor:
-        """As `PaddedStep.finish`."""
-        assert self._verified is not None
-        return self._step.settle(self._verified).numbers
+    def accept(self) -> None:
+        self._before = self._model.ops.snapshot(self._step, self._model.state)
+        with self._restoring():
+            self._model.accept(self._step)
+
+    def draft(self) -> None:
+        with self._restoring():
+            self._model.inject(self._step, self._guard)
+            self._model.draft(self._step, self._guard, self._copies)
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self._before is not None:
+                self._before.restore()
+            raise
 
 
 class CapturedStep:
-    """A padded step in two CUDA graphs."""
+    """A padded step in three CUDA graphs."""
 
-    def __init__(self, step: ModelStep, inputs: StepInputs, pool: GraphPool, stream: torch.cuda.Stream) -> None:
+    def __init__(self, model: ModelStep, inputs: Step, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """Runs the step once on `stream`, for what is made at first use (compiled kernels, library handles), then
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
         self.inputs = inputs
         with torch.cuda.stream(stream):
-            step.finish(step.verify(inputs))
+            model.run(replace(inputs))
         stream.synchronize()
-        self._first, self._second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Ranks have run the step as well, so what they exchange is connected, and capture the same halves.
-        with step.target.peers.capturing() as self._first_there, _capture(self._first, pool, stream):
-            forwarded = step.forward(inputs)
-            verified = step.choose(forwarded)
-        # What the first half leaves must be there while the second is captured, or that would take its memory.
-        with step.target.peers.capturing() as self._second_there, _capture(self._second, pool, stream):
-            self._result = step.finish(verified).numbers
-        assert isinstance(forwarded.logits, torch.Tensor)
-        self._chosen = ChosenTokens(borrowed(forwarded.logits), verified.target_tokens)
+        self._graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        step, peers = replace(inputs), model.target.peers
+        # Ranks have run the step as well, so what they exchange is connected, and capture the same parts. What one part
+        # leaves must be there while the next is captured, or that would take its memory.
+        with peers.capturing() as verified_there, _capture(self._graphs[0], pool, stream):
+            model.verify(step)
+        with peers.capturing() as accepted_there, _capture(self._graphs[1], pool, stream):
+            model.accept(step)
+        with peers.capturing() as drafted_there, _capture(self._graphs[2], pool, stream):
+            model.inject(step)
+            model.draft(step)
+        self._there = verified_there, accepted_there, drafted_there
+        assert step.logits is not None
+        # Without what only the graphs read: they share their memory.
+        self._step = replace(inputs)
+        self._step.logits, self._step.target_tokens = borrowed(step.logits), step.target_tokens
+        self._step.results, self._step.drafts = step.results, step.drafts
 
-    def verify(self) -> ChosenTokens:
-        """As `PaddedStep.verify`."""
-        self._first_there()
-        self._first.replay()
-        return self._chosen
+    def verify(self) -> Step:
+        self._replay(0)
+        return self._step
 
-    def finish(self) -> torch.Tensor:
-        """As `PaddedStep.finish`."""
-        self._second_there()
-        self._second.replay()
-        return self._result
+    def accept(self) -> None:
+        self._replay(1)
+
+    def draft(self) -> None:
+        self._replay(2)
+
+    def _replay(self, part: int) -> None:
+        self._there[part]()
+        self._graphs[part].replay()
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, stream: torch.cuda.Stream) -> torch.cuda.graph:
@@ -190,7 +223,7 @@ class GraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, inputs: StepInputs) -> CapturedStep | None:
+    def __call__(self, inputs: Step) -> CapturedStep | None:
         """Capture a step; None when memory does not suffice. Raises `CaptureError`."""
         if self._step.target.peers.least_free(torch.cuda.mem_get_info()[0]) < RESERVED_BYTES:
             return None
@@ -349,9 +382,7 @@ class GraphRunner:
                 self._mixed.setdefault(kind, []).append(step)
         _say_what_is_missing(missing, len(wanted))
 
-    def _inputs(
-        self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False
-    ) -> StepInputs:
+    def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False) -> Step:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
         any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
         did not pay, or come before such."""
@@ -359,7 +390,7 @@ class GraphRunner:
         longest = np.full(num_rows, state.max_len)
         most = np.full(num_rows, 1 if num_tokens == num_rows else 1 + state.k)
         batch, budget = self._layouts.padded(num_rows, num_tokens)
-        return StepInputs(
+        return Step(
             batch=batch,
             logits_token=None,
             logits_row=batch.token_row,
@@ -415,7 +446,7 @@ def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, 
     ]
 
 
-def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_tokens: int, sampled: bool) -> StepInputs:
+def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_tokens: int, sampled: bool) -> Step:
     """Of a mixed step over the layout buffer: any row may have any of the tokens and any positions behind them, and
     those that sample have up to k + 1 logits."""
     state, device = step.state, step.device
@@ -423,7 +454,7 @@ def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_toke
     batch, budget = layouts.padded(num_rows, num_tokens)
     # Where logits lie is decided on the device; this says how many there may be.
     nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=device)
-    return StepInputs(
+    return Step(
         batch=batch,
         logits_token=nowhere,
         logits_row=nowhere,
@@ -433,7 +464,7 @@ def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_toke
     )
 
 
-def smallest_mixed(steps: Sequence[StepInputs], batch: HostBatch) -> int | None:
+def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
     """The index of the smallest of these steps that can run `batch`, not of decode rows alone; None when there is none,
     or none that is worth its padding."""
     count = len(batch.req_idx)
@@ -466,11 +497,12 @@ def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[Padd
         times = []
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-            times.append(step.unpacked(replay(each).cpu().numpy(), inputs.num_rows).times)
-        target_ns = min(marks[-2] - marks[0] for marks in times)
-        draft_ns = min(marks[-1] - marks[-2] for marks in times)
+            drafts = replay(each).drafts.cpu().numpy()
+            times.append(step.unpacked_drafts(drafts, inputs.num_rows)[0])
+        target_s = min(sum(seconds[:-1]) for seconds in times)
+        draft_s = min(seconds[-1] for seconds in times)
         width = inputs.draft_width or 0
-        found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, width, target_ns / 1e9, draft_ns / 1e9))
+        found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, width, target_s, draft_s))
     return found
 
 
@@ -522,8 +554,8 @@ def every_kernel(*backends: AttentionBackend) -> Iterator[None]:
 
 def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
     """Masks and samples logits of the target's dtype, and of float32, which logits processors give."""
-    inputs = _padding_under_bounds(step, layouts, 1, sampled=True)
-    prepared = step.ops.prepare(inputs, step.state)
+    padding = _padding_under_bounds(step, layouts, 1, sampled=True)
+    step.ops.prepare(padding, step.state)
     vocab_size, device = step.target.spec.vocab_size, step.device
     bitmask = torch.full((1, num_words(vocab_size)), -1, dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int32, device=device)
@@ -531,7 +563,8 @@ def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
         step.ops.apply_token_bitmask(logits, bitmask, row)
         step.ops.argmax(logits)
-        step.ops.target_tokens(logits, inputs, prepared, step.state)
+        padding.logits = logits
+        step.ops.target_tokens(padding, step.state)
     # Logits before the first token of request 0, which has no penalties yet.
     numbers = torch.zeros(NUMBERS, 1, dtype=torch.int64, device=device)
     rows = PenalisedRows(numbers, torch.zeros(1, dtype=torch.int64, device=device), 0)
@@ -567,7 +600,7 @@ def _padding_under_bounds(
     sampled: bool = False,
     draft_width: int | None = None,
     num_rows: int = NUM_ROWS,
-) -> StepInputs:
+) -> Step:
     """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens of a long context."""
     device, longest = step.device, step.state.max_len
     size = num_rows * -(-num_tokens // num_rows)
@@ -575,7 +608,7 @@ def _padding_under_bounds(
     batch, budget = layouts.padded(num_rows, size)
     lens, ends = np.zeros((2, num_rows), dtype=np.int64)
     lens[0], ends[0] = num_tokens, longest
-    return StepInputs(
+    return Step(
         batch=batch,
         logits_token=torch.zeros(1, dtype=torch.int32, device=device),
         logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),

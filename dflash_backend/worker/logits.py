@@ -9,7 +9,6 @@ take the logits of positions that no token is sampled from: a few at a time, red
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.worker.batch import HostBatch, spans
+from dflash_backend.worker.batch import HostBatch, Step, spans
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.state import RequestRecord, RequestStates, hide_others
 from dflash_backend.worker.step_ops import StepOps
@@ -25,106 +24,146 @@ from dflash_backend.worker.transfers import Download, fetch, put
 from dflash_kernels.penalties import PenalisedRows
 
 
-@dataclass(frozen=True)
-class SamplingMetadata:
-    """Rows that sample, `[n]` each but the ids. On the host: req_idx, num_draft int64, index of the request's state and
-    number of drafts; lowest int64, the least that `position` may be. On the device: position int64, of the token that
-    the first row of logits decides."""
+class SpecialRows:
+    """The rows of a step whose requests ask for more than the target's logits, temperature and filters decide: hidden
+    tokens, biases, penalties, grammars, log-probabilities. At least one. They verify the drafts that the host knows of,
+    and the logits of a step's rows lie behind one another in the order of the rows.
 
-    request_ids: list[str]
-    req_idx: np.ndarray
-    num_draft: np.ndarray
-    lowest: np.ndarray
-    position: torch.Tensor
+    rows: int64 `[n]`. On the host, `[n]` each: req_idx, num_draft int64, index of the request's state and number of
+    drafts; first int64, the first of the row's logits among those of these rows; lowest int64, the least that
+    `position` may be. On the device: position int64, of the token that the first row of logits decides; flat int64
+    `[sum(num_draft + 1)]`, the logits of these rows among those of the step.
+    """
+
+    def __init__(
+        self, batch: HostBatch, requests: RequestStates, grammars: StepGrammars | None, rows: np.ndarray
+    ) -> None:
+        """To be made before the step changes the requests' state. rows: int64 `[n]`, their numbers in the step."""
+        self.rows = rows
+        self._requests, self._grammars = requests, grammars
+        self._request_ids = [batch.request_ids[i] for i in rows.tolist()]
+        self.req_idx, self.num_draft = batch.req_idx[rows], batch.num_draft[rows]
+        sizes = self.num_draft + 1
+        self.first = np.cumsum(sizes) - sizes
+        num_logits = batch.num_logits
+        _, flat = spans((np.cumsum(num_logits) - num_logits)[rows], sizes)
+        start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified[rows]
+        self.lowest = start + num_new - unverified
+        row, number = spans(np.zeros_like(sizes), sizes)
+        self.flat, of_row, number, self._req_idx = put(
+            np.stack([flat, row, number, self.req_idx[row]]), requests.device
+        )
+        highest, new, in_flight, index = put(
+            np.stack([start + num_new, num_new, unverified, self.req_idx]), requests.device
+        )
+        # The same choice as that of `prepare_step`.
+        starts = requests.state.computed.index_select(0, index) + new
+        self.position = torch.where(in_flight > 0, starts, highest)
+        self._positions = self.position.index_select(0, of_row) + number
+        self._sampled = bool(requests.temperature[self.req_idx].any())
+        self._num_top = requests.num_logprobs[self.req_idx]
+        self._raw: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: HostBatch, rows: np.ndarray, requests: RequestStates) -> SamplingMetadata:
-        """Those of a step's `rows`, int64 `[n]`; to be called before the step changes the requests' state."""
-        start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified[rows]
-        highest = start + num_new
-        req_idx = batch.req_idx[rows]
-        if unverified.any():
-            index, upper, new, in_flight = put(np.stack([req_idx, highest, num_new, unverified]), requests.device)
-            # The same choice as that of `prepare_step`.
-            position = torch.where(in_flight > 0, requests.state.computed.index_select(0, index) + new, upper)
-        else:
-            position = put(highest, requests.device)
-        ids = [batch.request_ids[i] for i in rows.tolist()]
-        return cls(ids, req_idx, batch.num_draft[rows], highest - unverified, position)
+    def of(cls, batch: HostBatch, requests: RequestStates, grammars: StepGrammars | None) -> SpecialRows | None:
+        """Those of a step; None where there are none."""
+        rows = special_rows(batch, requests)
+        if grammars is not None:
+            with_grammar = np.fromiter(grammars.answers, dtype=np.int64)
+            rows = np.union1d(rows, with_grammar[batch.sample[with_grammar]])
+        return cls(batch, requests, grammars, rows) if len(rows) else None
+
+    def choose(self, step: Step, ops: StepOps) -> None:
+        """Put the tokens of these rows in their places among `step.target_tokens`, once the masks of grammars are
+        filled. Nothing else is changed but these rows' logits."""
+        if step.logits is None:
+            return
+        logits = step.logits
+        if (self._num_top >= 0).any():
+            self._raw = logits.index_select(0, self.flat)
+        # Masks come before the processors: what they hide stays hidden, whatever is added to it or counted.
+        masks = None if self._grammars is None else self._grammars.masks()
+        if masks is not None or self._changes_logits:
+            self._choose(logits, step.target_tokens, masks, ops)
+        if self._grammars is not None and (missing := self._grammars.missing_masks(step.target_tokens)) is not None:
+            self._choose(logits, step.target_tokens, missing, ops)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        target_tokens: torch.Tensor,
+        masks: tuple[torch.Tensor, torch.Tensor] | None,
+        ops: StepOps,
+    ) -> None:
+        if masks is not None:
+            ops.apply_token_bitmask(logits, *masks)
+        processed = self.processed(logits.index_select(0, self.flat), ops)
+        tokens = ops.chosen_tokens(processed, self._req_idx, self._positions, self._requests.state, self._sampled)
+        target_tokens.index_copy_(0, self.flat, tokens)
 
     @property
-    def first(self) -> np.ndarray:
-        """Index of each row's first logits: int64 `[n]`."""
-        sizes = self.num_draft + 1
-        starts: np.ndarray = np.cumsum(sizes) - sizes
-        return starts
+    def _hides_stops(self) -> np.ndarray:
+        """Which of the rows hide stop tokens: bool `[n]`."""
+        min_end = self._requests.min_end[self.req_idx]
+        hides: np.ndarray = (min_end > 0) & (min_end > self.lowest)
+        return hides
 
-
-class LogitsProcessors:
-    """The rows of a step whose requests change their logits, or want log-probabilities: `rows`, int64 `[n]`, at least
-    one. The rows' numbers of drafts are known, and so is where their logits lie."""
-
-    def __init__(self, batch: HostBatch, rows: np.ndarray, requests: RequestStates) -> None:
-        self.rows = rows
-        self._requests = requests
-        num_logits = batch.num_logits
-        first = np.cumsum(num_logits) - num_logits
-        # The logits of these rows among those of the step, int64 `[sum(num_draft + 1)]`.
-        _, flat = spans(first[rows], num_logits[rows])
-        self.flat = put(flat, requests.device)
-        self._raw: torch.Tensor | None = None
-        self.metadata = SamplingMetadata.of(batch, rows, requests)
-
-    @classmethod
-    def of(cls, batch: HostBatch, requests: RequestStates) -> LogitsProcessors | None:
-        """Those of a step; None where no row asks for any."""
-        rows = special_rows(batch, requests)
-        return cls(batch, rows, requests) if len(rows) else None
-
-    def apply(self, logits: torch.Tensor, ops: StepOps) -> torch.Tensor:
-        """The logits that tokens are chosen from, for those that the model gave, both `[D, vocab]`."""
-        self._raw = logits.index_select(0, self.flat)
-        processed = apply_processors(self._raw, self.metadata, self._requests, ops)
-        if processed is self._raw:
-            return logits
-        return logits.float().index_copy(0, self.flat, processed)
+    @property
+    def _changes_logits(self) -> bool:
+        requests, index = self._requests, self.req_idx
+        changes = self._hides_stops | requests.biased[index] | requests.masked[index] | requests.penalised[index]
+        return bool(changes.any())
 
     def processed(self, logits: torch.Tensor, ops: StepOps) -> torch.Tensor:
-        """What `apply` gives of these rows alone, which may be changed: `[sum(num_draft + 1), vocab]`."""
-        own = logits.index_select(0, self.flat)
-        return apply_processors(own, self.metadata, self._requests, ops)
+        """The logits that these rows choose from, for those that the target gave, `[sum(num_draft + 1), vocab]`, which
+        are not changed: the same where no row asks for a change, else a float32 copy."""
+        requests, req_idx = self._requests, self.req_idx
+        hides, biased, masked = self._hides_stops, requests.biased[req_idx], requests.masked[req_idx]
+        penalised = requests.penalised[req_idx]
+        special = hides | biased | masked
+        if not (special | penalised).any():
+            return logits
+        processed = logits.to(torch.float32, copy=True)
+        for i in special.nonzero()[0].tolist():
+            record, index = requests.records[self._request_ids[i]], int(req_idx[i])
+            part = processed[self.first[i] : self.first[i] + self.num_draft[i] + 1]
+            if masked[i]:
+                _mask(part, record, self.position[i], int(requests.num_prompt_tokens[index]), requests)
+            if biased[i]:
+                part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
+            if hides[i]:
+                positions = self.position[i] + torch.arange(len(part), device=part.device)
+                early = (positions < int(requests.min_end[index]))[:, None]
+                stops = part.index_select(1, record.stop_ids).masked_fill(early, float("-inf"))
+                part.index_copy_(1, record.stop_ids, stops)
+        if penalised.any():
+            self._penalise(processed, penalised.nonzero()[0], ops)
+        return processed
 
-    def keep(self, logits: torch.Tensor) -> None:
-        """Remember these `logits`, `[D, vocab]`, for log-probabilities, if any row asked."""
-        if self._asks_logprobs:
-            self._raw = logits.index_select(0, self.flat)
+    def _penalise(self, logits: torch.Tensor, which: np.ndarray, ops: StepOps) -> None:
+        """Apply penalties to `logits` (float32, in place) of `which` of these rows, int64 on the host."""
+        index, num_draft = self.req_idx[which], self.num_draft[which]
+        num_prompt = self._requests.num_prompt_tokens[index]
+        numbers = put(np.stack([index, which, num_prompt, num_draft, self.first[which]]), self._requests.device)
+        rows = PenalisedRows(numbers, self.position, int(num_draft.max()))
+        ops.penalise(logits, rows, self._requests.state)
 
-    @property
-    def _asks_logprobs(self) -> bool:
-        return bool((self._requests.num_logprobs[self.metadata.req_idx] >= 0).any())
-
-    def logprobs(self, target_tokens: torch.Tensor, counts: torch.Tensor | None = None) -> PendingLogprobs | None:
-        """What the rows that asked get, once the target's tokens are chosen; None where none asked. On a GPU nothing
-        waits for the device.
-
-        target_tokens: int64 `[D]`: accepted drafts are the target's own tokens, and so is the one that follows them.
-        counts: int32 `[R]` on the host, accepted drafts; None where the host does not know them: then all drafts of the
-        rows have log-probabilities, of which `PendingLogprobs.entries` leaves out those of rejected ones.
-        """
-        if not self._asks_logprobs:
+    def logprobs(self, step: Step, ops: StepOps) -> PendingLogprobs | None:
+        """What the rows that asked get; None where none asked. On a CPU after `accept`. On a GPU nothing waits for the
+        device: all drafts of the rows have log-probabilities, of which `PendingLogprobs.entries` leaves out those of
+        rejected ones. Accepted drafts are the target's own tokens, and so is the one that follows them."""
+        asking = (self._num_top >= 0).nonzero()[0]
+        if self._raw is None or not len(asking):
             return None
-        assert self._raw is not None
-        num_top = self._requests.num_logprobs[self.metadata.req_idx]
-        asking = (num_top >= 0).nonzero()[0]
-        lens = self.metadata.num_draft[asking] + 1
-        if counts is not None:
-            lens = counts.numpy()[self.rows[asking]].astype(np.int64) + 1
-        _, flat = spans(self.metadata.first[asking], lens)
+        counts = ops.known_counts(step)
+        accepted = self.num_draft[asking] if counts is None else counts[self.rows[asking]].astype(np.int64)
+        lens = accepted + 1
+        _, flat = spans(self.first[asking], lens)
         index = put(flat, self._raw.device)
-        chosen = target_tokens.index_select(0, self.flat.index_select(0, index))
-        ranked = ranked_logprobs(self._raw.index_select(0, index), chosen[:, None], int(num_top.max()))
+        chosen = step.target_tokens.index_select(0, self.flat.index_select(0, index))
+        ranked = ranked_logprobs(self._raw.index_select(0, index), chosen[:, None], int(self._num_top.max()))
         self._raw = None
-        return PendingLogprobs.begin(ranked, self.rows[asking].tolist(), lens.tolist(), num_top[asking].tolist())
+        return PendingLogprobs.begin(ranked, self.rows[asking].tolist(), lens.tolist(), self._num_top[asking].tolist())
 
 
 def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
@@ -142,40 +181,6 @@ def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     return rows
 
 
-def apply_processors(
-    logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates, ops: StepOps
-) -> torch.Tensor:
-    """The logits that the rows of `metadata` choose from.
-
-    logits: `[sum(num_draft + 1), vocab]`, not changed. Returns `logits` itself when no row asks for a change, else a
-    float32 copy, in which the other rows have their values.
-    """
-    req_idx, num_draft = metadata.req_idx, metadata.num_draft
-    hides = (requests.min_end[req_idx] > 0) & (requests.min_end[req_idx] > metadata.lowest)
-    biased, penalised = requests.biased[req_idx], requests.penalised[req_idx]
-    masked = requests.masked[req_idx]
-    special = hides | biased | masked
-    if not (special | penalised).any():
-        return logits
-    processed = logits.to(torch.float32, copy=True)
-    first = metadata.first
-    for i in special.nonzero()[0].tolist():
-        record, index = requests.records[metadata.request_ids[i]], int(req_idx[i])
-        part = processed[first[i] : first[i] + num_draft[i] + 1]
-        if masked[i]:
-            _mask(part, record, metadata.position[i], int(requests.num_prompt_tokens[index]), requests)
-        if biased[i]:
-            part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
-        if hides[i]:
-            positions = metadata.position[i] + torch.arange(len(part), device=part.device)
-            early = (positions < int(requests.min_end[index]))[:, None]
-            stops = part.index_select(1, record.stop_ids).masked_fill(early, float("-inf"))
-            part.index_copy_(1, record.stop_ids, stops)
-    if penalised.any():
-        _penalise(processed, penalised.nonzero()[0], metadata, requests, ops)
-    return processed
-
-
 def _mask(
     logits: torch.Tensor, record: RequestRecord, position: torch.Tensor, num_prompt_tokens: int, requests: RequestStates
 ) -> None:
@@ -185,16 +190,6 @@ def _mask(
         hide_others(logits, record.allowed_ids)
     if record.bad_words is not None:
         record.bad_words.hide(logits, requests.state.tokens[record.index], position, num_prompt_tokens)
-
-
-def _penalise(
-    logits: torch.Tensor, which: np.ndarray, metadata: SamplingMetadata, requests: RequestStates, ops: StepOps
-) -> None:
-    """Apply penalties to `logits` (float32, in place), in the rows `which` of `metadata`, int64 `[n]` on the host."""
-    index, num_draft = metadata.req_idx[which], metadata.num_draft[which]
-    numbers = np.stack([index, which, requests.num_prompt_tokens[index], num_draft, metadata.first[which]])
-    rows = PenalisedRows(put(numbers, requests.device), metadata.position, int(num_draft.max()))
-    ops.penalise(logits, rows, requests.state)
 
 
 Ranked = tuple[list[float], list[int], list[list[float]], list[list[int]]]
@@ -272,56 +267,6 @@ def logprobs_entry(
             entry.logprobs.append(logprob)
             entry.ranks.append(place)
     return entry
-
-
-class SpecialRows:
-    """Those of a step whose rows all verify the drafts that the host knows of, and whose logits lie behind one another
-    in the order of the rows."""
-
-    def __init__(self, batch: HostBatch, requests: RequestStates, grammars: StepGrammars | None) -> None:
-        """To be made before the step changes the requests' state. There is at least one special row."""
-        rows = special_rows(batch, requests)
-        if grammars is not None:
-            rows = np.union1d(rows, _sampling(batch, grammars.answers))
-        self._grammars = grammars
-        self._processors = LogitsProcessors(batch, rows, requests)
-        self._state = requests.state
-        metadata = self._processors.metadata
-        self._sampled = bool(requests.temperature[metadata.req_idx].any())
-        row, number = spans(np.zeros_like(metadata.num_draft), metadata.num_draft + 1)
-        of_row, number, req_idx = put(np.stack([row, number, metadata.req_idx[row]]), requests.device)
-        self._req_idx = req_idx
-        # Position of the token that each row of logits decides.
-        self._positions = metadata.position.index_select(0, of_row) + number
-
-    @classmethod
-    def of(cls, batch: HostBatch, requests: RequestStates, grammars: StepGrammars | None) -> SpecialRows | None:
-        """Those of a step; None where there are none."""
-        masked = grammars is not None and len(_sampling(batch, grammars.answers)) > 0
-        return cls(batch, requests, grammars) if masked or len(special_rows(batch, requests)) else None
-
-    def choose(self, logits: torch.Tensor, target_tokens: torch.Tensor, ops: StepOps) -> PendingLogprobs | None:
-        """Put the tokens of these rows in place, once the masks of grammars are filled, and begin what they want to
-        know. Nothing else is changed but these rows' `logits`.
-
-        logits: `[D, vocab]`, as the target gave them. target_tokens: int64 `[D]`.
-        """
-        processors = self._processors
-        processors.keep(logits)
-        if self._grammars is not None and (masks := self._grammars.masks()) is not None:
-            # Before the processors: what a mask hides stays hidden, whatever is added to it or counted.
-            ops.apply_token_bitmask(logits, *masks)
-        processed = processors.processed(logits, ops)
-        tokens = ops.chosen_tokens(processed, self._req_idx, self._positions, self._state, self._sampled)
-        target_tokens.index_copy_(0, processors.flat, tokens)
-        return processors.logprobs(target_tokens)
-
-
-def _sampling(batch: HostBatch, rows: Iterable[int]) -> np.ndarray:
-    """Those of `rows` that sample, int64 `[n]`."""
-    index = np.fromiter(rows, dtype=np.int64)
-    sampling: np.ndarray = index[batch.sample[index]]
-    return sampling
 
 
 # Rows of logits at a time. With 150,000 tokens and float32 they are 20 MB.

@@ -8,30 +8,19 @@ request that decodes without drafting are kept until its tokens fill a block, wh
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.drafters.base import ContextBatch
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import FinalTokens, Prepared
 from dflash_kernels import one_row
 
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
 MAX_WAITING_ROWS = 16
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a step injects: features `[n, L * hidden]`; token_row int32 `[n]`, the row of each; `final` their positions
-    and slots."""
-
-    features: torch.Tensor
-    token_row: torch.Tensor
-    final: FinalTokens
 
 
 class _Tokens(NamedTuple):
@@ -44,21 +33,20 @@ class _Tokens(NamedTuple):
     slots: np.ndarray
 
     @classmethod
-    def of(cls, context: Context) -> _Tokens:
+    def of(cls, context: ContextBatch) -> _Tokens:
         """Those of a context; memory is shared."""
-        final = context.final
-        return cls(
-            as_integers(context.features), context.token_row.numpy(), final.positions.numpy(), final.slots.numpy()
-        )
+        assert context.token_row is not None
+        rows = context.token_row.numpy()
+        return cls(as_integers(context.features), rows, context.positions.numpy(), context.slots.numpy())
 
     def part(self, index: np.ndarray) -> _Tokens:
         """Those at these places."""
         return _Tokens(*(each[index] for each in self))
 
-    def context(self, dtype: torch.dtype) -> Context:
+    def context(self, dtype: torch.dtype) -> ContextBatch:
         """As a context, of features in this dtype."""
         features, rows, positions, slots = map(torch.from_numpy, self)
-        return Context(features.view(dtype), rows, FinalTokens(positions, slots))
+        return ContextBatch(features.view(dtype), positions, slots, token_row=rows)
 
 
 def as_integers(features: torch.Tensor) -> np.ndarray:
@@ -94,10 +82,10 @@ class PendingContext:
         """Drop everything."""
         self._counts[:] = 0
 
-    def keep_step(self, features: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> bool:
+    def keep_step(self, step: Step, features: torch.Tensor, state: StateTensors) -> bool:
         """Keep back the context of a whole step, after `accept`, if all of it can wait: what `exchange` would do, in a
         fraction of the time."""
-        num_rows = batch.req_idx.numel()
+        batch, num_rows = step.batch, step.batch.req_idx.numel()
         if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
             return False
         if num_rows == 1:
@@ -105,21 +93,19 @@ class PendingContext:
             full = state.computed.numpy().item(index) % state.block_size == 0
             if full or one_row.number(batch.num_next):
                 return False
-            self._keep_token(
-                index, as_integers(features), one_row.number(prepared.positions), one_row.number(prepared.slots)
-            )
+            self._keep_token(index, as_integers(features), one_row.number(step.positions), one_row.number(step.slots))
             return True
         if batch.num_next.numpy().any():
             return False
         req_idx = batch.req_idx.numpy()
         if not (state.computed.numpy()[req_idx] % state.block_size).all():
             return False
-        self._keep_one_each(req_idx, as_integers(features), prepared.positions.numpy(), prepared.slots.numpy())
+        self._keep_one_each(req_idx, as_integers(features), step.positions.numpy(), step.slots.numpy())
         return True
 
-    def exchange(self, context: Context, batch: DeviceBatch, state: StateTensors) -> Context:
+    def exchange(self, context: ContextBatch, step: Step, state: StateTensors) -> ContextBatch:
         """Keep back what can wait of a step's `context`, and add what has waited and is needed now. After `accept`."""
-        req_idx = batch.req_idx.numpy()
+        batch, req_idx = step.batch, step.batch.req_idx.numpy()
         counts = self._counts[req_idx]
         may_wait = len(req_idx) <= MAX_WAITING_ROWS
         if not may_wait and not counts.any():

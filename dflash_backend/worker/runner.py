@@ -7,12 +7,11 @@ there is nothing to overlap with, and the rows of a step are shared among the co
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -23,21 +22,20 @@ from dflash_backend.core.plan import (
     DraftBudget,
     RequestResult,
     ScheduledRequest,
+    StepDrafts,
     StepFailed,
     StepOutOfMemory,
     StepPlan,
     StepResult,
 )
-from dflash_backend.error_text import first_line
-from dflash_backend.messages import ErrorStatus, TokenLogprobs
+from dflash_backend.messages import ErrorStatus
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.worker.batch import HostBatch, LayoutBuffer
-from dflash_backend.worker.batch_parallel import BatchThreads
+from dflash_backend.worker.batch import HostBatch, LayoutBuffer, Step
+from dflash_backend.worker.batch_parallel import BatchThreads, is_long
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
     CaptureError,
-    ChosenTokens,
     EagerStep,
     GraphCapturer,
     GraphRunner,
@@ -49,39 +47,47 @@ from dflash_backend.worker.graphs import (
     no_collection,
     warm_up,
 )
-from dflash_backend.worker.logits import LogitsProcessors, PendingLogprobs, PromptLogprobs, SpecialRows
+from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
-from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
-from dflash_backend.worker.step_ops import HostStepOps, drafting_rows
-from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
+from dflash_backend.worker.step import PHASES, ModelStep
+from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartInFlight:
-    """Rows of a step that run together. `results` has `num_rows` rows, padding included. `complete` queues what follows
-    the target's forward, where that waits for the step before: then the results are not there yet."""
+    """Rows of a step that run together as `run`; `step` has `num_rows` rows, padding included.
+
+    waits: the rest of the step follows the target's forward only when the step before it has drafted. results: on their
+    way once drafts are accepted; drafts, once they are proposed. proposed: int64 `[R, k]`, the drafts themselves, where
+    a grammar asks for them.
+    """
 
     rows: Sequence[ScheduledRequest]
-    num_rows: int
-    results: Download | None
-    logprobs: PendingLogprobs | None
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    run: PaddedStep
+    step: Step
+    special: SpecialRows | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     grammars: StepGrammars | None = None
-    complete: Callable[[], StepOutput] | None = None
+    waits: bool = False
+    results: Download | None = None
+    logprobs: PendingLogprobs | None = None
+    drafts: Download | None = None
+    proposed: Download | None = None
 
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step that was submitted and not collected: all that `collect` needs, since its requests may be gone by then."""
+    """A step that was submitted: all that `collect` and `collect_drafts` need, since its requests may be gone by
+    then."""
 
     step_id: int
-    rows: list[ScheduledRequest] = field(default_factory=list)
-    parts: list[PartInFlight] = field(default_factory=list)
-    has_confidence: bool = True
+    plan: StepPlan
+    parts: list[PartInFlight]
 
 
 class ModelRunner:
@@ -111,8 +117,12 @@ class ModelRunner:
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
         self._max_padded_rows = max(1, min(num_rows, max_tokens // step.width))
-        self._downloader = Downloader(step.result_size(self.layouts.max_rows), self.device)
+        self._results, self._drafts = (
+            Downloader(size, self.device) for size in step.result_sizes(self.layouts.max_rows)
+        )
         self._in_flight: deque[StepInFlight] = deque()
+        # The step that was collected last, until its drafts are.
+        self._collected: StepInFlight | None = None
 
     @torch.inference_mode()
     def prepare(
@@ -174,13 +184,14 @@ class ModelRunner:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
         with step_errors(plan, self.device), torch.inference_mode():
+            for step in [self._collected, *self._in_flight] if self._collected is not None else self._in_flight:
+                self._draft(step)
             self._update(plan)
-            parts = self._run(plan) if plan.rows else []
-            has_confidence = plan.wants_confidence and self.step.wants_confidence and plan.drafts
-            self._in_flight.append(StepInFlight(plan.step_id, plan.rows, parts, has_confidence))
+            self._in_flight.append(StepInFlight(plan.step_id, plan, self._run(plan) if plan.rows else []))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
+        self._collected = None
         self.requests.clear()
         if self.step.pending is not None:
             self.step.pending.clear()
@@ -188,63 +199,77 @@ class ModelRunner:
 
     def collect(self) -> StepResult:
         """As `core.plan.Worker.collect`."""
-        step = self._in_flight.popleft()
+        if self._collected is not None:
+            self.collect_drafts(())
+        self._collected = step = self._in_flight.popleft()
         results: dict[str, RequestResult] = {}
-        phases: dict[str, float] = {}
         mask_seconds = 0.0
         for part in step.parts:
             assert part.results is not None, "the step before completes this one"
-            numbers = self.step.unpacked(part.results.wait(), part.num_rows)
+            numbers = part.results.wait()
+            accepted, verified, tokens = self.step.unpacked_results(numbers, part.step.num_rows)
             self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
-            num_verified, times = numbers.verified, numbers.times
-            sure = numbers.confidences.tolist() if step.has_confidence else []
-            counts = zip(part.rows, numbers.accepted, numbers.tokens, strict=False)
-            new_tokens = [ids[: count + 1] if row.sample else [] for row, count, ids in counts]
-            logprobs_of = part.logprobs.entries(new_tokens) if part.logprobs is not None else {}
-            for i, (row, count, new) in enumerate(zip(part.rows, numbers.accepted, new_tokens, strict=False)):
-                logprobs, of_prompt = logprobs_of.get(i), part.prompt_logprobs.get(i)
-                of_next = sure[i][: row.num_next_draft] if sure else []
-                num_next, error = None, None
+            new_tokens = [
+                ids[: count + 1] if row.sample else []
+                for row, count, ids in zip(part.rows, accepted, tokens, strict=False)
+            ]
+            logprobs = {} if part.logprobs is None else part.logprobs.entries(new_tokens)
+            of_prompt = {} if part.prompt_logprobs is None else part.prompt_logprobs.entries
+            answers = {} if part.grammars is None else part.grammars.answers
+            for i, (row, new) in enumerate(zip(part.rows, new_tokens, strict=True)):
+                error: str | None = None
                 status: ErrorStatus = "INTERNAL"
-                if part.grammars is not None and (answer := part.grammars.answers.get(i)) is not None:
-                    proposed = numbers.drafts[i, : row.num_next_draft].tolist()
-                    num_next, of_next = self._with_grammar(row, new, answer, proposed, of_next)
+                if (answer := answers.get(i)) is not None:
+                    answer.advance(new)
                     error, status = answer.error, answer.error_status
                 results[row.request_id] = RequestResult(
-                    row.request_id,
-                    new,
-                    count,
-                    logprobs,
-                    of_prompt,
-                    num_next,
-                    error,
-                    status,
-                    num_verified=num_verified[i],
-                    confidences=of_next,
+                    row.request_id, new, accepted[i], logprobs.get(i), of_prompt.get(i), error, status, verified[i]
                 )
             if part.grammars is not None:
                 mask_seconds += part.grammars.mask_seconds
+        return StepResult(step.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
+
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
+        step, self._collected = self._collected, None
+        assert step is not None
+        with step_errors(step.plan, self.device), torch.inference_mode():
+            self._draft(step, ended)
+        phases: dict[str, float] = {}
+        confidences: dict[str, list[float]] = {}
+        num_kept: dict[str, int] = {}
+        errors: dict[str, tuple[str, ErrorStatus]] = {}
+        has_confidence = step.plan.wants_confidence and self.step.wants_confidence and step.plan.drafts
+        for part in step.parts:
+            assert part.drafts is not None
+            seconds, numbers = self.step.unpacked_drafts(part.drafts.wait(), part.step.num_rows)
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
-            if (times[-1] - times[0]) / 1e9 > sum(phases.values()):
-                seconds = [(end - start) / 1e9 for start, end in itertools.pairwise(times)]
+            if sum(seconds) > sum(phases.values()):
                 phases = dict(zip(PHASES, seconds, strict=True))
+            sure = numbers.tolist() if has_confidence else []
+            proposed = None if part.proposed is None else part.proposed.wait()
+            for i, row in enumerate(part.rows if sure or part.grammars is not None else ()):
+                values = sure[i][: row.num_next_draft] if sure else []
+                if proposed is not None and part.grammars is not None and (answer := part.grammars.answers.get(i)):
+                    drafts = proposed[i, : row.num_next_draft].tolist()
+                    kept, values = self._with_grammar(row, answer, drafts, values)
+                    if kept is not None:
+                        num_kept[row.request_id] = kept
+                    if answer.error is not None:
+                        errors[row.request_id] = answer.error, answer.error_status
+                confidences[row.request_id] = values
         if self._in_flight:
-            self._complete(self._in_flight[0])
-        return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases, mask_seconds)
+            self._finish_waiting(self._in_flight[0])
+        ordered = [confidences[row.request_id] for row in step.plan.rows] if has_confidence else []
+        return StepDrafts(step.step_id, ordered, num_kept, errors, phases)
 
     def _with_grammar(
-        self,
-        row: ScheduledRequest,
-        new: list[int],
-        answer: GrammarAnswer,
-        proposed: list[int],
-        confidences: list[float],
+        self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]
     ) -> tuple[int | None, list[float]]:
-        """How many drafts the next row of a request with a grammar verifies, None for all, and how sure they are, once
-        it has taken its row's tokens `new` and the drafts that were proposed."""
+        """How many drafts the next row of a request with a grammar verifies, None for all, and how sure they are."""
         next_step = self._grammars_in_flight()
         has_next = next_step is not None and next_step.has(answer)
-        kept = answer.accept(new, proposed, has_next)
+        kept = answer.keep(proposed, has_next)
         if has_next or kept is proposed or answer.error is not None:
             return None, confidences
         num_own = next((i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1]), len(kept))
@@ -288,12 +313,12 @@ class ModelRunner:
         ]
 
     def _run(self, plan: StepPlan) -> list[PartInFlight]:
-        """Queue a step that has rows. Raises `StepOutOfMemory`."""
+        """Queue a step that has rows: on a CPU until its drafts are accepted. Raises `StepOutOfMemory`."""
         try:
-            if not self.step.ops.on_host:
+            if self.overlaps:
                 return [self._run_part(plan, plan.rows)]
             parts = self.threads.split(self._verified_rows(plan), self.grammars.request_ids)
-            return self.threads.run(lambda rows: self._run_part(plan, rows), parts)
+            return self.threads.run(lambda rows: self._run_part(plan, rows), parts, is_long(parts))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise StepOutOfMemory(
@@ -317,72 +342,72 @@ class ModelRunner:
     def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
         """Queue a step of some of a plan's rows, and the copy of its results; in inference mode, which each thread has
         for itself."""
-        budget = None if self.step.ops.on_host else plan.budget
+        budget = plan.budget if self.overlaps else None
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None
         batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence, plan.shared_prefixes)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
         grammars = self.grammars.of(batch, self._grammars_in_flight())
+        special = SpecialRows.of(batch, self.requests, grammars)
         copies = self._copied_states(rows) if self.step.pool is not None else []
-        waits = grammars is not None and grammars.waits
-        padded = self.graphs.find(batch) if not copies and of_prompt is None else None
-        if guard is not None and not batch.decode_only:
-            padded = None
-        if padded is not None:
-            self.layouts.send_padded(batch, padded.inputs.num_rows, padded.inputs.num_tokens)
-        complete: Callable[[], StepOutput]
-        if padded is not None and guard is None:
-            inputs = padded.inputs
-            special = SpecialRows.of(batch, self.requests, grammars)
-            complete = partial(self._complete_padded, padded, padded.verify(), special, grammars)
+        run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None
+        if run is not None and (guard is None or batch.decode_only):
+            self.layouts.send_padded(batch, run.inputs.num_rows, run.inputs.num_tokens)
+            if guard is not None:
+                run = EagerStep(self.step, run.inputs, guard)
         else:
-            if padded is not None:
-                inputs = padded.inputs
-            elif self.step.ops.on_host:
-                inputs = replace(batch.ragged(share), drafting=drafting_rows(rows, self.requests))
-            else:
-                inputs = self.layouts.send_ragged(batch)
-            processors = LogitsProcessors.of(batch, self.requests)
-            forwarded = self.step.forward(inputs, guard, processors, of_prompt)
-            complete = partial(self.step.complete, forwarded, guard, processors, grammars, copies)
-        entries = of_prompt.entries if of_prompt else {}
-        if waits:
-            return PartInFlight(rows, inputs.num_rows, None, None, entries, grammars, complete)
-        output = complete()
-        results = self._downloader.begin(output.numbers)
-        return PartInFlight(rows, inputs.num_rows, results, output.logprobs, entries, grammars)
+            inputs = self.layouts.send_ragged(batch) if self.overlaps else batch.ragged(share)
+            run = EagerStep(self.step, inputs, guard, of_prompt, copies)
+        waits = grammars is not None and grammars.waits
+        part = PartInFlight(rows, run, run.verify(), special, of_prompt, grammars, waits)
+        if not waits:
+            self._finish(part)
+        return part
 
-    def _complete_padded(
-        self, padded: PaddedStep, chosen: ChosenTokens, special: SpecialRows | None, grammars: StepGrammars | None
-    ) -> StepOutput:
-        """What follows the first half of a padded step; waits for the masks of grammars."""
-        logprobs = None
-        if special is not None:
-            logprobs = special.choose(chosen.logits, chosen.target_tokens, self.step.ops)
-        output = StepOutput(padded.finish(), logprobs)
-        if grammars is None:
-            return output
-        try:
-            return self.step.with_drafts(output, padded.inputs.batch)
-        except torch.OutOfMemoryError as error:
-            # The requests' state has moved on, so the step must not be tried again.
-            raise RuntimeError(f"no memory for the drafts that grammars look at: {first_line(error)}") from None
+    def _finish(self, part: PartInFlight) -> None:
+        """Queue what follows the target's forward; waits for the masks of grammars."""
+        if part.special is not None:
+            part.special.choose(part.step, self.step.ops)
+        if part.special is not None and self.overlaps:
+            part.logprobs = part.special.logprobs(part.step, self.step.ops)  # may lack memory: before anything changes
+        part.run.accept()
+        part.results = self._results.begin(part.step.results)
+        if self.overlaps:
+            self._draft_part(part)
+        elif part.special is not None:
+            part.logprobs = part.special.logprobs(part.step, self.step.ops)  # of accepted drafts alone
+
+    def _draft(self, step: StepInFlight, ended: Collection[str] = ()) -> None:
+        """Inject and draft, where that has not been done yet: on a CPU. Rows of requests that have ended, which the
+        core knows by then, propose nothing."""
+        if self.overlaps or not step.parts or step.parts[0].drafts is not None:
+            return
+        for part in step.parts if ended else ():
+            num_next = part.step.batch.num_next.numpy()
+            num_next[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
+            part.step.traits = replace(part.step.traits, drafts=bool(num_next.any()))
+        self.threads.run(self._draft_part, step.parts, is_long([part.rows for part in step.parts]))
+
+    def _draft_part(self, part: PartInFlight) -> None:
+        part.run.draft()
+        part.drafts = self._drafts.begin(part.step.drafts)
+        if part.grammars is not None:
+            part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 
     @torch.inference_mode()
-    def _complete(self, step: StepInFlight) -> None:
-        """Queue what follows the forward of a step that waited for the results before it. The device runs the forward
-        meanwhile, and the masks are filled."""
-        for number, part in enumerate(step.parts):
-            if part.complete is not None and part.grammars is not None:
+    def _finish_waiting(self, step: StepInFlight) -> None:
+        """Queue what follows the forward of a step that waited for the drafts of the one before. The device runs the
+        forward meanwhile, and the masks are filled."""
+        for part in step.parts:
+            if part.waits and part.grammars is not None:
+                part.waits = False
                 part.grammars.begin()
                 try:
-                    output = part.complete()
+                    self._finish(part)
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
-                    output = part.complete()
-                results = self._downloader.begin(output.numbers)
-                step.parts[number] = replace(part, results=results, logprobs=output.logprobs, complete=None)
+                    self._finish(part)
 
 
 def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:

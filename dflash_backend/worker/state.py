@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import EndRule, NewRequest, StepPlan
+from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.transfers import Uploader, share
@@ -127,7 +127,7 @@ class RequestRecord:
 
     stop_ids: int64, the tokens that end it and that `min_tokens` hides; empty without that. bias_ids int64 and bias
     float32, of one length: its logit bias. allowed_ids: int64, the only tokens that may come, all where it is empty.
-    All are on the device. ending: what ends its answer, which follows `num_prompt_tokens` tokens.
+    All are on the device.
     """
 
     index: int
@@ -136,8 +136,6 @@ class RequestRecord:
     bias_ids: torch.Tensor
     bias: torch.Tensor
     allowed_ids: torch.Tensor
-    ending: EndRule
-    num_prompt_tokens: int
     bad_words: BadWords | None = None
     num_blocks: int = 0
     processed: bool = False
@@ -263,8 +261,6 @@ class RequestStates:
             torch.tensor(list(bias), dtype=torch.int64, device=self.device),
             torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
             torch.tensor(sampling.allowed_token_ids or (), dtype=torch.int64, device=self.device),
-            EndRule.of(sampling, new.eos_token_ids),
-            new.num_prompt_tokens,
             BadWords.of(sampling.bad_words_token_ids, self.device),
         )
 

@@ -1,7 +1,7 @@
-"""One step: verify, accept, inject, draft, as functions of tensors.
+"""One step: verify, accept, inject, draft, each a verb over one `Step`.
 
-Without a guard and logits processors nothing here looks at a value, so the same code runs eagerly and is captured in
-graphs. `verify` leaves the requests' state as it is, `finish` advances it.
+Without a guard nothing here looks at a value, so the same code runs eagerly and is captured in graphs. `verify` leaves
+the requests' state as it is, the others advance it. A step's tokens are there after `accept`.
 """
 
 from __future__ import annotations
@@ -9,81 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
+from dflash_backend.drafters.base import DraftBatch, Drafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
-from dflash_backend.worker.batch import DeviceBatch, StepInputs
-from dflash_backend.worker.grammars import StepGrammars
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.logits import LogitsProcessors, PendingLogprobs, PromptLogprobs
-from dflash_backend.worker.pending_context import Context, PendingContext
+from dflash_backend.worker.logits import PromptLogprobs
+from dflash_backend.worker.pending_context import PendingContext
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps, ended_rows
+from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 
 PHASES = ("verify", "accept", "inject", "draft")
-# Recorded as the step begins, and as each of its phases ends.
-NUM_TIMESTAMPS = len(PHASES) + 1
+# Recorded as the step begins and as verify and accept end, then as inject begins and as inject and draft end.
+NUM_TIMESTAMPS = 6
 Slots = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Forwarded:
-    """What the target's forward gave, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. logits:
-    `[D, vocab]`, None where no row chooses tokens. timestamps, states: as of `Verified`."""
-
-    inputs: StepInputs
-    prepared: Prepared
-    features: torch.Tensor | None
-    logits: torch.Tensor | None
-    timestamps: torch.Tensor
-    states: StateRows | None = None
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What `verify` found, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. target_tokens: int64
-    `[D]`, the target's own token for each row of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns. states: what the
-    forward kept for the states of recurrent layers; None where there are none."""
-
-    inputs: StepInputs
-    prepared: Prepared
-    features: torch.Tensor | None
-    target_tokens: torch.Tensor
-    timestamps: torch.Tensor
-    states: StateRows | None = None
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, the verified
-    ones, its new tokens, k + 1 of them with 0 behind the last, how sure the drafter is of the drafts that it proposed,
-    k of each row (the bits of float32), then the timestamps and, where they were asked for, the k drafts of each row,
-    with anything behind the last. logprobs: of the rows that asked; None where none did."""
-
-    numbers: torch.Tensor
-    logprobs: PendingLogprobs | None = None
-
-
-class StepNumbers(NamedTuple):
-    """The parts of `StepOutput.numbers` on the host, of R rows: accepted and verified drafts and k + 1 tokens of each
-    row, the timestamps, then, as arrays, confidences float32 `[R, k]`, and drafts int64 `[R, k]`, or `[R, 0]` where
-    they were not asked for. Lists, since after a step's products each call of numpy takes some microseconds."""
-
-    accepted: list[int]
-    verified: list[int]
-    tokens: list[list[int]]
-    times: list[int]
-    confidences: np.ndarray
-    drafts: np.ndarray
 
 
 @dataclass
@@ -109,186 +56,115 @@ class ModelStep:
     pool: StatePool | None = None
     shares_prefixes: bool = False
     pending: PendingContext | None = field(init=False, default=None)
-    """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
+    """Where context waits until it is needed, on a CPU."""
 
     def __post_init__(self) -> None:
-        if self.ops.on_host and self.drafter is not None:
-            self.pending = PendingContext(len(self.state.tokens), self.state.block_size)
-
-    @property
-    def device(self) -> torch.device:
-        """Where steps run."""
-        return self.state.tokens.device
-
-    @property
-    def width(self) -> int:
+        if self.drafter is not None:
+            self.pending = self.ops.pending_context(self.state)
+        self.device = self.state.tokens.device
+        self.width = self.state.k + 1
         """Tokens of a decode row: the last known one and k drafts."""
-        return self.state.k + 1
 
-    def result_size(self, num_rows: int) -> int:
-        """Numbers in the result of a step with that many rows, padding rows included, at most."""
-        return num_rows * (3 * self.state.k + 3) + NUM_TIMESTAMPS
+    def run(self, step: Step, guard: WriteGuard | None = None) -> Step:
+        """A whole step."""
+        self.verify(step, guard)
+        self.accept(step)
+        self.inject(step, guard)
+        self.draft(step, guard)
+        return step
 
-    def run(
-        self,
-        inputs: StepInputs,
-        guard: WriteGuard | None = None,
-        processors: LogitsProcessors | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-        grammars: StepGrammars | None = None,
-        copies: Slots = (),
-    ) -> StepOutput:
-        """A whole step. copies: slots of recurrent states that are copied behind it, and where to. Raises
-        `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
-        forwarded = self.forward(inputs, guard, processors, prompt_logprobs)
-        return self.complete(forwarded, guard, processors, grammars, copies)
-
-    def complete(
-        self,
-        forwarded: Forwarded,
-        guard: WriteGuard | None = None,
-        processors: LogitsProcessors | None = None,
-        grammars: StepGrammars | None = None,
-        copies: Slots = (),
-    ) -> StepOutput:
-        """What follows the target's forward; waits for the masks of grammars. Raises as `run`."""
-        return self.settle(self.choose(forwarded, grammars), guard, processors, grammars is not None, copies)
-
-    def settle(
-        self,
-        verified: Verified,
-        guard: WriteGuard | None = None,
-        processors: LogitsProcessors | None = None,
-        returns_drafts: bool = False,
-        copies: Slots = (),
-    ) -> StepOutput:
-        """As `finish`, and where that runs out of memory the requests' state is as it was before. Raises as `run`."""
-        if self.ops.on_host:  # a CPU never raises this error
-            return self.finish(verified, guard, processors, returns_drafts, copies)
-        before = StateSnapshot(self.state, verified.inputs.batch, verified.prepared)
-        try:
-            return self.finish(verified, guard, processors, returns_drafts, copies)
-        except torch.OutOfMemoryError:
-            before.restore()
-            raise
-
-    def unpacked(self, numbers: np.ndarray, num_rows: int) -> StepNumbers:
-        """The parts of `StepOutput.numbers`, on the host."""
-        width, of_tokens = self.width, num_rows * (2 + self.width)
-        behind = of_tokens + num_rows * self.state.k
-        counts = numbers[:of_tokens].tolist()
-        tokens = [counts[first : first + width] for first in range(2 * num_rows, of_tokens, width)]
-        end = behind + NUM_TIMESTAMPS
-        confidences = numbers[of_tokens:behind].astype(np.int32).view(np.float32).reshape(num_rows, -1)
-        drafts = numbers[end:].reshape(num_rows, -1)
-        times = numbers[behind:end].tolist()
-        return StepNumbers(counts[:num_rows], counts[num_rows : 2 * num_rows], tokens, times, confidences, drafts)
-
-    def verify(self, inputs: StepInputs) -> Verified:
+    def verify(
+        self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
+    ) -> None:
         """One target forward over all rows, and the tokens that their drafts are compared with."""
-        return self.choose(self.forward(inputs))
-
-    def forward(
-        self,
-        inputs: StepInputs,
-        guard: WriteGuard | None = None,
-        processors: LogitsProcessors | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-    ) -> Forwarded:
-        """One target forward over all rows, up to the logits that tokens are chosen from, but for grammars."""
-        timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
-        record(timestamps, 0)
-        inputs = self.ops.lay_out(inputs, self.state)
-        prepared = self.ops.prepare(inputs, self.state)
+        step.timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
+        record(step.timestamps, 0)
+        self.ops.lay_out(step, self.state)
+        self.ops.prepare(step, self.state)
         if guard is not None:
-            guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)
-            if prepared.windows is not None:
-                guard.check_windows(inputs.batch.token_row, prepared.windows.slots)
+            guard.check("verify", step.batch.token_row, step.slots, step.batch.query_lens)
+            if step.windows is not None:
+                guard.check_windows(step.batch.token_row, step.windows.slots)
+        step.states = self._states(step, guard)
         context = PagedContext.prepare(
-            prepared.layout,
-            prepared.positions,
-            prepared.slots,
-            self.backend,
-            self.target.patterns,
-            self.dtype,
-            prepared.padded,
-            states := self._states(inputs, prepared, guard),
-            prepared.windows,
-        )
+            step.attention, step.positions, step.slots, self.backend, self.target.patterns, self.dtype, step.padded,
+            step.states, step.windows,
+        )  # fmt: skip
         capture = self.drafter.capture if self.drafter is not None else ()
-        output = self.target.forward(prepared.token_ids, context, self.kv.target, capture)
-        hidden = output.hidden
+        output = self.target.forward(step.token_ids, context, self.kv.target, capture)
+        hidden, step.features = output.hidden, output.features
         if prompt_logprobs is not None:
             prompt_logprobs.compute(hidden, self.target, self.state.tokens)
-        logits = None
-        if inputs.traits.chooses:
-            if inputs.logits_token is not None:
-                hidden = hidden.index_select(0, inputs.logits_token)
-            logits = self.target.logits(hidden)
-            if processors is not None:
-                logits = processors.apply(logits, self.ops)
-        return Forwarded(inputs, prepared, output.features, logits, timestamps, states)
+        if step.traits.chooses:
+            if step.logits_token is not None:
+                hidden = hidden.index_select(0, step.logits_token)
+            step.logits = self.target.logits(hidden)
+        step.target_tokens = self.ops.target_tokens(step, self.state)
+        record(step.timestamps, 1)
 
-    def _states(self, inputs: StepInputs, prepared: Prepared, guard: WriteGuard | None) -> StateRows | None:
+    def _states(self, step: Step, guard: WriteGuard | None) -> StateRows | None:
         """The rows as recurrent layers see them. Raises `RuntimeError` when there is a guard and a row starts elsewhere
         than its state ends."""
         if self.pool is None:
             return None
-        batch, lens = inputs.batch, inputs.bounds.query_lens
-        own = StateLayout(batch.req_idx, prepared.starts, batch.query_start, batch.query_lens, lens, inputs.num_tokens)
+        batch, lens = step.batch, step.bounds.query_lens
+        own = StateLayout(batch.req_idx, step.starts, batch.query_start, batch.query_lens, lens, step.num_tokens)
         rows = StateRows.of(self.pool, own)
         if guard is not None:
             rows.check()
         return rows
 
-    def choose(self, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
-        """The tokens that drafts are compared with, among those that grammars allow."""
-        inputs, prepared, logits = forwarded.inputs, forwarded.prepared, forwarded.logits
-        if logits is None:
-            target_tokens = torch.zeros(len(inputs.logits_row), dtype=torch.int64, device=self.device)
-        else:
-            if grammars is not None and (masks := grammars.masks()) is not None:
-                self.ops.apply_token_bitmask(logits, *masks)
-            target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
-            if grammars is not None and (missing := grammars.missing_masks(target_tokens)) is not None:
-                self.ops.apply_token_bitmask(logits, *missing)
-                target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
-        record(forwarded.timestamps, 1)
-        return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps, forwarded.states)
+    def accept(self, step: Step) -> None:
+        """Which drafts are the target's own tokens, and which token follows them."""
+        self.ops.accept(step, self.state)
+        counts = (step.num_accepted, step.batch.num_draft, step.new_tokens.flatten())
+        step.results = torch.cat([each.long() for each in counts])
+        record(step.timestamps, 2)
 
-    def finish(
-        self,
-        verified: Verified,
-        guard: WriteGuard | None = None,
-        processors: LogitsProcessors | None = None,
-        returns_drafts: bool = False,
-        copies: Slots = (),
-    ) -> StepOutput:
-        """Accept, inject and draft; then bring the states of recurrent layers behind the accepted drafts. They come
-        last, so that what fails before leaves them as they were."""
-        inputs, prepared, timestamps = verified.inputs, verified.prepared, verified.timestamps
-        accepted = self.ops.accept(verified.target_tokens, inputs.batch, prepared, self.state)
-        logprobs = None
-        if processors is not None:
-            logprobs = processors.logprobs(verified.target_tokens, accepted.count if self.ops.on_host else None)
-        record(timestamps, 2)
-        if self.drafter is not None and verified.features is not None:
-            self._inject(self.drafter, inputs.batch, prepared, verified.features, guard)
-        record(timestamps, 3)
-        if self.drafter is not None and inputs.traits.drafts:
-            self._draft(self.drafter, inputs, verified.features, accepted, guard)
-        if verified.states is not None:
-            self._commit(verified.states, inputs.batch.num_new + accepted.count, copies)
-        record(timestamps, 4)
-        confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
-        counts = [accepted.count, inputs.batch.num_draft]
-        numbers = [*counts, accepted.tokens.flatten(), confidence.view(torch.int32).flatten(), timestamps]
-        output = StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
-        return self.with_drafts(output, inputs.batch) if returns_drafts else output
+    def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
+        """Write the drafter's context KV of positions that are final."""
+        record(step.timestamps, 3)
+        drafter, features = self.drafter, step.features
+        if drafter is not None and features is not None:
+            context = self.ops.context(step, self.state, features) if self.pending is None else None
+            if self.pending is not None and not self.pending.keep_step(step, features, self.state):
+                context = self.pending.exchange(self.ops.context(step, self.state, features), step, self.state)
+            if context is not None and len(context.positions):
+                assert context.token_row is not None
+                if guard is not None:
+                    guard.check("inject", context.token_row, context.slots)
+                if drafter.reads_next_tokens:
+                    row = context.token_row.clamp(min=0).long()
+                    req_idx = step.batch.req_idx[row].clamp(min=0).long()
+                    context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
+                drafter.inject(context)
+        record(step.timestamps, 4)
 
-    def with_drafts(self, output: StepOutput, batch: DeviceBatch) -> StepOutput:
-        """The output of a step with the drafts that its rows propose."""
-        return replace(output, numbers=torch.cat([output.numbers, self.ops.drafts(batch, self.state).flatten()]))
+    def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
+        """Propose the next step's drafts and leave them in the state, after the anchor. Then bring the states of
+        recurrent layers to the accepted drafts: they come last, so that what fails before leaves them as they were.
+        copies: slots of recurrent states that are copied after that, and where to."""
+        if self.drafter is not None and step.traits.drafts:
+            self._propose(self.drafter, step, guard)
+        if step.states is not None:
+            self._commit(step.states, step.batch.num_new + step.num_accepted, copies)
+        record(step.timestamps, 5)
+        confidence = self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0))
+        step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
+
+    def _propose(self, drafter: Drafter, step: Step, guard: WriteGuard | None) -> None:
+        queries, before = None, None
+        if drafter.placeholder_id is not None:
+            lookahead_base = drafter.lookahead_base or 0
+            queries = self.ops.prepare_draft(step, self.state, drafter.placeholder_id, lookahead_base)
+            if guard is not None:
+                guard.check_draft(queries, step.batch.num_next, lookahead_base)
+        if drafter.reads_next_tokens and step.features is not None:
+            before = self.ops.features_before_anchors(step, step.features)
+        draft = DraftBatch(self.ops.history(step, self.state), queries, before)
+        asked = self.wants_confidence and step.traits.wants_confidence
+        sampler = self.ops.draft_sampler(step, self.state, self.draft_temperature_ratio, asked)
+        self.ops.store_drafts(drafter.propose(draft, sampler), step.batch, self.state)
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: Slots) -> None:
@@ -300,83 +176,22 @@ class ModelStep:
         except torch.OutOfMemoryError as error:
             raise RuntimeError(f"no memory to bring recurrent states up to date: {first_line(error)}") from None
 
-    def _inject(
-        self,
-        drafter: Drafter,
-        batch: DeviceBatch,
-        prepared: Prepared,
-        features: torch.Tensor,
-        guard: WriteGuard | None,
-    ) -> None:
-        """Write the drafter's context KV of positions that are final."""
-        if self.pending is not None and self.pending.keep_step(features, batch, prepared, self.state):
-            return
-        final = self.ops.final_tokens(batch, prepared, self.state)
-        token_row = batch.token_row
-        if final.index is not None:
-            features, token_row = features[final.index], token_row[final.index]
-        context = Context(features, token_row, final)
-        if self.pending is not None:
-            context = self.pending.exchange(context, batch, self.state)
-            if not len(context.token_row):
-                return
-        final = context.final
-        if guard is not None:
-            guard.check("inject", context.token_row, final.slots)
-        next_tokens = None
-        if drafter.reads_next_tokens:
-            req_idx = batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
-            next_tokens = self.state.tokens[req_idx, final.positions + 1]
-        drafter.inject(ContextBatch(context.features, final.positions, final.slots, final.padded, next_tokens))
+    def result_sizes(self, num_rows: int) -> tuple[int, int]:
+        """Numbers in `Step.results` and in `Step.drafts` of that many rows, padding rows included, at most."""
+        return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
 
-    def _draft(
-        self,
-        drafter: Drafter,
-        inputs: StepInputs,
-        features: torch.Tensor | None,
-        accepted: Accepted,
-        guard: WriteGuard | None,
-    ) -> None:
-        """Propose the next step's drafts and leave them in the state, behind the anchor."""
-        ended = ended_rows(inputs.batch.req_idx, accepted, self.state, inputs.drafting)
-        if (left := inputs.without_drafts(ended)) is None:
-            return
-        inputs = left
-        queries, before = None, None
-        if drafter.placeholder_id is not None:
-            lookahead_base = drafter.lookahead_base or 0
-            queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id, lookahead_base)
-            if guard is not None:
-                guard.check_draft(queries, inputs.batch.num_next, lookahead_base)
-        if drafter.reads_next_tokens and features is not None:
-            before = self.ops.features_before_anchors(features, inputs.batch, accepted.count)
-        draft = DraftBatch(self.ops.history(inputs, self.state), queries, before)
-        asked = self.wants_confidence and inputs.traits.wants_confidence
-        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, asked)
-        self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
+    def unpacked_results(self, numbers: np.ndarray, num_rows: int) -> tuple[list[int], list[int], list[list[int]]]:
+        """The parts of `Step.results` on the host: of each row its accepted drafts, its verified ones, and k + 1
+        tokens. Lists, since after a step's products each call of numpy takes some microseconds."""
+        counts = numbers.tolist()
+        tokens = [counts[first : first + self.width] for first in range(2 * num_rows, len(counts), self.width)]
+        return counts[:num_rows], counts[num_rows : 2 * num_rows], tokens
 
-
-class StateSnapshot:
-    """What `ModelStep.finish` changes of the requests' state, as it was before: for a step that fails midway.
-
-    KV needs no such care: a step that failed wrote no final positions, and the next one writes those again.
-    """
-
-    def __init__(self, state: StateTensors, batch: DeviceBatch, prepared: Prepared) -> None:
-        self._state = state
-        # The token after the accepted drafts, at most k of them, then the next k drafts.
-        first = (prepared.starts + batch.num_new).long()
-        columns = torch.arange(2 * state.k + 1, device=first.device)
-        self._positions = (first[:, None] + columns).clamp(max=state.max_len - 1)
-        # Padding rows are taken for request 0; restoring them rewrites the values already there.
-        self._index = batch.req_idx.clamp(min=0).long()
-        self._tokens = state.tokens[self._index[:, None], self._positions]
-        self._computed = state.computed[self._index]
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._state.tokens[self._index[:, None], self._positions] = self._tokens
-        self._state.computed[self._index] = self._computed
+    def unpacked_drafts(self, numbers: np.ndarray, num_rows: int) -> tuple[list[float], np.ndarray]:
+        """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`."""
+        times = numbers[:NUM_TIMESTAMPS].tolist()
+        seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]
+        return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(num_rows, -1)
 
 
 def record(timestamps: torch.Tensor, index: int) -> None:

@@ -8,26 +8,25 @@ the kernels' references, on exact lengths, so that nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
-from dflash_backend.models.interface import WindowSlots
+from dflash_backend.core.plan import DraftBudget
+from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import (
     DeviceBatch,
-    DraftingRow,
-    StepInputs,
+    Step,
     draft_of_row,
     draft_width,
     exact_layout,
     window_slots,
 )
-from dflash_backend.worker.state import RequestStates, StateTensors
+from dflash_backend.worker.pending_context import PendingContext
+from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
     argmax,
@@ -45,6 +44,29 @@ from dflash_kernels import (
 from dflash_kernels.dispatch import use_triton
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class StateSnapshot:
+    """What a step changes of the requests' state after `verify`, as it was before: for a step that fails midway.
+
+    KV needs no such care: a step that failed wrote no final positions, and the next one writes those again.
+    """
+
+    def __init__(self, state: StateTensors, step: Step) -> None:
+        self._state = state
+        # The token after the accepted drafts, at most k of them, then the next k drafts.
+        first = (step.starts + step.batch.num_new).long()
+        columns = torch.arange(2 * state.k + 1, device=first.device)
+        self._positions = (first[:, None] + columns).clamp(max=state.max_len - 1)
+        # Padding rows are taken for request 0; restoring them rewrites the values already there.
+        self._index = step.batch.req_idx.clamp(min=0).long()
+        self._tokens = state.tokens[self._index[:, None], self._positions]
+        self._computed = state.computed[self._index]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._state.tokens[self._index[:, None], self._positions] = self._tokens
+        self._state.computed[self._index] = self._computed
 
 
 class DeviceStepOps:
@@ -69,16 +91,16 @@ class DeviceStepOps:
     _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
     _store_drafts = staticmethod(prepare_draft.store_drafts)
 
-    def lay_out(self, inputs: StepInputs, state: StateTensors) -> StepInputs:
-        """The step with the drafts that its budget is for, and with their tokens behind one another."""
-        if inputs.budget is None:
-            return inputs
-        batch = inputs.batch
+    def lay_out(self, step: Step, state: StateTensors) -> None:
+        """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
+        if step.budget is None:
+            return
+        batch = step.batch
         num_draft, query_start, query_lens, logits_start, token_row, logits_token, logits_row = self._lay_out(
-            state.confidence, inputs.budget, batch.req_idx, batch.num_new, batch.num_draft, batch.logits_start,
-            inputs.num_tokens, len(inputs.logits_row),
+            state.confidence, step.budget, batch.req_idx, batch.num_new, batch.num_draft, batch.logits_start,
+            step.num_tokens, len(step.logits_row),
         )  # fmt: skip
-        laid_out = replace(
+        step.batch = replace(
             batch,
             num_draft=num_draft,
             query_start=query_start,
@@ -86,18 +108,17 @@ class DeviceStepOps:
             logits_start=logits_start,
             token_row=token_row,
         )
-        token = None if inputs.logits_token is None else logits_token
-        return replace(inputs, batch=laid_out, logits_token=token, logits_row=logits_row, budget=None)
+        step.logits_token = None if step.logits_token is None else logits_token
+        step.logits_row, step.budget = logits_row, None
 
-    def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
-        """What the target runs."""
-        batch, bounds = inputs.batch, inputs.bounds
-        ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
+    def prepare(self, step: Step, state: StateTensors) -> None:
+        """Fill in what the target runs."""
+        self._fill_in(step, state)
+        batch, bounds, seq_lens = step.batch, step.bounds, step.seq_lens
         rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
-        windows = window_slots(batch, positions, slots, layout, state)
-        layout = replace(layout, shared=inputs.shared)
-        return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True, windows=windows)
+        step.windows = window_slots(batch, step.positions, step.slots, layout, state)
+        step.attention, step.padded = replace(layout, shared=step.shared), True
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]` in their own dtype: int64 `[n]`, the lowest id
@@ -125,19 +146,19 @@ class DeviceStepOps:
         """How sure the `logits` are of a column in each row, as `drafters.base.SampleOps.log_odds`."""
         return self._log_odds(logits, columns)
 
-    def target_tokens(
-        self, logits: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: StateTensors
-    ) -> torch.Tensor:
-        """The target's own token for each row of the step's `logits` (`[D, vocab]`), int64 `[D]`: by the request's
-        temperature, filters and noise for the token's position; the argmax for a greedy request."""
-        if not inputs.traits.sampled:
-            return self.argmax(logits)
+    def target_tokens(self, step: Step, state: StateTensors) -> torch.Tensor:
+        """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
+        and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, zeros."""
+        if step.logits is None:
+            return torch.zeros(len(step.logits_row), dtype=torch.int64, device=state.tokens.device)
+        if not step.traits.sampled:
+            return self.argmax(step.logits)
         # After position p a row of logits decides p + 1.
-        positions = prepared.positions + 1
-        if inputs.logits_token is not None:
-            positions = positions.index_select(0, inputs.logits_token)
-        req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
-        return self.chosen_tokens(logits, req_idx, positions, state, sampled=True)
+        positions = step.positions + 1
+        if step.logits_token is not None:
+            positions = positions.index_select(0, step.logits_token)
+        req_idx = step.batch.req_idx.index_select(0, step.logits_row.clamp(min=0))
+        return self.chosen_tokens(step.logits, req_idx, positions, state, sampled=True)
 
     def chosen_tokens(
         self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool
@@ -151,49 +172,56 @@ class DeviceStepOps:
         lowest_kept = self._lowest_kept(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         return self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)
 
-    def accept(
-        self, target_tokens: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors
-    ) -> Accepted:
-        """Which drafts are accepted and which token follows, for the rows that sample; advances `state.tokens` by that
-        token and `state.computed` of every row to its real start + num_new + count.
-
-        target_tokens: int64 `[D]`, the target's own token for each row of logits.
-        """
-        return Accepted(
-            *self._accept(
-                target_tokens, state.tokens, state.computed, state.k,
-                batch.req_idx, prepared.starts, batch.num_new, batch.num_draft, batch.logits_start,
-            )
+    def accept(self, step: Step, state: StateTensors) -> None:
+        """Which drafts are accepted and which token follows, for the rows that sample, by `step.target_tokens`.
+        Advances `state.tokens` by that token and `state.computed` of every row to its real start + num_new + accepted
+        drafts."""
+        batch = step.batch
+        step.num_accepted, step.new_tokens = self._accept(
+            step.target_tokens, state.tokens, state.computed, state.k,
+            batch.req_idx, step.starts, batch.num_new, batch.num_draft, batch.logits_start,
         )  # fmt: skip
 
-    def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
-        """The tokens whose positions are final, after `accept`; rejected drafts must not write context KV."""
-        slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
-        return FinalTokens(prepared.positions, slots, padded=True)
+    def known_counts(self, step: Step) -> np.ndarray | None:
+        """The accepted drafts of each row, if the host knows them."""
+        return None
 
-    def history(self, inputs: StepInputs, state: StateTensors) -> TokenHistory:
+    def snapshot(self, step: Step, state: StateTensors) -> StateSnapshot | None:
+        """What `accept` and drafting change, for a step that may run out of memory."""
+        return StateSnapshot(state, step)
+
+    def pending_context(self, state: StateTensors) -> PendingContext | None:
+        """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
+        return None
+
+    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
+        """The tokens whose positions are final, after `accept`: rejected drafts must not write context KV. features:
+        `[T, L * hidden]`, of the step."""
+        token_row = step.batch.token_row
+        slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
+        return ContextBatch(features, step.positions, slots, padded=True, token_row=token_row)
+
+    def history(self, step: Step, state: StateTensors) -> TokenHistory:
         """The tokens of the step's rows, as they are after `accept`."""
-        batch = inputs.batch
-        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, draft_width(inputs, state))
+        batch = step.batch
+        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, draft_width(step, state))
 
-    def features_before_anchors(
-        self, features: torch.Tensor, batch: DeviceBatch, num_accepted: torch.Tensor
-    ) -> torch.Tensor:
+    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """Of a step's `features` `[T, width]` those of the last final token of each row, the one before its anchor:
-        `[R, width]`, in the order of `prepare_draft`. num_accepted: int32 `[R]`. What padding gets has no meaning."""
-        last = batch.query_start + batch.num_new + num_accepted - 1
+        `[R, width]`, in the order of `prepare_draft`. What padding gets has no meaning."""
+        last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
         return features.index_select(0, last.clamp(0, len(features) - 1))
 
     def prepare_draft(
-        self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
-        """What the drafter's model runs, after `accept`: a row of `inputs.draft_width + lookahead_base` queries for
+        """What the drafter's model runs, after `accept`: a row of `step.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""
-        batch, bounds, width = inputs.batch, inputs.bounds, draft_width(inputs, state) + lookahead_base
+        batch, bounds, width = step.batch, step.bounds, draft_width(step, state) + lookahead_base
         ids, positions, slots, query_lens, seq_lens = self._prepared_draft(
             batch, state, placeholder_id, width, lookahead_base
         )
-        num_rows = inputs.num_rows
+        num_rows = step.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
         rows = DeviceLengths(starts, query_lens, seq_lens)
         widths = np.full(num_rows, width)
@@ -205,13 +233,13 @@ class DeviceStepOps:
         )  # fmt: skip
 
     def draft_sampler(
-        self, inputs: StepInputs, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
+        self, step: Step, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
     ) -> DraftSampler:
         """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
         its noise."""
-        if temperature_ratio == 0.0 or not inputs.traits.sampled:
+        if temperature_ratio == 0.0 or not step.traits.sampled:
             return DraftSampler(self, wants_confidence=wants_confidence)
-        req_idx = self._draft_req_idx(inputs.batch, draft_width(inputs, state))
+        req_idx = self._draft_req_idx(step.batch, draft_width(step, state))
         temperature = state.temperature[req_idx] * temperature_ratio
         return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
 
@@ -244,8 +272,9 @@ class DeviceStepOps:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
         return batch.req_idx.clamp(min=0).long().repeat_interleave(width)
 
-    def _prepared(self, batch: DeviceBatch, state: StateTensors) -> Tensors:
-        return self._prepare(
+    def _fill_in(self, step: Step, state: StateTensors) -> None:
+        batch = step.batch
+        step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
             batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
         )  # fmt: skip
@@ -292,40 +321,47 @@ class HostStepOps(DeviceStepOps):
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
 
-    def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
-        """As `DeviceStepOps.prepare`."""
-        batch = inputs.batch
-        ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
-        layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), seq_lens.numpy(), state)
-        windows = window_slots(batch, positions, slots, layout, state)
-        return Prepared(ids, positions, slots, starts, seq_lens, layout, bool((slots.numpy() < 0).any()), windows)
+    def prepare(self, step: Step, state: StateTensors) -> None:
+        self._fill_in(step, state)
+        batch = step.batch
+        step.attention = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
+        step.windows = window_slots(batch, step.positions, step.slots, step.attention, state)
+        step.padded = bool((step.slots.numpy() < 0).any())
 
-    def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
-        """As `DeviceStepOps.final_tokens`."""
-        if len(batch.req_idx) == 1 and not prepared.padded:
-            end = state.computed.numpy().item(one_row.number(batch.req_idx))
-            final_part = slice(end - one_row.number(prepared.starts))
-            return FinalTokens(prepared.positions[final_part], prepared.slots[final_part], final_part)
-        slots = super().final_tokens(batch, prepared, state).slots
-        final = slots.numpy() >= 0
-        if final.all():
-            return FinalTokens(prepared.positions, prepared.slots)
-        index = torch.from_numpy(final.nonzero()[0])
-        return FinalTokens(prepared.positions[index], slots[index], index)
+    def known_counts(self, step: Step) -> np.ndarray | None:
+        counts: np.ndarray = step.num_accepted.numpy()
+        return counts
 
-    def features_before_anchors(
-        self, features: torch.Tensor, batch: DeviceBatch, num_accepted: torch.Tensor
-    ) -> torch.Tensor:
+    def snapshot(self, step: Step, state: StateTensors) -> StateSnapshot | None:
+        return None  # a CPU never raises `torch.OutOfMemoryError`
+
+    def pending_context(self, state: StateTensors) -> PendingContext | None:
+        return PendingContext(len(state.tokens), state.block_size)
+
+    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
+        token_row = step.batch.token_row
+        if step.num_rows == 1 and not step.padded:
+            end = state.computed.numpy().item(one_row.number(step.batch.req_idx))
+            final = slice(end - one_row.number(step.starts))
+            return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
+        context = super().context(step, state, features)
+        is_final = context.slots.numpy() >= 0
+        if is_final.all():
+            return replace(context, padded=False)
+        index = torch.from_numpy(is_final.nonzero()[0])
+        return ContextBatch(features[index], step.positions[index], context.slots[index], token_row=token_row[index])
+
+    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """As `DeviceStepOps.features_before_anchors`, of the rows that draft."""
-        last = batch.query_start + batch.num_new + num_accepted - 1
-        return features[last[torch.from_numpy(batch.num_next.numpy().nonzero()[0])]]
+        last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
+        return features[last[torch.from_numpy(step.batch.num_next.numpy().nonzero()[0])]]
 
     def prepare_draft(
-        self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
-        batch, most = inputs.batch, state.k + lookahead_base
-        if inputs.num_rows == 1 and (of_row := draft_of_row(batch, state, placeholder_id, lookahead_base)) is not None:
+        batch, most = step.batch, state.k + lookahead_base
+        if step.num_rows == 1 and (of_row := draft_of_row(batch, state, placeholder_id, lookahead_base)) is not None:
             return of_row
         ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
         query_lens = lens.numpy()
@@ -334,7 +370,7 @@ class HostStepOps(DeviceStepOps):
         layout = exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
         width = int(query_lens.max())
         draft_index = None
-        if len(rows) < inputs.num_rows or width < most or (query_lens < width).any():
+        if len(rows) < step.num_rows or width < most or (query_lens < width).any():
             flat = (np.arange(most) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
             draft_index = torch.from_numpy((flat % most >= lookahead_base).nonzero()[0])
             ids, positions, slots = (
@@ -383,71 +419,3 @@ StepOps = DeviceStepOps
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
     """The operations for `device`, as `dflash_kernels.dispatch.use_triton` chooses, which also raises."""
     return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the target runs. token_ids, positions, slots: int64 `[T]`. starts, seq_lens: int32 `[R]`, 0 for padding.
-    layout: the rows as attention runs them. padded: whether slots may be -1. windows: where the KV of layers with a
-    window lies, if these have block ids of their own.
-
-    A padding token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and
-    position 0. `seq_lens` never goes past a row's blocks either.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-    seq_lens: torch.Tensor
-    layout: AttentionBatch
-    padded: bool
-    windows: WindowSlots | None = None
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """What the accept phase decided. count: int32 `[R]`, accepted drafts. tokens: int64 `[R, k + 1]`, those drafts and
-    the token that follows, then 0; all 0 for a row that does not sample."""
-
-    count: torch.Tensor
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FinalTokens:
-    """The tokens whose context KV is written: positions and slots int64 `[n]`; index: int64 `[n]` or a slice, their
-    places among the step's tokens, None for all of them. padded: whether slots may be -1, where nothing is kept."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    index: torch.Tensor | slice | None = None
-    padded: bool = False
-
-
-def drafting_rows(rows: Sequence[ScheduledRequest], requests: RequestStates) -> list[DraftingRow]:
-    """Those of a step's rows. What a row yields that does not sample has no meaning, so it has no place here."""
-    found = []
-    for number, row in enumerate(rows):
-        if row.sample and row.num_next_draft:
-            record = requests.records[row.request_id]
-            found.append(DraftingRow(number, record.num_prompt_tokens, record.ending))
-    return found
-
-
-def ended_rows(
-    req_idx: torch.Tensor, accepted: Accepted, state: StateTensors, rows: Sequence[DraftingRow]
-) -> list[int]:
-    """The numbers of those of `rows` whose answers end with the tokens that they yield; after `accept`, on the host.
-    req_idx: int32 `[R]`, the index of each row's request."""
-    if not rows:
-        return []
-    counts, tokens, indices = accepted.count.tolist(), accepted.tokens.tolist(), req_idx.tolist()
-    computed = state.computed.numpy()
-    found = []
-    for number, num_prompt_tokens, rule in rows:
-        num_new = counts[number] + 1
-        num_before = computed.item(indices[number]) + 1 - num_new - num_prompt_tokens
-        if rule.apply(tokens[number][:num_new], num_before)[1] is not None:
-            found.append(number)
-    return found

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.forced_ops import force_acceptance
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.batch_parallel import one_thread
-from dflash_backend.worker.step_ops import Prepared
 from tests.tiny_models import make_pair
 from tests.worker.engines import ReferenceStepOps, engine, on_device_runner, outputs_of
 
@@ -21,8 +20,8 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, count: int) -> None:
     """All rows of a step, next to others that draft fewer because they are about to end."""
 
-    def acceptance(rows: DeviceBatch, prepared: Prepared) -> torch.Tensor:
-        return rows.num_draft.clamp(max=count)
+    def acceptance(step: Step) -> torch.Tensor:
+        return step.batch.num_draft.clamp(max=count)
 
     built = engine(**make_pair(tmp_path), max_model_len=64, max_num_seqs=4)
     built = on_device_runner(built, ops=force_acceptance(ReferenceStepOps(), acceptance))

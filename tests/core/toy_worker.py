@@ -14,8 +14,9 @@ device's order, also for the rows of requests that have ended.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from math import exp
 from operator import mul
@@ -29,6 +30,7 @@ from dflash_backend.core.plan import (
     NewRequest,
     RequestResult,
     ScheduledRequest,
+    StepDrafts,
     StepFailed,
     StepOutOfMemory,
     StepPlan,
@@ -83,6 +85,9 @@ class ToyWorker:
         self._shift = int(config.reads_next_tokens)
         self._held: dict[str, _Held] = {}
         self._results: deque[StepResult] = deque()
+        # What is left of the steps that have run: injecting and drafting, which waits until it is asked for.
+        self._rests: deque[Callable[[Collection[str]], StepDrafts]] = deque()
+        self._is_collected = False  # and its drafts are not
         num_slots = config.num_blocks * config.block_size
         # Of tokens, positions and drafts of one request: one that ended by accepted drafts runs past its longest.
         self._max_positions = config.max_model_len + config.num_speculative_tokens + 1
@@ -115,14 +120,26 @@ class ToyWorker:
         return set(self._held)
 
     def submit(self, plan: StepPlan) -> None:
+        self._check_drafts_were_collected()
         self._admit(plan)
         self._results.append(self._run(plan))
 
     def collect(self) -> StepResult:
+        self._check_drafts_were_collected()
+        self._is_collected = True
         return self._results.popleft()
+
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        assert self._is_collected, "the drafts of no step, or twice"
+        self._is_collected = False
+        return self._rests.popleft()(ended)
+
+    def _check_drafts_were_collected(self) -> None:
+        assert not self._is_collected, "the drafts of a step were left behind"
 
     def reset(self) -> None:
         assert not self._results, "a step is in flight"
+        assert not self._rests, "the drafts of a step were left behind"
         self._held.clear()
 
     def _admit(self, plan: StepPlan) -> None:
@@ -203,18 +220,26 @@ class ToyWorker:
                 assert row.num_draft == 0
                 self.snapshots[row.snapshot_slot] = held.recurrent
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
-            self._write(
-                held, held.block_ids, self.drafter_kv, start, held.states[start + self._shift : final + self._shift]
-            )
+        self._rests.append(partial(self._finish, plan, work))
+        self.on_time(self.target_s(plan))
+        return StepResult(plan.step_id, accepted)
+
+    def _finish(
+        self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]], ended: Collection[str] = ()
+    ) -> StepDrafts:
+        """Inject and draft."""
+        for _, held, start in work:
+            assert held.num_computed is not None
+            states = held.states[start + self._shift : held.num_computed + self._shift]
+            self._write(held, held.block_ids, self.drafter_kv, start, states)
         for row, held, _ in work:
-            if row.num_next_draft:
+            if row.num_next_draft and row.request_id not in ended:
                 self._propose(row, held)
-        results = [
-            replace(result, confidences=held.confidences) for result, (_, held, _) in zip(accepted, work, strict=True)
-        ]
         draft_s = self.draft_s(plan)
-        self.on_time(self.target_s(plan) + draft_s)
-        return StepResult(plan.step_id, results, {"draft": draft_s} if draft_s else {})
+        self.on_time(draft_s)
+        return StepDrafts(
+            plan.step_id, [held.confidences for _, held, _ in work], phase_seconds={"draft": draft_s} if draft_s else {}
+        )
 
     def _keep_likeliest(self, budget: DraftBudget, held: list[_Held]) -> None:
         """Drop the drafts that the budget has no room for, one by one the least likely of the last ones."""
@@ -365,6 +390,7 @@ class OverlappingToy(ToyWorker):
         self._uncollected: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
+        self._check_drafts_were_collected()
         assert len(self._uncollected) <= 1, "more than one step is in flight"
         self._check_certainty(plan)
         self._admit(plan)
@@ -376,7 +402,7 @@ class OverlappingToy(ToyWorker):
         if not self._results:
             self._run_queue(len(self._queue) - 1)
         self._uncollected.popleft()
-        return self._results.popleft()
+        return super().collect()
 
     def _take_deltas_only(self, plan: StepPlan) -> None:
         self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks
@@ -385,6 +411,8 @@ class OverlappingToy(ToyWorker):
     def _run_queue(self, num_left: int) -> None:
         while len(self._queue) > num_left:
             self._results.append(self._run(self._queue.popleft()))
+            drafts = self._rests.pop()(())  # a device does not wait
+            self._rests.append(lambda ended, drafts=drafts: drafts)
 
     def _check_certainty(self, plan: StepPlan) -> None:
         """A row is as uncertain as the step in flight makes it."""

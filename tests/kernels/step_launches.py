@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dflash_backend.drafters.base import Drafts
-from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, Step
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
 from dflash_kernels.penalties import NUMBERS, PenalisedRows
@@ -25,16 +25,18 @@ def launches() -> None:
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     ends = np.full(ROWS, 100)
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
-    inputs = StepInputs(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
+    inputs = Step(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
     ops.lay_out(replace(inputs, budget=torch.zeros(2 + K + ROWS), logits_token=rows.token_row), state)
-    prepared = ops.prepare(inputs, state)
+    ops.prepare(inputs, state)
     ops.apply_token_bitmask(logits, torch.zeros(ROWS, num_words(VOCAB), dtype=torch.int32), rows.num_new)
-    penalised = PenalisedRows(torch.zeros(NUMBERS, ROWS, dtype=torch.int64), prepared.positions, K)
+    penalised = PenalisedRows(torch.zeros(NUMBERS, ROWS, dtype=torch.int64), inputs.positions, K)
     ops.penalise(logits.float(), penalised, state)
     ops.argmax(logits)
-    ops.accept(ops.target_tokens(logits, inputs, prepared, state), rows, prepared, state)
-    ops.final_tokens(rows, prepared, state)
+    inputs.logits = logits
+    inputs.target_tokens = ops.target_tokens(inputs, state)
+    ops.accept(inputs, state)
+    ops.context(inputs, state, torch.zeros(ROWS * (K + 1), 1))
     draft = ops.prepare_draft(inputs, state, 3)
     positions = draft.of_drafts(draft.positions)
     temperature, seeds = torch.ones(len(positions)), torch.zeros_like(positions)

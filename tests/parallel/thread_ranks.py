@@ -26,8 +26,8 @@ from dflash_backend.parallel.links import RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import SharedTarget
-from dflash_backend.worker.batch import StepInputs
-from dflash_backend.worker.graphs import ChosenTokens, EagerStep
+from dflash_backend.worker.batch import Step
+from dflash_backend.worker.graphs import EagerStep
 from dflash_backend.worker.step import ModelStep
 from tests.worker.engines import device_runner
 
@@ -223,31 +223,39 @@ def thread_links(built: BuiltEngine) -> ThreadLinks:
 
 
 class EmulatedGraphs(EagerStep):
-    """As `CapturedStep`: after one run both halves are captured, and from then on the others run on replays alone."""
+    """As `CapturedStep`: after one run its parts are captured, and from then on the others run on replays alone."""
 
-    def __init__(self, step: ModelStep, inputs: StepInputs, links: ThreadLinks) -> None:
+    def __init__(self, step: ModelStep, inputs: Step, links: ThreadLinks) -> None:
         super().__init__(step, inputs)
         self._links = links
         super().verify()
-        super().finish()
-        with step.target.peers.capturing() as self._first_there:
+        super().accept()
+        super().draft()
+        peers = step.target.peers
+        with peers.capturing() as verified_there:
             super().verify()
-        with step.target.peers.capturing() as self._second_there:
-            super().finish()
+        with peers.capturing() as accepted_there:
+            super().accept()
+        with peers.capturing() as drafted_there:
+            super().draft()
+        self._there = verified_there, accepted_there, drafted_there
 
-    def verify(self) -> ChosenTokens:
-        self._first_there()
-        with self._replaying():
+    def verify(self) -> Step:
+        with self._replaying(0):
             return super().verify()
 
-    def finish(self) -> torch.Tensor:
-        self._second_there()
-        with self._replaying():
-            return super().finish()
+    def accept(self) -> None:
+        with self._replaying(1):
+            super().accept()
+
+    def draft(self) -> None:
+        with self._replaying(2):
+            super().draft()
 
     @contextmanager
-    def _replaying(self) -> Iterator[None]:
+    def _replaying(self, part: int) -> Iterator[None]:
         """The exchanges of a graph, without a message to anyone."""
+        self._there[part]()
         send, self._links.send = self._links.send, lambda data: None  # type: ignore[method-assign]
         try:
             yield
@@ -259,7 +267,7 @@ def with_graphs(built: BuiltEngine, overlap: bool = True, **options: Any) -> Bui
     """The same engine with the steps of a GPU, decode steps in emulated graphs. `built` must not be used any more."""
     runner, links = device_runner(built, padded=False, **options), thread_links(built)
 
-    def make(inputs: StepInputs) -> EmulatedGraphs:
+    def make(inputs: Step) -> EmulatedGraphs:
         runner.layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
         return EmulatedGraphs(runner.step, inputs, links)
 

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
 
@@ -60,6 +62,12 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
     return replace(built, core=EngineCore(config, runner, overlap=overlap, grammars=built.grammars), runner=runner)
 
 
+def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:
+    """Of each row of a step that has run: accepted and verified drafts, k + 1 tokens and confidences."""
+    results = runner.step.unpacked_results(step.results.cpu().numpy(), step.num_rows)
+    return *results, runner.step.unpacked_drafts(step.drafts.cpu().numpy(), step.num_rows)[1]
+
+
 def engine(**settings: Any) -> BuiltEngine:
     """An engine on the CPU with the write guard on, which always drafts k tokens, and whose steps are the same however
     busy the machine is; `settings` come on top. Without models it is the demo pair's."""
@@ -98,8 +106,9 @@ class Outputs:
         self.core.add_request(GenerationRequest(request_id, prompt, params, eos_token_ids))
 
     def step(self) -> None:
-        """One step of the engine."""
+        """One step of the engine, with its drafts."""
         outputs = self.core.step()
+        self.core.finish_step()
         self.failed += outputs.rejected
         for delta in outputs.deltas:
             self.tokens[delta.request_id] += delta.token_ids

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, Step
 from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step_ops import StepOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 77
@@ -25,7 +26,7 @@ class RandomStep:
     num_logits: int
 
     @property
-    def inputs(self) -> StepInputs:
+    def inputs(self) -> Step:
         """With bounds that hold for the rows that go on."""
         rows = self.rows
         lens, starts = rows.query_lens.cpu().numpy(), rows.start.cpu().numpy()
@@ -41,7 +42,7 @@ class RandomStep:
                 token[start:end] = int(rows.query_start[r] + rows.num_new[r]) - 1 + np.arange(end - start)
         device = rows.req_idx.device
         logits_token, logits_row = (torch.from_numpy(each).to(device) for each in (token, row))
-        return StepInputs(rows, logits_token, logits_row, bounds, BatchTraits(True, True))
+        return Step(rows, logits_token, logits_row, bounds, BatchTraits(True, True))
 
     def to(self, device: torch.device) -> RandomStep:
         """A copy on another device."""
@@ -95,6 +96,21 @@ def random_step(
     rows.token_row.copy_(torch.tensor(token_row, dtype=torch.int32))
     num_logits = num_rows * (k + 1) if graph else num_logits
     return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_logits)
+
+
+def prepared_step(ops: StepOps, step: RandomStep, state: StateTensors) -> Step:
+    """The step once it is prepared."""
+    inputs = step.inputs
+    ops.prepare(inputs, state)
+    return inputs
+
+
+def accepted_step(ops: StepOps, step: RandomStep, state: StateTensors, target_tokens: torch.Tensor) -> Step:
+    """The step once its drafts are accepted where they are these tokens, int64 `[D]`."""
+    inputs = prepared_step(ops, step, state)
+    inputs.target_tokens = target_tokens
+    ops.accept(inputs, state)
+    return inputs
 
 
 def _below(generator: torch.Generator, bound: int) -> int:

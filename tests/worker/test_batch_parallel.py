@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.worker.batch_parallel import INTRA_OP_TOKENS, MAX_WEIGHT_BYTES, BatchThreads, num_batch_threads
+from dflash_backend.worker.batch_parallel import (
+    INTRA_OP_TOKENS,
+    MAX_WEIGHT_BYTES,
+    BatchThreads,
+    is_long,
+    num_batch_threads,
+)
 
 
 def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
@@ -83,9 +89,10 @@ def test_a_long_prompt_has_threads_within_operations_unless_its_bits_must_be_tho
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    ran = BatchThreads(2, batch_invariant).run(lambda part: torch.get_num_threads(), [[row("a", INTRA_OP_TOKENS)]])
+    pool, longer, shorter = BatchThreads(2, batch_invariant), [[row("a", INTRA_OP_TOKENS)]], [[row("a", 9)]]
+    ran = [pool.run(lambda part: torch.get_num_threads(), each, is_long(each))[0] for each in (longer, shorter)]
     torch.set_num_threads(before)
-    assert ran == [threads]
+    assert ran == [threads, 1]
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])

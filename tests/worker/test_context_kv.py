@@ -50,6 +50,7 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
     assert runner.step.pending is not None
     for _ in range(8):
         core.step()
+        core.finish_step()
         rejected += core.stats().spec_decoding.num_draft_tokens - core.stats().spec_decoding.num_accepted_tokens
         for request in list(core.scheduler.running.values()):
             num_waiting = runner.step.pending.num_waiting(runner.requests.records[request.request_id].index)

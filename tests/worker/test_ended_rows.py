@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.core.plan import EndRule, NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.core.plan import StepDrafts, StepPlan
+from dflash_backend.core.request import EndRule
 from dflash_backend.messages import SamplingParams, StructuredOutputs
-from dflash_backend.worker.step_ops import Accepted, DraftingRow, HostStepOps, drafting_rows, ended_rows
+from dflash_backend.worker.step_ops import HostStepOps
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 
@@ -42,19 +42,25 @@ class Watched:
         self.monkeypatch.setattr(HostStepOps, "store_drafts", note)
 
     def follow(self, runner: Any) -> None:
-        submit = runner.submit
+        submit, collect_drafts = runner.submit, runner.collect_drafts
 
         def submitted(plan: StepPlan) -> None:
-            self.made.clear()
+            self.plan = plan
             submit(plan)
+
+        def collected(ended: Collection[str]) -> StepDrafts:
+            self.made.clear()
+            drafts: StepDrafts = collect_drafts(ended)
             index = {name: record.index for name, record in runner.requests.records.items()}
             self.asked = {
                 row.request_id: (row.num_next_draft, self.made.get(index[row.request_id], 0))
-                for row in plan.rows
+                for row in self.plan.rows
                 if row.num_next_draft
             }
+            return drafts
 
         self.monkeypatch.setattr(runner, "submit", submitted)
+        self.monkeypatch.setattr(runner, "collect_drafts", collected)
 
 
 def ways_to_end(stop: int) -> list[dict[str, Any]]:
@@ -88,6 +94,7 @@ def test_rows_that_end_propose_nothing_and_all_others_what_the_plan_asks(
     ended, went_on = set(), 0
     while outputs.core.has_unfinished():
         outputs.step()
+        outputs.core.finish_step()
         for name, (asked, made) in watched.asked.items():
             # A request that was preempted meanwhile has not ended either.
             has_ended = name in outputs.reasons
@@ -141,30 +148,3 @@ def test_a_lower_limit_than_the_requests_own_ends_an_answer_sooner() -> None:
     rule = EndRule.of(SamplingParams(max_tokens=9), ())
     assert rule.apply([8, 8, 8], 3, 5) == (2, "length")
     assert rule.apply([8, 8, 8], 3, 50) == (3, None)
-
-
-def test_an_answers_length_counts_from_its_prompt_and_with_the_steps_own_tokens(settings: dict[str, Any]) -> None:
-    """A stop token below `min_tokens` does not end a row, and the next position does."""
-    runner = engine(**settings).runner
-    sampling = SamplingParams(min_tokens=4, max_tokens=9)
-    record = runner.requests.add(NewRequest("a", [5, 6, 7], 3, sampling, (2,), 0))
-    rows = [DraftingRow(0, record.num_prompt_tokens, record.ending)]
-    accepted = Accepted(torch.tensor([1]), torch.tensor([[8, 2, 0, 0]]))
-    # Of the answer, the last token's position less three is its place, from 0 on.
-    for position, expected in ((5, []), (6, [0]), (7, [0])):
-        runner.step.state.computed[record.index] = position
-        assert ended_rows(torch.tensor([record.index]), accepted, runner.step.state, rows) == expected
-
-
-def test_a_row_that_yields_nothing_cannot_end(settings: dict[str, Any]) -> None:
-    """Its tokens are 0, which may be one that ends answers; the last chunk of a resumed request drafts."""
-    runner = engine(**settings).runner
-    runner.requests.add(NewRequest("a", [5, 6, 7], 3, SamplingParams(max_tokens=9), (0,), 0))
-    row = ScheduledRequest(
-        "a", num_computed=0, num_new=2, num_draft=0, sample=False, num_next_draft=3, new_block_ids=[]
-    )
-    assert drafting_rows([row], runner.requests) == []
-    sampling = msgspec.structs.replace(row, sample=True)
-    assert [found.number for found in drafting_rows([sampling], runner.requests)] == [0]
-    without = msgspec.structs.replace(sampling, num_next_draft=0)
-    assert drafting_rows([without], runner.requests) == []

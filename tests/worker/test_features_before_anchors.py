@@ -7,7 +7,7 @@ import torch
 
 from dflash_backend.worker.step_ops import HostStepOps, StepOps
 from tests.worker.engines import ReferenceStepOps
-from tests.worker.random_steps import random_step, random_target
+from tests.worker.random_steps import accepted_step, random_step, random_target
 
 CPU = torch.device("cpu")
 
@@ -20,9 +20,8 @@ def test_each_row_that_drafts_gets_those_of_the_position_before_its_anchor(
     """After any acceptance, whatever lies between the rows. Features here are the tokens' positions."""
     step = random_step(seed, k, zombies=False, graph=graph).to(CPU)
     rows, state = step.rows, step.state
-    prepared = ReferenceStepOps().prepare(step.inputs, state)
-    accepted = ReferenceStepOps().accept(random_target(step, seed), rows, prepared, state)
-    found = ops.features_before_anchors(prepared.positions[:, None].float(), rows, accepted.count)
+    accepted = accepted_step(ReferenceStepOps(), step, state, random_target(step, seed))
+    found = ops.features_before_anchors(accepted, accepted.positions[:, None].float())
     drafting = [r for r in range(len(rows.req_idx)) if int(rows.num_next[r])]
     assert len(found) == (len(drafting) if ops.on_host else len(rows.req_idx))
     expected = [int(state.computed[int(rows.req_idx[r])]) - 1 for r in drafting]

@@ -51,10 +51,10 @@ def expected() -> Outputs:
 def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: bool) -> None:
     built = on_device_runner(engine(**SIZES, max_num_seqs=3), overlap=overlap)
     waiting = []
-    complete = built.runner._complete
-    built.runner._complete = lambda step: (  # type: ignore[method-assign]
-        waiting.extend(part for part in step.parts if part.complete is not None),
-        complete(step),
+    finish = built.runner._finish_waiting
+    built.runner._finish_waiting = lambda step: (  # type: ignore[method-assign]
+        waiting.extend(part for part in step.parts if part.waits),
+        finish(step),
     )[1]
     found = run(built)
     assert found.tokens == expected.tokens
@@ -102,7 +102,7 @@ def test_a_request_that_is_resumed_goes_on_in_its_grammar() -> None:
 
     begun = answer()
     first = mask(begun)
-    begun.accept([first[0]], [], False)
+    begun.advance([first[0]])
     assert mask(answer(first[0])) == mask(begun) != first
 
 

@@ -14,10 +14,10 @@ import torch
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.models.peers import Peers
 from dflash_backend.worker import graphs
-from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
+from dflash_backend.worker.batch import BatchTraits, HostBatch, Step
 from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay, warm_up
 from dflash_backend.worker.runner import ModelRunner
-from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
+from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged, unpacked
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
@@ -102,7 +102,7 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], k: i
     before = [tensor.clone() for tensor in memory(runner)]
 
     inputs = runner.layouts.send_ragged(rows)
-    ragged = runner.step.unpacked(runner.step.run(inputs).numbers.numpy(), inputs.num_rows)
+    ragged = unpacked(runner, runner.step.run(inputs))
     after_ragged = [tensor.clone() for tensor in memory(runner)]
 
     for tensor, value in zip(memory(runner), before, strict=True):
@@ -112,12 +112,12 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], k: i
     assert step.inputs.num_rows == 4
     step = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == size)
     runner.layouts.send_padded(rows, size, step.inputs.num_tokens)
-    padded = runner.step.unpacked(replay(step).numpy(), size)
+    padded = unpacked(runner, replay(step))
 
-    assert sum(padded.verified) == (k + 3 if budget is None else budget)
+    assert sum(padded[1]) == (k + 3 if budget is None else budget)
     for ours, theirs in zip(ragged[:3], padded[:3], strict=True):
         assert ours[:3] == theirs[:3]
-    assert ragged.confidences[:3].tolist() == padded.confidences[:3].tolist()
+    assert ragged[3][:3].tolist() == padded[3][:3].tolist()
     for ours, theirs in zip(memory(runner), after_ragged, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(after_ragged, before, strict=True))
@@ -232,7 +232,7 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
     tried: list[tuple[int, bool]] = []
     messages: list[str] = []
 
-    def make(inputs: StepInputs) -> EagerStep | None:
+    def make(inputs: Step) -> EagerStep | None:
         """Memory for four steps."""
         tried.append((inputs.num_rows, inputs.traits.sampled))
         return EagerStep(runner.step, inputs) if len(tried) <= 4 else None
@@ -257,7 +257,7 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
 
     captured: list[EagerStep] = []
 
-    def refuse(self: graphs.GraphCapturer, inputs: StepInputs) -> EagerStep:
+    def refuse(self: graphs.GraphCapturer, inputs: Step) -> EagerStep:
         """All but the first."""
         assert not gc.isenabled()
         if not captured:

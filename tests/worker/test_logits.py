@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.messages import SamplingParams, TokenLogprobs
-from dflash_backend.worker.logits import PendingLogprobs, SamplingMetadata, most_likely, ranked_logprobs
-from dflash_backend.worker.logits import apply_processors as apply_with
+from dflash_backend.worker.batch import BatchTraits, HostBatch
+from dflash_backend.worker.logits import PendingLogprobs, SpecialRows, most_likely, ranked_logprobs
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.step_ops import HostStepOps
 
@@ -21,7 +22,7 @@ PROMPT = [1, 2, 2]
 OUTPUT = [3, 4, 3]
 
 
-def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[SamplingMetadata, RequestStates]:
+def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[Rows, RequestStates]:
     """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
     state = StateTensors.allocate(32, 32, K, 4, VOCAB, torch.device("cpu"))
     requests = RequestStates(state, VOCAB)
@@ -36,11 +37,27 @@ def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[Samplin
     state.tokens[index, 6 : 6 + K] = torch.tensor([5, 3, 5])
     position = np.full_like(index, 6)
     drafts = np.full_like(index, num_draft)
-    return SamplingMetadata(names, index, drafts, position, torch.from_numpy(position)), requests
+    return Rows(names, index, drafts, position), requests
 
 
-def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates) -> torch.Tensor:
-    return apply_with(logits, metadata, requests, HostStepOps())
+@dataclass(frozen=True)
+class Rows:
+    """Decode rows of these requests, at these indices, with so many drafts each after the token before `position`."""
+
+    names: list[str]
+    req_idx: np.ndarray
+    num_draft: np.ndarray
+    position: np.ndarray
+
+
+def apply_processors(
+    logits: torch.Tensor, rows: Rows, requests: RequestStates, ops: HostStepOps | None = None
+) -> torch.Tensor:
+    ones, yes = np.ones_like(rows.req_idx), np.ones(len(rows.names), dtype=bool)
+    start, none = rows.position - 1, np.zeros_like(rows.req_idx)
+    batch = HostBatch(rows.names, rows.req_idx, start, none, ones, rows.num_draft, none, yes, BatchTraits(False, False))
+    every = SpecialRows(batch, requests, None, np.arange(len(rows.names)))
+    return every.processed(logits, ops or HostStepOps())
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -109,7 +126,7 @@ def test_a_request_at_the_index_of_another_begins_without_its_counts() -> None:
     requests.update(StepPlan(1, [], [NewRequest("next", [8, 9], 1, sampling, (0,), 0)], ["0"]))
     assert requests.records["next"].index == int(metadata.req_idx[0])
     position = np.array([2])
-    after = SamplingMetadata(["next"], metadata.req_idx, np.array([0]), position, torch.from_numpy(position))
+    after = Rows(["next"], metadata.req_idx, np.array([0]), position)
     assert apply_processors(torch.zeros(1, VOCAB), after, requests)[0].tolist() == [
         -float(i == 9) for i in range(VOCAB)
     ]
@@ -122,7 +139,7 @@ def test_tokens_are_counted_once_however_often_a_row_is_read() -> None:
         apply_processors(torch.zeros(K + 1, VOCAB), metadata, requests)
     requests.state.tokens[metadata.req_idx[0], 6:9] = torch.tensor([5, 7, 1])
     position = np.array([8])
-    after = SamplingMetadata(["0"], metadata.req_idx, np.array([1]), position, torch.from_numpy(position))
+    after = Rows(["0"], metadata.req_idx, np.array([1]), position)
     found = apply_processors(torch.zeros(2, VOCAB), after, requests)
     expected = torch.zeros(2, VOCAB)
     expected[:, [3, 4, 5, 7]] = torch.tensor([-2.0, -1.0, -1.0, -1.0])
@@ -144,7 +161,7 @@ def test_penalties_are_told_the_most_drafts_of_their_rows_wherever_that_row_is(m
     metadata.num_draft[:2] = 1, K + 2
     seen, ops = [], HostStepOps()
     monkeypatch.setattr(ops, "penalise", lambda logits, rows, state: seen.append(rows))
-    apply_with(random_logits(3), metadata, requests, ops)
+    apply_processors(random_logits(3), metadata, requests, ops)
     assert [rows.most_draft for rows in seen] == [K]
     assert seen[0].numbers[1:].tolist() == [[0, 2], [3, 3], [1, K], [0, K + 5]]
 

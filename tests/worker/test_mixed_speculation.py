@@ -53,6 +53,7 @@ def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int, be
     if beside:
         core.add_request(GenerationRequest("other", prompt[::-1], sampling))
     core.step()
+    core.finish_step()
     blocks, positions = np.array(core.scheduler.running[salt].block_ids), np.arange(num_tokens)
     slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
     found = torch.stack([cache.slots[slots] for cache in drafter.caches])

@@ -14,7 +14,7 @@ from dflash_backend.worker.batch import HostBatch
 from dflash_backend.worker.graphs import MIXED_TOKENS, PaddedStep, mixed_shapes, replay, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.scale import SCALE
-from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged
+from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged, unpacked
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
@@ -67,7 +67,7 @@ def test_a_mixed_step_does_what_the_ragged_step_does(pair: dict[str, Any], size:
     before = [tensor.clone() for tensor in memory(runner)]
 
     inputs = runner.layouts.send_ragged(rows)
-    ragged = runner.step.unpacked(runner.step.run(inputs).numbers.numpy(), inputs.num_rows)
+    ragged = unpacked(runner, runner.step.run(inputs))
     after_ragged = [tensor.clone() for tensor in memory(runner)]
 
     for tensor, value in zip(memory(runner), before, strict=True):
@@ -79,11 +79,11 @@ def test_a_mixed_step_does_what_the_ragged_step_does(pair: dict[str, Any], size:
     runner.layouts.send_padded(rows, step.inputs.num_rows, step.inputs.num_tokens)
     if budget is not None:
         step.inputs.budget[0] = budget  # type: ignore[index]
-    padded = runner.step.unpacked(replay(step).numpy(), step.inputs.num_rows)
+    padded = unpacked(runner, replay(step))
 
     for ours, theirs in zip(ragged[:3], padded[:3], strict=True):
         assert ours[:5] == theirs[:5]
-    assert sum(padded.verified) == (3 * k if budget is None else budget)
+    assert sum(padded[1]) == (3 * k if budget is None else budget)
     for ours, theirs in zip(memory(runner), after_ragged, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(after_ragged, before, strict=True))
@@ -99,8 +99,8 @@ def test_a_budget_has_the_tokens_that_prompts_leave(pair: dict[str, Any]) -> Non
     assert (rows.num_new.sum(), rows.num_draft.sum()) == (13, 21)
     (step,) = runner.graphs.mixed(sampled=True)
     runner.layouts.send_padded(rows, 4, 30)
-    padded = runner.step.unpacked(replay(step).numpy(), 4)
-    assert sum(padded.verified) == 17
+    padded = unpacked(runner, replay(step))
+    assert sum(padded[1]) == 17
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -50,14 +50,15 @@ def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int) -> N
     columns = (np.array([number]) for number in (index, 7, 0, 1, 5, 3))
     inputs = HostBatch(["a"], *columns, np.array([True]), BatchTraits(False, True)).ragged(share)
     ops = HostStepOps()
-    prepared = ops.prepare(inputs, state)
+    ops.prepare(inputs, state)
     drafts = state.tokens[index, 8:13].tolist()
     own = torch.tensor([*drafts[:num_accepted], -5, *[0] * (5 - num_accepted)])
-    ops.accept(own, inputs.batch, prepared, state)
-    final = ops.final_tokens(inputs.batch, prepared, state)
+    inputs.target_tokens = own
+    ops.accept(inputs, state)
+    final = ops.context(inputs, state, torch.arange(6))
     assert final.positions.tolist() == list(range(7, 8 + num_accepted))
-    assert final.slots.tolist() == prepared.slots.tolist()[: 1 + num_accepted]
-    assert torch.arange(6)[final.index].tolist() == list(range(1 + num_accepted))
+    assert final.slots.tolist() == inputs.slots.tolist()[: 1 + num_accepted]
+    assert final.features.tolist() == list(range(1 + num_accepted))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())

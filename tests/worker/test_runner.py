@@ -12,7 +12,7 @@ import torch
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import SamplingParams
-from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.logits import SpecialRows
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import PHASES
 from tests.worker.engines import (
@@ -62,12 +62,16 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Mod
     other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
     runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
     runner.submit(decode(2, "a", 6))
-    results = [runner.collect(), runner.collect()]
+    results = [runner.collect()]
+    phases = [runner.collect_drafts(()).phase_seconds]
+    results.append(runner.collect())
+    phases.append(runner.collect_drafts(()).phase_seconds)
     assert [result.step_id for result in results] == [1, 2]
     assert [row.request_id for row in results[0].rows] == ["b", "a"]
     assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
-    assert set(results[1].phase_seconds) == set(PHASES)
-    assert all(0.0 < seconds < 60.0 for seconds in results[1].phase_seconds.values())
+    for each in phases:
+        assert set(each) == set(PHASES)
+        assert all(0.0 < seconds < 60.0 for seconds in each.values())
 
 
 def test_a_row_with_unverified_drafts_goes_on_where_the_step_before_it_ended(runner: ModelRunner) -> None:
@@ -183,7 +187,7 @@ def lack_memory(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: 
     [
         # At the latest moment: when the drafter runs, accepted tokens are in the state already.
         (DFlashDrafter, "propose", GREEDY),
-        (LogitsProcessors, "logprobs", SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, logprobs=2)),
+        (SpecialRows, "logprobs", SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, logprobs=2)),
     ],
 )
 def test_a_step_that_does_not_fit_leaves_the_requests_as_they_were(

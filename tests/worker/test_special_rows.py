@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dflash_backend.messages import StructuredOutputs
-from dflash_backend.worker.batch import StepInputs
-from dflash_backend.worker.graphs import ChosenTokens, EagerStep, PaddedStep, capture_sizes
+from dflash_backend.worker.batch import Step
+from dflash_backend.worker.graphs import EagerStep, PaddedStep, capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
 from tests.scale import by_night
@@ -33,33 +33,37 @@ GRAMMAR = {"structured_outputs": StructuredOutputs("regex", "[a-z]{3,9}(-[0-9]{2
 
 class Replayed:
     """A padded step as a graph runs it: with the memory of its capture, at the same addresses in each replay, and
-    nothing in Python between the parts of a half. `replays`: how often each number of rows was run."""
+    nothing in Python between the parts of a graph. `replays`: how often each number of rows was run."""
 
-    def __init__(self, step: ModelStep, inputs: StepInputs, replays: Counter[int]) -> None:
+    def __init__(self, step: ModelStep, inputs: Step, replays: Counter[int]) -> None:
         self.inputs = inputs
         self._eager, self._replays = EagerStep(step, inputs), replays
-        self._chosen: ChosenTokens | None = None
-        self.verified = False
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.at = "begin"
 
-    def verify(self) -> ChosenTokens:
-        assert not self.verified, "the first half was queued twice"
-        self.verified = True
+    def verify(self) -> Step:
+        assert self.at == "begin", "the first graph was queued twice"
+        self.at = "verified"
         self._replays[self.inputs.num_rows] += 1
-        found = self._eager.verify()
-        if self._chosen is None:
-            self._chosen = ChosenTokens(found.logits, found.target_tokens)
-            return self._chosen
+        step = self._eager.verify()
+        assert isinstance(step.logits, torch.Tensor)
+        if self._kept is None:
+            self._kept = step.logits, step.target_tokens
         # A graph writes to the memory that it was captured with.
-        self._chosen.logits.copy_(found.logits)
-        self._chosen.target_tokens.copy_(found.target_tokens)
-        assert self._eager._verified is not None
-        object.__setattr__(self._eager._verified, "target_tokens", self._chosen.target_tokens)
-        return self._chosen
+        for kept, found in zip(self._kept, (step.logits, step.target_tokens), strict=True):
+            kept.copy_(found)
+        step.logits, step.target_tokens = self._kept
+        return step
 
-    def finish(self) -> torch.Tensor:
-        assert self.verified, "the second half was queued without the first"
-        self.verified = False
-        return self._eager.finish()
+    def accept(self) -> None:
+        assert self.at == "verified", "the second graph was queued without the first"
+        self.at = "accepted"
+        self._eager.accept()
+
+    def draft(self) -> None:
+        assert self.at == "accepted", "the third graph was queued without the second"
+        self.at = "begin"
+        self._eager.draft()
 
 
 def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int], list[int]]:
@@ -69,7 +73,7 @@ def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int],
     runner, replays, without = built.runner, Counter[int](), []
     assert isinstance(runner, ModelRunner)
 
-    def make(inputs: StepInputs) -> PaddedStep:
+    def make(inputs: Step) -> PaddedStep:
         return Replayed(runner.step, inputs, replays)
 
     runner.graphs.make(make, capture_sizes(COUNT), True, lambda message, fraction: None)

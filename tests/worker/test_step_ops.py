@@ -13,7 +13,16 @@ from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, 
 from dflash_kernels.gumbel_noise import gumbel_reference
 from tests.kernels.test_sampling import by_hand
 from tests.worker.engines import ReferenceStepOps
-from tests.worker.random_steps import DEVICE, MASK_ID, VOCAB, RandomStep, random_step, random_target
+from tests.worker.random_steps import (
+    DEVICE,
+    MASK_ID,
+    VOCAB,
+    RandomStep,
+    accepted_step,
+    prepared_step,
+    random_step,
+    random_target,
+)
 
 # The references are a CPU's.
 OPS: list[StepOps] = [DeviceStepOps()] if torch.cuda.is_available() else [ReferenceStepOps(), DeviceStepOps()]
@@ -41,7 +50,7 @@ def test_prepare_gives_tokens_positions_and_slots_of_the_batch(ops: StepOps, see
     rows, state = step.rows, step.state
     token_row, positions = spans(real_starts(step), host(rows.query_lens))
     req_idx = host(rows.req_idx)[token_row]
-    prepared = ops.prepare(step.inputs, state)
+    prepared = prepared_step(ops, step, state)
     assert host(prepared.positions).tolist() == positions.tolist()
     assert host(prepared.slots).tolist() == slots_of(state, req_idx, positions)
     assert host(prepared.token_ids).tolist() == host(state.tokens)[req_idx, positions].tolist()
@@ -64,7 +73,7 @@ def test_a_token_of_padding_or_past_its_blocks_is_prepared_as_nothing(
     rows, state = step.rows, step.state
     starts = np.where(host(rows.req_idx) >= 0, real_starts(step), 0)
     capacity = np.array([covered(state, req_idx) for req_idx in host(rows.req_idx).tolist()])
-    prepared = ops.prepare(step.inputs, state)
+    prepared = prepared_step(ops, step, state)
     assert host(prepared.starts).tolist() == starts.tolist()
     assert host(prepared.seq_lens).tolist() == np.minimum(starts + host(rows.query_lens), capacity).tolist()
     for t, row in enumerate(host(rows.token_row).tolist()):
@@ -94,7 +103,9 @@ def test_the_targets_token_follows_from_logits_seed_and_position(ops: StepOps, s
     step = random_step(seed, k, zombies=False, graph=graph)
     logits = 2 * torch.randn(max(step.num_logits, 1), VOCAB, generator=torch.Generator().manual_seed(seed))
     state, rows = step.state, step.rows
-    found = ops.target_tokens(logits.to(DEVICE), step.inputs, ops.prepare(step.inputs, state), state).tolist()
+    prepared = prepared_step(ops, step, state)
+    prepared.logits = logits.to(DEVICE)
+    found = ops.target_tokens(prepared, state).tolist()
     for r, start in enumerate(host(rows.logits_start).tolist()):
         req_idx, first = int(rows.req_idx[r]), int(real_starts(step)[r] + host(rows.num_new)[r])
         for j in range(int(rows.num_draft[r]) + 1 if start >= 0 else 0):
@@ -154,14 +165,14 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets_token(ops: 
     target_tokens = random_target(step, seed)
     expected = verified(step, target_tokens)
     state = step.copy_of_state()
-    accepted = ops.accept(target_tokens, step.rows, ops.prepare(step.inputs, state), state)
+    accepted = accepted_step(ops, step, state, target_tokens)
 
     starts = real_starts(step)
     for r in range(len(starts)):
         req_idx, num_new = int(step.rows.req_idx[r]), int(step.rows.num_new[r])
         count, new_tokens = expected.get(r, (0, []))
-        assert int(accepted.count[r]) == count
-        assert accepted.tokens[r].tolist() == new_tokens + [0] * (k + 1 - len(new_tokens))
+        assert int(accepted.num_accepted[r]) == count
+        assert accepted.new_tokens[r].tolist() == new_tokens + [0] * (k + 1 - len(new_tokens))
         if req_idx >= 0:
             end = int(starts[r]) + num_new + count
             assert int(state.computed[req_idx]) == end
@@ -200,11 +211,9 @@ def test_accept_with_no_row_that_samples_advances_what_is_computed(ops: StepOps)
     step = random_step(3, 4, padding=False, zombies=False)
     step.rows.logits_start.fill_(-1)  # what drafts a row may have are not looked at
     state = step.copy_of_state()
-    accepted = ops.accept(
-        torch.zeros(0, dtype=torch.int64, device=DEVICE), step.rows, ops.prepare(step.inputs, state), state
-    )
-    assert not accepted.count.any()
-    assert not accepted.tokens.any()
+    accepted = accepted_step(ops, step, state, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    assert not accepted.num_accepted.any()
+    assert not accepted.new_tokens.any()
     assert torch.equal(state.tokens, step.state.tokens)
     ends = real_starts(step) + host(step.rows.num_new)
     assert host(state.computed)[host(step.rows.req_idx)].tolist() == ends.tolist()
@@ -214,9 +223,8 @@ def test_accept_with_no_row_that_samples_advances_what_is_computed(ops: StepOps)
 def test_context_of_positions_that_are_final_is_injected_and_no_other(ops: StepOps, seed: int, k: int) -> None:
     step = random_step(seed, k)
     rows, state = step.rows, step.state
-    prepared = ops.prepare(step.inputs, state)
-    ops.accept(random_target(step, seed), rows, prepared, state)
-    slots = ops.final_tokens(rows, prepared, state).slots
+    prepared = accepted_step(ops, step, state, random_target(step, seed))
+    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
     for t, row in enumerate(host(rows.token_row).tolist()):
         final = row >= 0 and int(prepared.positions[t]) < int(state.computed[rows.req_idx[row]])
         assert int(slots[t]) == (int(prepared.slots[t]) if final else -1)
@@ -283,17 +291,16 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
     rows, state = step.rows, step.copy_of_state()
     for name in DeviceBatch.__dataclass_fields__:
         getattr(rows, name).fill_(-1 if name in ("req_idx", "logits_start", "token_row") else 0)
-    prepared = ops.prepare(step.inputs, state)
-    accepted = ops.accept(torch.zeros(12, dtype=torch.int64, device=DEVICE), rows, prepared, state)
-    slots = ops.final_tokens(rows, prepared, state).slots
+    prepared = accepted = accepted_step(ops, step, state, torch.zeros(12, dtype=torch.int64, device=DEVICE))
+    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     ones = torch.ones(3, 3, dtype=torch.int64, device=DEVICE)
     ops.store_drafts(Drafts(ones, ones.float()), rows, state)
-    for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.count):
+    for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.num_accepted):
         assert not tensor.any()
     lens = queries.layout.device
     assert lens is not None
-    for tensor in (accepted.tokens, queries.token_ids, queries.positions, lens.query_lens, lens.seq_lens):
+    for tensor in (accepted.new_tokens, queries.token_ids, queries.positions, lens.query_lens, lens.seq_lens):
         assert not tensor.any()
     for tensor in (prepared.slots, slots, queries.slots):
         assert (tensor == -1).all()
@@ -316,15 +323,22 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
     """Every operation in turn; all that they return, and the state behind them."""
     rows, state, k = step.rows, step.copy_of_state(), step.state.k
     count, device = len(rows.req_idx), target_tokens.device
-    prepared = ops.prepare(step.inputs, state)
-    accepted = ops.accept(target_tokens, rows, prepared, state)
-    slots = ops.final_tokens(rows, prepared, state).slots
+    prepared = accepted = accepted_step(ops, step, state, target_tokens)
+    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     drafts = ops.argmax(torch.sin(torch.arange(count * k * VOCAB, device=device)).view(-1, VOCAB))
     ops.store_drafts(Drafts(drafts), rows, state)
     lens = queries.layout.device
     assert lens is not None
-    found = [slots, drafts, accepted.count, accepted.tokens, queries.token_ids, queries.positions, queries.slots]
+    found = [
+        slots,
+        drafts,
+        accepted.num_accepted,
+        accepted.new_tokens,
+        queries.token_ids,
+        queries.positions,
+        queries.slots,
+    ]
     found += [prepared.token_ids, prepared.positions, prepared.slots, prepared.starts, prepared.seq_lens]
     found += [lens.query_start, lens.query_lens, lens.seq_lens]
     return found + [value for value in vars(state).values() if isinstance(value, torch.Tensor)]

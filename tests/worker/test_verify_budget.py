@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepDrafts, StepPlan, StepResult
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.speculation.policy import SpeculatingRow
 from dflash_backend.engine import build
@@ -49,13 +49,14 @@ class Watched:
         self._rng = random.Random(seed)
         self._plans: list[StepPlan] = []
         self.steps: list[tuple[StepPlan, StepResult]] = []
+        self.confidences: list[list[list[float]]] = []
         scheduler, runner = built.core.scheduler, built.runner
         scheduler.choose_budget = self._budget  # type: ignore[method-assign]
         if (speculation := scheduler.speculation) is not None:
             # Not by the times of steps, which interpreted kernels take.
             speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
             speculation.choose = self._lengths  # type: ignore[method-assign]
-        submit, collect = runner.submit, runner.collect
+        submit, collect, collect_drafts = runner.submit, runner.collect, runner.collect_drafts
 
         def keep_plan(plan: StepPlan) -> None:
             self._plans.append(plan)
@@ -66,7 +67,13 @@ class Watched:
             self.steps.append((self._plans.pop(0), result))
             return result
 
-        runner.submit, runner.collect = keep_plan, keep_step  # type: ignore[method-assign]
+        def keep_drafts(ended: Collection[str]) -> StepDrafts:
+            drafts = collect_drafts(ended)
+            plan, _ = self.steps[-1]
+            self.confidences.append(drafts.confidences or [[] for _ in plan.rows])
+            return drafts
+
+        runner.submit, runner.collect, runner.collect_drafts = keep_plan, keep_step, keep_drafts  # type: ignore
 
     def _lengths(self, rows: Sequence[SpeculatingRow], *traffic: float) -> list[int]:
         """What one of `SHAPES` proposes, for all rows."""
@@ -145,7 +152,7 @@ def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back(for
     run(watched, PLAIN)
     known: dict[str, list[float]] = {}
     num_checked = 0
-    for plan, result in watched.steps:
+    for (plan, result), confidences in zip(watched.steps, watched.confidences, strict=True):
         if plan.budget is not None and plan.num_drafts:
             taken, left_out = [], []
             for row, found, effect in zip(plan.rows, result.rows, plan.budget.effects, strict=True):
@@ -161,7 +168,7 @@ def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back(for
             if left_out and taken:
                 assert min(taken) >= max(left_out) - 1e-5
                 num_checked += 1
-        known |= {found.request_id: found.confidences for found in result.rows if found.confidences}
+        known |= {row.request_id: found for row, found in zip(plan.rows, confidences, strict=True) if found}
     assert num_checked >= 5
 
 
@@ -170,18 +177,18 @@ def test_confidences_come_with_the_drafts_that_they_belong_to(
     form: str, ran: Callable[[str], tuple[Watched, dict[str, list[int]]]]
 ) -> None:
     watched, _ = ran(form)
-    for plan, result in watched.steps:
-        for row, found in zip(plan.rows, result.rows, strict=True):
-            assert len(found.confidences) == row.num_next_draft
-            assert all(-8.0 <= confidence <= 8.0 for confidence in found.confidences)
-    sure = [c for _, result in watched.steps for found in result.rows for c in found.confidences]
+    for (plan, _), confidences in zip(watched.steps, watched.confidences, strict=True):
+        for row, found in zip(plan.rows, confidences, strict=True):
+            assert len(found) == row.num_next_draft
+            assert all(-8.0 <= confidence <= 8.0 for confidence in found)
+    sure = [c for step in watched.confidences for found in step for c in found]
     assert np.std(sure) > 1.0
 
 
 def test_without_the_setting_the_drafter_is_not_asked_how_sure_the_drafter_is() -> None:
     watched = Watched(engine(**SIZES), 1)
     run(watched)
-    assert not any(found.confidences for _, result in watched.steps for found in result.rows)
+    assert not any(found for step in watched.confidences for found in step)
 
 
 def test_interpreted_kernels_verify_within_a_budget_and_give_the_same_text(
@@ -220,8 +227,8 @@ def test_only_steps_that_ask_for_confidences_compute_them(
     scheduler.choose_budget = partial(Scheduler.choose_budget, scheduler)  # type: ignore[method-assign]
     assert run(watched).tokens == texts
     drafting = [step for step in watched.steps if any(row.num_next_draft for row in step[0].rows)]
-    for plan, result in watched.steps:
-        for row, found in zip(plan.rows, result.rows, strict=True):
-            assert len(found.confidences) == (row.num_next_draft if plan.wants_confidence else 0)
+    for (plan, _), confidences in zip(watched.steps, watched.confidences, strict=True):
+        for row, found in zip(plan.rows, confidences, strict=True):
+            assert len(found) == (row.num_next_draft if plan.wants_confidence else 0)
         assert plan.budget is None
     assert 0 < len(computed) < len(drafting) / 2

@@ -36,6 +36,13 @@ def prefill(blocks: list[int], writable: set[int]) -> StepPlan:
     return StepPlan(1, [row], [new], writable_block_ids={"a": frozenset(writable)})
 
 
+def whole_step(runner: ModelRunner, plan: StepPlan) -> None:
+    """A step with its drafts."""
+    runner.submit(plan)
+    runner.collect()
+    runner.collect_drafts(())
+
+
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
     with pytest.raises(KVWriteError, match="step 3, phase draft: request b would write block 2"):
         guard({"a": frozenset({1, 2}), "b": frozenset({5})}).check("draft", torch.tensor([0, 1]), torch.tensor([9, 10]))
@@ -60,7 +67,7 @@ def test_drafting_past_the_blocks_that_were_reserved_stops_the_step(
     """RESERVE broken: with too little lookahead the drafter's queries land in a block of another request, or without
     the guard nowhere."""
     with pytest.raises(KVWriteError, match=f"step 1, phase draft: request a {breach}"):
-        runner.submit(prefill(blocks, writable={0, 1, 2}))
+        whole_step(runner, prefill(blocks, writable={0, 1, 2}))
 
 
 @pytest.mark.parametrize("phase", ["verify", "inject", "draft"])
@@ -74,7 +81,7 @@ def test_each_phase_that_writes_is_checked(phase: str, runner: ModelRunner, monk
 
     monkeypatch.setattr(WriteGuard, "check", filtered)
     with pytest.raises(KVWriteError, match=f"step 1, phase {phase}: request a would write block"):
-        runner.submit(prefill([0, 1, 2, 3], writable=set()))
+        whole_step(runner, prefill([0, 1, 2, 3], writable=set()))
 
 
 def test_the_setting_has_the_core_say_what_may_be_written(

@@ -396,11 +396,11 @@ class AdaptiveSpeculation:
         self._resting_steps.clear()
 
     def observe_row(self, known: SpeculatingRow, row: ScheduledRequest, result: RequestResult) -> None:
-        """Take in what became of a row's drafts, and how confident the drafter is in those that it proposes now."""
+        """Take in what became of a row's drafts. The drafter's confidences in the next ones come later."""
         if row.num_draft:
             self.observe_draft(known, result.num_verified, result.num_accepted, row.num_draft)
         if row.num_next_draft:
-            known.confidences = result.confidences
+            known.confidences = ()
 
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
