@@ -261,8 +261,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "the drafter is given each position's own token for the next one",
         "dflash_backend/worker/step.py",
-        "final.positions + 1]",
-        "final.positions]",
+        "context.positions + 1]",
+        "context.positions]",
         (SEAM + "test_another_drafter_is_lossless_through_the_same_engine",),
     ),
     *mutants_of(

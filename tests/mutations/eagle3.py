@@ -161,13 +161,14 @@ EAGLE3_MUTANTS = (
         FEATURES,
         (
             "the first pass has the features of the last token of the step before",
-            "last = batch.query_start + batch.num_new + num_accepted - 1\n        return features.index_select",
-            "last = batch.query_start + batch.num_new - 1\n        return features.index_select",
+            "last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1\n"
+            "        return features.index_select",
+            "last = step.batch.query_start + step.batch.num_new - 1\n        return features.index_select",
         ),
         (
             "on a CPU the first pass has the features of a position too few",
-            "last = batch.query_start + batch.num_new + num_accepted - 1\n        return features[last",
-            "last = batch.query_start + batch.num_new + num_accepted - 2\n        return features[last",
+            "last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1\n        return features[last",
+            "last = step.batch.query_start + step.batch.num_new + step.num_accepted - 2\n        return features[last",
         ),
     ),
     Mutant(

@@ -113,10 +113,10 @@ GPU_RANK_MUTANTS = (
         (f"{START}test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_rank_0",),
         (
             "a graph is launched before other ranks hear of it",
-            "self._first_there()\n        self._first.replay()",
-            "self._first.replay()\n        self._first_there()",
+            "self._there[part]()\n        self._graphs[part].replay()",
+            "self._graphs[part].replay()\n        self._there[part]()",
         ),
-        ("a step with collectives is captured at its first run", "step.finish(step.verify(inputs))", "pass"),
+        ("a step with collectives is captured at its first run", "model.run(replace(inputs))", "pass"),
     ),
     Mutant(
         "a rank loads before it has its GPU",

@@ -22,8 +22,8 @@ INTERRUPT_MUTANTS = (
         TESTS,
         (
             "what runs goes on after Ctrl-C",
-            "            with whole:\n                core.abort(list(running))\n",
-            "            pass\n",
+            "                core.abort(list(running))\n",
+            "",
         ),
     ),
 )

@@ -14,15 +14,15 @@ SAMPLING_MUTANTS = (
     Mutant(
         "all drafts of a row are compared with samples of one noise",
         STEP_OPS_FILE,
-        "positions = positions.index_select(0, inputs.logits_token)",
-        "positions = positions[inputs.logits_token.min()].expand(len(inputs.logits_token))",
+        "positions = positions.index_select(0, step.logits_token)",
+        "positions = positions[step.logits_token.min()].expand(len(step.logits_token))",
         STEP_OPS,
     ),
     Mutant(
         "the target's noise is that of the position before",
         STEP_OPS_FILE,
-        "positions = prepared.positions + 1",
-        "positions = prepared.positions",
+        "positions = step.positions + 1",
+        "positions = step.positions",
         STEP_OPS,
     ),
     Mutant(
@@ -70,8 +70,8 @@ SAMPLING_MUTANTS = (
     Mutant(
         "a row of logits has the parameters of the row before",
         STEP_OPS_FILE,
-        "inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))",
-        "inputs.batch.req_idx.index_select(0, (inputs.logits_row - 1).clamp(min=0))",
+        "step.batch.req_idx.index_select(0, step.logits_row.clamp(min=0))",
+        "step.batch.req_idx.index_select(0, (step.logits_row - 1).clamp(min=0))",
         STEP_OPS,
     ),
     Mutant(

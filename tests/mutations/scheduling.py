@@ -85,7 +85,7 @@ SCHEDULING_MUTANTS = (
         ENGINE,
     ),
     *mutants_of(
-        f"{CORE}/plan.py",
+        f"{CORE}/request.py",
         ENGINE,
         ("a stop token is not sent", 'return count, "stop"', 'return count - 1, "stop"'),
         ("tokens behind a stop token are sent", 'return count, "stop"', 'return len(token_ids), "stop"'),

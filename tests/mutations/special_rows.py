@@ -13,26 +13,34 @@ SPECIAL_MUTANTS = (
         SPECIAL,
         (
             "special tokens are chosen and not put in place",
-            "        target_tokens.index_copy_(0, processors.flat, tokens)\n",
+            "        target_tokens.index_copy_(0, self.flat, tokens)\n",
             "",
         ),
         ("masks are not applied between graphs", "ops.apply_token_bitmask(logits, *masks)", "pass"),
         (
             "the noise of a special row is that of its first position throughout",
-            "metadata.position.index_select(0, of_row) + number",
-            "metadata.position.index_select(0, of_row)",
+            "self.position.index_select(0, of_row) + number",
+            "self.position.index_select(0, of_row)",
         ),
-        ("log-probabilities between graphs are those of masked logits", "        processors.keep(logits)\n", ""),
-        ("special rows are greedy", "self._state, self._sampled)", "self._state, False)"),
+        (
+            "log-probabilities between graphs are those of masked logits",
+            "            self._raw = logits.index_select(0, self.flat)\n",
+            "            self._raw = logits\n"
+            "            if (masks := None if self._grammars is None else "
+            "self._grammars.masks()) is not None:\n"
+            "                ops.apply_token_bitmask(logits, *masks)\n"
+            "            self._raw = logits.index_select(0, self.flat)\n",
+        ),
+        ("special rows are greedy", "self._requests.state, self._sampled)", "self._requests.state, False)"),
     ),
     *mutants_of(
         f"{WORKER}/runner.py",
         SPECIAL,
         (
             "a special request takes the others out of their graph",
-            "padded = self.graphs.find(batch) if not copies and of_prompt is None else None",
-            "special = LogitsProcessors.of(batch, self.requests) is not None or grammars is not None\n"
-            "        padded = self.graphs.find(batch) if not copies and of_prompt is None and not special else None",
+            "run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None",
+            "run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is "
+            "None and special is None else None",
         ),
     ),
     *mutants_of(
@@ -40,8 +48,8 @@ SPECIAL_MUTANTS = (
         ("tests/worker/test_runner.py",),
         (
             "special logits of a row in flight begin at the upper bound",
-            "torch.where(in_flight > 0, requests.state.computed.index_select(0, index) + new, upper)",
-            "upper + 0 * (in_flight + new + index)",
+            "torch.where(in_flight > 0, starts, highest)",
+            "highest + 0 * (in_flight + starts)",
         ),
     ),
     *mutants_of(

@@ -262,8 +262,8 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_verify_budget.py",),
         (
             "verified drafts are said to be the proposed ones",
-            "num_verified=num_verified[i]",
-            "num_verified=row.num_draft",
+            "error, status, verified[i]",
+            "error, status, row.num_draft",
         ),
     ),
     *mutants_of(
@@ -271,8 +271,8 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_verify_budget.py",),
         (
             "confidences come back for other requests",
-            "self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))",
-            "self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0).flip(0))",
+            "self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0))",
+            "self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0).flip(0))",
         ),
     ),
     *mutants_of(

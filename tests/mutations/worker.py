@@ -14,23 +14,14 @@ LOGITS = ("tests/worker/test_logits.py",)
 
 WORKER_MUTANTS = (
     *mutants_of(
-        f"{WORKER}/step_ops.py",
+        f"{WORKER}/runner.py",
         ENDED_ROWS,
         (
             "rows that have ended draft",
-            "is not None:\n            found.append(number)",
-            "is not None and False:\n            found.append(number)",
+            "if row.request_id in ended]] = 0",
+            "if row.request_id in ended]] += 0",
         ),
-        ("a row's rejected drafts end it", "tokens[number][:num_new], num_before", "tokens[number], num_before"),
-        ("an answer is taken for a token longer when its drafts are made", "+ 1 - num_new", "+ 2 - num_new"),
-        ("a chunk of a prompt is taken for an answer", "if row.sample and row.num_next_draft", "if row.num_next_draft"),
-    ),
-    Mutant(
-        "drafts are left out of the wrong row",
-        f"{WORKER}/batch.py",
-        "num_next.numpy()[list(rows)] = 0",
-        "num_next.numpy()[[len(num_next) - 1 - row for row in rows]] = 0",
-        ENDED_ROWS,
+        ("rows that verified drafts count as ended", "row.request_id in ended]]", "row.num_draft]]"),
     ),
     Mutant(
         "the first block that a window shows is one too late",
@@ -66,8 +57,8 @@ WORKER_MUTANTS = (
     Mutant(
         "log-probabilities are those of processed logits",
         f"{WORKER}/logits.py",
-        "        return logits.float().index_copy(0, self.flat, processed)",
-        "        self._raw = processed\n        return logits.float().index_copy(0, self.flat, processed)",
+        "            self._raw = logits.index_select(0, self.flat)\n",
+        "            self._raw = self.processed(logits.index_select(0, self.flat), ops)\n",
         ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
     ),
     *mutants_of(
@@ -127,11 +118,10 @@ WORKER_MUTANTS = (
     Mutant(
         "penalties come before the bias",
         f"{WORKER}/logits.py",
-        "    first = metadata.first\n    for i in special.nonzero()",
-        "    first = metadata.first\n"
-        "    if penalised.any():\n"
-        "        _penalise(processed, penalised.nonzero()[0], metadata, requests, ops)\n"
-        "    for i in special.nonzero()",
+        "        for i in special.nonzero()[0].tolist():\n",
+        "        if penalised.any():\n"
+        "            self._penalise(processed, penalised.nonzero()[0], ops)\n"
+        "        for i in special.nonzero()[0].tolist():\n",
         LOGITS,
         (
             (
@@ -205,25 +195,25 @@ WORKER_MUTANTS = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(queries, inputs.batch.num_next, lookahead_base)",
+        "guard.check_draft(queries, step.batch.num_next, lookahead_base)",
         "pass",
         ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),
     *mutants_of(
         f"{WORKER}/step.py",
         GUARD,
-        ("the inject phase is not guarded", 'guard.check("inject", context.token_row, final.slots)', "pass"),
+        ("the inject phase is not guarded", 'guard.check("inject", context.token_row, context.slots)', "pass"),
         (
             "the verify phase is not guarded",
-            'guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)',
+            'guard.check("verify", step.batch.token_row, step.slots, step.batch.query_lens)',
             "pass",
         ),
     ),
     Mutant(
         "one row: context of the first rejected draft is injected",
         f"{WORKER}/step_ops.py",
-        "final_part = slice(end - one_row.number(prepared.starts))",
-        "final_part = slice(end - one_row.number(prepared.starts) + 1)",
+        "final = slice(end - one_row.number(step.starts))",
+        "final = slice(end - one_row.number(step.starts) + 1)",
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
@@ -295,16 +285,17 @@ WORKER_MUTANTS = (
     Mutant(
         "TOGETHER: prefill chunks bring no drafter KV",
         f"{WORKER}/step_ops.py",
-        "final = slots.numpy() >= 0",
-        "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
+        "is_final = context.slots.numpy() >= 0",
+        "is_final = (context.slots.numpy() >= 0) & (step.batch.logits_start.numpy() >= 0)[token_row.numpy()]",
         ("tests/worker/test_context_kv.py",),
     ),
     Mutant(
         "requests without speculation leave no drafter KV in the blocks that they publish",
         f"{WORKER}/step_ops.py",
-        "final = slots.numpy() >= 0",
-        "plain = (batch.num_next.numpy() == 0) & (batch.logits_start.numpy() >= 0)\n"
-        "        final = (slots.numpy() >= 0) & ~plain[batch.token_row.numpy()]",
+        "is_final = context.slots.numpy() >= 0",
+        "plain = (step.batch.num_next.numpy() == 0) & (step.batch.logits_start.numpy() "
+        ">= 0)\n"
+        "        is_final = (context.slots.numpy() >= 0) & ~plain[token_row.numpy()]",
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(

@@ -19,6 +19,7 @@ from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.worker import graphs
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import CapturedStep
 from tests.tiny_models import make_target
 from tests.waiting import eventually
@@ -163,11 +164,11 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
     """What a collective allocates at its first use may not be allocated within a capture; and a message that came
     behind the launch would wait for a device that waits for it."""
     events = Events()
-    halves = iter(("first", "second"))
+    parts = iter(("first", "second", "third"))
 
     def capturing() -> Any:
-        half = next(halves)
-        return events.block(f"there {half}", lambda: events.append(f"replay there {half}"))
+        part = next(parts)
+        return events.block(f"there {part}", lambda: events.append(f"replay there {part}"))
 
     def graph() -> Any:
         name = f"graph {sum(isinstance(event, str) and event.startswith('new') for event in events)}"
@@ -180,23 +181,40 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
         stream=lambda stream: events.block("stream"),
     )
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
-    forwarded = SimpleNamespace(logits=torch.zeros(2, 2).T)
-    step: Any = SimpleNamespace(
+
+    def verify(step: Step) -> None:
+        events.append("verify")
+        step.logits, step.target_tokens = torch.zeros(2, 2).T, torch.zeros(2)
+
+    def accept(step: Step) -> None:
+        events.append("accept")
+        step.results = torch.zeros(2)
+
+    def draft(step: Step) -> None:
+        events.append("draft")
+        step.drafts = torch.zeros(2)
+
+    model: Any = SimpleNamespace(
         target=SimpleNamespace(peers=SimpleNamespace(capturing=capturing)),
-        verify=lambda inputs: events.append("verify"),
-        forward=lambda inputs: events.append("forward") or forwarded,
-        choose=lambda forwarded: SimpleNamespace(target_tokens=None),
-        finish=lambda verified: events.append("finish") or SimpleNamespace(numbers=None),
+        run=lambda inputs: events.append("run"),
+        verify=verify,
+        accept=accept,
+        inject=lambda step: events.append("inject"),
+        draft=draft,
     )
     stream: Any = SimpleNamespace(synchronize=lambda: events.append("synchronize"))
-    captured = CapturedStep(step, None, None, stream)  # type: ignore[arg-type]
+    inputs = Step(*[None] * 5)  # type: ignore[arg-type]
+    captured = CapturedStep(model, inputs, None, stream)
     captured.verify()
-    captured.finish()
+    captured.accept()
+    captured.draft()
     assert [event for event in events if not event.startswith("new")] == [
-        *("begin stream", "verify", "finish", "end stream", "synchronize"),
-        *("begin there first", "begin graph 0", "forward", "end graph 0", "end there first"),
-        *("begin there second", "begin graph 1", "finish", "end graph 1", "end there second"),
+        *("begin stream", "run", "end stream", "synchronize"),
+        *("begin there first", "begin graph 0", "verify", "end graph 0", "end there first"),
+        *("begin there second", "begin graph 1", "accept", "end graph 1", "end there second"),
+        *("begin there third", "begin graph 2", "inject", "draft", "end graph 2", "end there third"),
         *("replay there first", "replay graph 0", "replay there second", "replay graph 1"),
+        *("replay there third", "replay graph 2"),
     ]
 
 
