@@ -95,7 +95,7 @@ class BatchThreads:
 
     def run(self, work: Callable[[Part], Result], parts: Sequence[Part], is_long: bool = False) -> list[Result]:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
-        ended. is_long: the single part has so many tokens that threads within its operations serve it better."""
+        ended. is_long: threads within operations serve the single part better, which has many tokens."""
         if self._op_threads is not None:
             with op_threads(self._op_threads):
                 return [work(part) for part in parts]

@@ -126,8 +126,8 @@ WORKER_MUTANTS = (
         (
             (
                 f"{WORKER}/logits.py",
-                "requests, ops)\n    return processed",
-                "requests, ops) if False else None\n    return processed",
+                "            self._penalise(processed, penalised.nonzero()[0], ops)\n        return processed",
+                "            pass\n        return processed",
             ),
         ),
     ),
@@ -174,14 +174,10 @@ WORKER_MUTANTS = (
         (
             (
                 f"{WORKER}/step.py",
-                "        context = PagedContext.prepare(\n"
-                "            prepared.layout,\n"
-                "            prepared.positions,",
-                "        late = torch.tensor([self.state.resumed[i] for i in inputs.batch.req_idx.tolist()])\n"
-                "        late = (late & (inputs.batch.num_new == 1))[inputs.batch.token_row.long()].long()\n"
-                "        context = PagedContext.prepare(\n"
-                "            prepared.layout,\n"
-                "            prepared.positions + late,",
+                "        context = PagedContext.prepare(\n            step.attention, step.positions,",
+                "        late = torch.tensor([self.state.resumed[i] for i in step.batch.req_idx.tolist()])\n"
+                "        late = (late & (step.batch.num_new == 1))[step.batch.token_row.long()].long()\n"
+                "        context = PagedContext.prepare(\n            step.attention, step.positions + late,",
             ),
         ),
     ),
