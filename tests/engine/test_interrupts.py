@@ -35,7 +35,7 @@ def interrupting(function: Callable[..., Any], at: int, times: int = 1) -> Calla
     return wrapped
 
 
-@pytest.mark.parametrize(("name", "at"), [("_count_crowd", 1), ("_count_crowd", 6), ("settle", 3), ("stop", 0)])
+@pytest.mark.parametrize(("name", "at"), [("_count_crowd", 1), ("_count_crowd", 6), ("start", 3), ("stop", 0)])
 def test_an_engine_that_was_interrupted_within_a_step_goes_on_as_before(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, at: int
 ) -> None:

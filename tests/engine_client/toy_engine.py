@@ -124,6 +124,12 @@ class ToyCore:
         deltas = [delta for delta in deltas if delta is not None]
         return StepOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125}, kv_events=events)
 
+    def finish_step(self) -> None:
+        """The toy drafts nothing."""
+
+    def idle_outputs(self) -> StepOutputs:
+        return StepOutputs(stats=self.stats())
+
     def stats(self) -> EngineStats:
         return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)
 
