@@ -162,6 +162,10 @@ class Tokenizer:
             template = template.get("tool_use") or template.get("default")
         return template or ""
 
+    def use_chat_template(self, chat_template: str) -> None:
+        """Take a template in place of the tokenizer's own. Before the first chat."""
+        self._template.chat_template = chat_template
+
     @property
     def special_token_ids(self) -> dict[str, int]:
         """The ids of the tokens that `decode` leaves out, by their texts."""
@@ -174,24 +178,31 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
         **options: Any,
     ) -> ChatText:
         """The text of `messages` through the chat template, up to the beginning of the assistant's answer; with
         `continue_final_message` up to the end of the last message's text, which then is that beginning; without
         `add_generation_prompt` up to the end of the last message.
 
+        `chat_template` takes the place of the tokenizer's own; parts of content are text for it.
         `tools` are functions as OpenAI's API describes them. `options` are variables of the template, such as
         `enable_thinking`; one that it does not use has no effect. Raises `PromptError` when there is no template or it
         refuses the messages, for tools where it takes none, and for a last message that cannot be continued.
         """
-        if not self._template.chat_template:
-            raise PromptError("the target's tokenizer has no chat template; send text_input instead of messages")
+        template = self.chat_template if chat_template is None else chat_template
+        if not template:
+            raise PromptError(
+                "the target's tokenizer has no chat template; send text_input instead of messages, to the OpenAI API a "
+                "prompt; or give the OpenAI front end a template (--chat-template)"
+            )
         check_roles(messages)
         if continue_final_message:
             check_continued(messages)
-        if any(isinstance(message.get("content"), list) for message in messages) and not self._takes_parts:
+        takes_parts = chat_template is None and self._takes_parts
+        if not takes_parts and any(isinstance(message.get("content"), list) for message in messages):
             messages = [join_parts(message) for message in messages]
-        if tools and "tools" not in self.chat_template:
+        if tools and "tools" not in template:
             raise PromptError("the chat template of this model takes no tools; leave them out")
         try:
             messages = with_parsed_arguments(messages)
@@ -207,7 +218,11 @@ class Tokenizer:
             end = {"continue_final_message": True}
         try:
             with time_limit(TEMPLATE_LIMIT_S):
-                text = str(self._template.apply_chat_template(marked, tokenize=False, **end, **variables))
+                text = str(
+                    self._template.apply_chat_template(
+                        marked, tokenize=False, chat_template=chat_template, **end, **variables
+                    )
+                )
         except _TEMPLATE_ERRORS as error:
             raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
         return ChatText((text,) if mark is None else tuple(text.split(mark)))

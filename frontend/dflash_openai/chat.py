@@ -14,6 +14,7 @@ from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
 from dflash_openai.bodies import read_body
 from dflash_openai.budget import check_asked
+from dflash_openai.config import FrontendConfig
 from dflash_openai.conversation import Conversation, Draft, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
@@ -36,7 +37,8 @@ async def create_chat_completion(request: Request) -> Response:
         messages, options = template_messages(body.messages), template_options(body)
         sampling = sampling_parameters(body, model.description)
         begins = body.add_generation_prompt is not False
-        return body, Draft(model, messages, options, use, sampling, client_names(body), continues(body), begins)
+        names, template = client_names(body), request_template(body, frontend.config)
+        return body, Draft(model, messages, options, use, sampling, names, continues(body), begins, template)
 
     body, draft = await read_body(request, ChatRequest, read)
     asked, model = await prepare(draft), draft.model
@@ -75,6 +77,24 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         options.setdefault("enable_thinking", body.reasoning_effort != "none")
     return options
+
+
+class Templated(Protocol):
+    """A request that may bring a chat template."""
+
+    chat_template: str | None
+
+
+def request_template(body: Templated, config: FrontendConfig) -> str | None:
+    """The chat template that a request brings, a program that is run here. Raises `ApiError` where the operator has not
+    allowed that."""
+    if body.chat_template is not None and not config.trust_request_chat_template:
+        raise invalid(
+            "'chat_template' is refused: this server runs the templates of its requests only where it was started with "
+            "--trust-request-chat-template; leave it out",
+            "chat_template",
+        )
+    return body.chat_template
 
 
 class Continuing(Protocol):

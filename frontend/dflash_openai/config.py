@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import jinja2
 
 from dflash_client.address import parse_url
 from dflash_client.connection import Connection
@@ -13,6 +17,10 @@ from dflash_openai.security import SecurityConfig
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+# A statement of transformers, which marks what the assistant wrote.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class FrontendConfig:
     finish at a stop. tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, by vLLM's
     names; `auto` follows the chat template, `none` looks for none. security: who is let in, with how much, and how.
     ping_interval_s: a stream that has sent nothing for so long sends a comment; 0: never.
+    chat_template: in place of the one that the tokenizer has; a template, or the path of a file with one.
+    trust_request_chat_template: run the chat templates that requests bring.
     reject_unknown_fields: refuse requests with fields that the front end does not know; else they are ignored.
     heartbeat_fd: a descriptor to which the event loop writes once a second that it runs; None: to none.
     tracer: OpenTelemetry's, for the spans of requests; None: there are none.
@@ -56,13 +66,33 @@ class FrontendConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     ping_interval_s: float = 10.0
     reject_unknown_fields: bool = False
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
     heartbeat_fd: int | None = None
     tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
         select_output_format("", (), self.tool_call_parser, self.reasoning_parser)
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", read_template(self.chat_template))
         for url in self.triton_urls:
             location = parse_url(url, "grpc")
             if location.protocol != "grpc":
                 raise ValueError(f"{url!r} is not a gRPC address; the front end speaks gRPC: give grpc://HOST:PORT")
             Connection.build(location, **dataclasses.asdict(self.triton_tls))
+
+
+def read_template(given: str) -> str:
+    """A chat template, or the one in the file of that name. Raises `ValueError` for one that cannot be used."""
+    text = given
+    if not ("{{" in given or "{%" in given):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ValueError(f"--chat-template: {given} cannot be read: {reason}") from None
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template: line {error.lineno}: {error.message}") from None
+    return text

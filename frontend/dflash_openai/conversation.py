@@ -51,7 +51,7 @@ class Conversation:
 class Draft:
     """A conversation as its client sent it: messages, and the variables `options` of the chat template; with
     `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt` the prompt
-    ends with it. `sampling` are the request's parameters.
+    ends with it. `chat_template` takes the place of the model's. `sampling` are the request's parameters.
     `names` has what the client calls one of them, where it is not the same."""
 
     model: Model
@@ -62,6 +62,7 @@ class Draft:
     names: Mapping[str, str]
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    chat_template: str | None = None
 
 
 async def prepare(draft: Draft) -> Conversation:
@@ -74,7 +75,12 @@ async def prepare(draft: Draft) -> Conversation:
     if continue_final_message and use.forced:
         raise invalid("'tool_choice' forces a tool call, which cannot continue a message", "continue_final_message")
     prompt = await model.prompts.from_messages(
-        messages, draft.options, use.offered, continue_final_message, draft.add_generation_prompt
+        messages,
+        draft.options,
+        use.offered,
+        continue_final_message,
+        draft.add_generation_prompt,
+        draft.chat_template,
     )
     if continue_final_message:
         tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))

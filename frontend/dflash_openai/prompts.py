@@ -47,10 +47,12 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
         With `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt`
-        the conversation ends with its last message. Raises `ApiError`."""
+        the conversation ends with its last message. `chat_template` takes the place of the model's. Raises `ApiError`.
+        """
         try:
             variables = pop_options({"chat_template_kwargs": dict(options)})
         except PromptError as error:
@@ -59,6 +61,7 @@ class PromptBuilder:
             "tools": tools,
             "continue_final_message": continue_final_message,
             "add_generation_prompt": add_generation_prompt,
+            "chat_template": chat_template,
         }
         return await self._run("messages", lambda: self._chat(messages, variables))
 

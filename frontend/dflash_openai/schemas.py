@@ -151,6 +151,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     # Any word: one that the chat template does not know is the template's to refuse.

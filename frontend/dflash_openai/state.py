@@ -134,6 +134,8 @@ class Frontend:
         directory = self._tokenizer_dir(description)
         tokenizer = await asyncio.to_thread(Tokenizer.load, directory, description.trust_messages)
         config = self.config
+        if config.chat_template is not None:
+            tokenizer.use_chat_template(config.chat_template)
         prompts = PromptBuilder(
             tokenizer,
             description.max_model_len,

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_openai.bodies import Pieces, PiecesResponse, encoded, in_thread, read_body
-from dflash_openai.chat import continues, template_messages, template_options
+from dflash_openai.chat import continues, request_template, template_messages, template_options
 from dflash_openai.conversation import Draft, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.schemas import ChatRequest
@@ -33,6 +33,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -59,7 +60,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = await model.prompts.from_text(body.prompt, body.add_special_tokens is not False)
     else:
-        tokens = await _of_messages(body, model)
+        tokens = await _of_messages(body, model, request_template(body, frontend.config))
 
     def written() -> Pieces:
         return encoded(
@@ -74,13 +75,14 @@ async def tokenize(request: Request) -> Response:
     return PiecesResponse(await in_thread(len(tokens) * BYTES_OF_ID, written))
 
 
-async def _of_messages(body: TokenizeRequest, model: Model) -> list[int]:
+async def _of_messages(body: TokenizeRequest, model: Model, template: str | None) -> list[int]:
     """The prompt of a chat with these messages, and with the tools that its model would see. Raises `ApiError`."""
     chat = ChatRequest(messages=body.messages or [], **{name: getattr(body, name) for name in OF_CHAT})
     offered = read_tool_use(chat, model.output_format).offered
     messages, begins = template_messages(chat.messages), body.add_generation_prompt is not False
     options = template_options(chat)
-    return (await prepare(Draft(model, messages, options, ToolUse(offered), {}, {}, continues(chat), begins))).prompt
+    use = ToolUse(offered)
+    return (await prepare(Draft(model, messages, options, use, {}, {}, continues(chat), begins, template))).prompt
 
 
 async def detokenize(request: Request) -> Response:

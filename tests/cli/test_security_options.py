@@ -104,13 +104,17 @@ def test_serve_hands_everything_on_without_keys_on_the_command_line(tmp_path: Pa
 
 @pytest.mark.parametrize("reject", [True, False])
 def test_serve_hands_on_how_requests_are_read_and_answers_written(reject: bool) -> None:
-    given = parse(
-        "--tool-call-parser", "mistral", "--reasoning-parser", "qwen3", *(["--reject-unknown-fields"] * reject)
-    )
+    words = ["--tool-call-parser", "mistral", "--reasoning-parser", "qwen3", "--chat-template=-{{ x }}"]
+    given = parse(*words, *(["--reject-unknown-fields", "--trust-request-chat-template"] * reject))
     parser = argparse.ArgumentParser()
     add_answer_options(parser)
-    handed_on = vars(parser.parse_args(answer_options_of(given)))
-    assert handed_on == {"tool_call_parser": "mistral", "reasoning_parser": "qwen3", "reject_unknown_fields": reject}
+    assert vars(parser.parse_args(answer_options_of(given))) == {
+        "tool_call_parser": "mistral",
+        "reasoning_parser": "qwen3",
+        "chat_template": "-{{ x }}",
+        "reject_unknown_fields": reject,
+        "trust_request_chat_template": reject,
+    }
 
 
 def test_triton_checks_no_keys_so_with_keys_it_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

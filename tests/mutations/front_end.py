@@ -148,6 +148,20 @@ FRONT_END_MUTANTS = (
         ),
     ),
     *mutants_of(
+        f"{FRONTEND}/chat.py",
+        (f"{TESTS}/test_chat_template.py",),
+        (
+            "requests bring programs without leave",
+            "if body.chat_template is not None and not config.trust_request_chat_template:",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/state.py",
+        (f"{TESTS}/test_chat_template.py",),
+        ("the operator's template is not used", "if config.chat_template is not None:", "if False:"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/reasoning_tokens.py",
         (f"{TESTS}/test_tools.py", f"{TESTS}/test_responses.py"),
         ("all tokens of an answer are reasoning", "self._count = start + length\n                return", "return"),

@@ -56,6 +56,17 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
         "its chat template",
     )
     group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="chat template in place of the tokenizer's own, for models that have none, or one without tools; the "
+        "Triton model's own input 'messages' keeps the tokenizer's",
+    )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring a chat template of their own, a program that runs here; else they get 400",
+    )
+    group.add_argument(
         "--reject-unknown-fields",
         action="store_true",
         help="answer 400 to a request with a field that is not known; else it is ignored, and the log names it once",
@@ -65,7 +76,10 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 def answer_options_of(arguments: argparse.Namespace) -> list[str]:
     """Those that were given, as words of a command line."""
     words = ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
-    return [*words, *(["--reject-unknown-fields"] if arguments.reject_unknown_fields else [])]
+    if arguments.chat_template is not None:
+        words.append(f"--chat-template={arguments.chat_template}")
+    flags = ("reject_unknown_fields", "trust_request_chat_template")
+    return [*words, *(f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag))]
 
 
 def parameter(text: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "--pipeline-parallel-size": "layers are not split into stages; --set tensor_parallel_size=N shares each layer "
         "among GPUs",
         "--enable-auto-tool-choice": "tools are always there; --tool-call-parser says how the model writes calls",
+        "--chat-template-content-format": "the chat template says whether content is text or parts",
         "--enable-reasoning": "reasoning is always told apart; --reasoning-parser says how the model writes it",
         "--enable-lora": NO_ADAPTERS,
         "--lora-modules": NO_ADAPTERS,

@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
             tool_call_parser=arguments.tool_call_parser,
             reasoning_parser=arguments.reasoning_parser,
             reject_unknown_fields=arguments.reject_unknown_fields,
+            chat_template=arguments.chat_template,
+            trust_request_chat_template=arguments.trust_request_chat_template,
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)
