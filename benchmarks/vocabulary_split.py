@@ -28,7 +28,7 @@ from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
 from dflash_backend.parallel.local import LocalRanks
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 
 MIB = 1024**2
 SMALL: dict[str, Any] = {
@@ -65,7 +65,7 @@ class Run:
 def group_of(built: BuiltEngine) -> RankGroup:
     """The other ranks of an engine."""
     target = built.runner.step.target
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     return target.ranks
 
@@ -113,7 +113,7 @@ def rows_of(target: Path, vocab_size: int, options: argparse.Namespace) -> tuple
     held = []
     for built in engines:
         shared = built.runner.step.target
-        assert isinstance(shared, SharedTarget)
+        assert isinstance(shared, TensorParallelTarget)
         held.append(vocabulary_bytes(shared.local.spec, built.runner.step.dtype) / MIB)
     rows, same = [], True
     for name, sampling in SAMPLING.items():

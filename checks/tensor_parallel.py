@@ -20,7 +20,7 @@ from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.parallel import group
 from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -63,7 +63,7 @@ def run(llm: LLM, prompts: list[list[int]], max_tokens: int, sampling: dict[str,
 def _sent(llm: LLM) -> tuple[int, int, int]:
     """Passes over all ranks, bytes of rank 0's terms of sums, and bytes of its messages."""
     target = llm.engine.runner.step.target
-    if not isinstance(target, SharedTarget):
+    if not isinstance(target, TensorParallelTarget):
         return 0, 0, 0
     assert isinstance(target.ranks, RankGroup)
     traffic = target.ranks.traffic
@@ -73,7 +73,7 @@ def _sent(llm: LLM) -> tuple[int, int, int]:
 def vocabulary_kib(llm: LLM) -> float:
     """What embedding and head take on rank 0."""
     target = llm.engine.runner.step.target
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     spec = target.local.spec
     return vocabulary_bytes(spec, target.local.lm_head.dtype) / 1024
 

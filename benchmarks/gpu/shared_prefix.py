@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.markdown import markdown_table
-from dflash_backend.attention.shared_prefixes import NUM_ACCESSES, PARTIAL_ITEMSIZE, SharingCost
+from dflash_backend.attention.cascade import NUM_ACCESSES, PARTIAL_ITEMSIZE, CascadeCost
 from dflash_backend.core.plan import MIN_SHARING_ROWS
 from dflash_backend.engine.build import MIN_SHARED_POSITIONS
 from dflash_kernels.paged_attention_launch import HeadShape
@@ -39,8 +39,8 @@ def shares(num_rows: int, num_drafts: int, prefix: int) -> bool:
     return num_rows >= MIN_SHARING_ROWS and prefix >= MIN_SHARED_POSITIONS and before - after > 2 * partial
 
 
-def _cost() -> SharingCost:
-    return SharingCost.of(SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.itemsize)
+def _cost() -> CascadeCost:
+    return CascadeCost.of(SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.itemsize)
 
 
 def main() -> int:

@@ -363,7 +363,6 @@ class _Contents:
 
 
 def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Callable[[str], bool]) -> _Contents:
-    """As `check_weights`."""
     listing = _Listing()
     read(listing)
     quantization = load_quantization(directory)

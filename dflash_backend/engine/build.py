@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
-from dflash_backend.attention.shared_prefixes import SharingCost
+from dflash_backend.attention.cascade import CascadeCost
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.decoder_fields import DTYPE_NAMES
 from dflash_backend.checkpoints.describe import target_facts
@@ -61,13 +61,13 @@ from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.parallel.group import (
     RankGroup,
     check_tensor_parallel,
-    load_shared_target,
+    load_parallel_target,
     num_rank_0_threads,
     own_part,
     rank_group,
 )
 from dflash_backend.parallel.links import RankSetup
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
@@ -103,7 +103,7 @@ class BuiltEngine:
 
     def check(self) -> None:
         """Raises `RankLostError` when a process that shares the target is lost, and a step would fail."""
-        if isinstance(target := self.runner.step.target, SharedTarget):
+        if isinstance(target := self.runner.step.target, TensorParallelTarget):
             target.check()
 
 
@@ -206,7 +206,7 @@ def _load_models(
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
     if ranks is not None:
         setup = _rank_setup(config, pair.target, ranks, needs, num_positions, sizes.num_blocks)
-        target = load_shared_target(ranks, setup, progress, target_ops)
+        target = load_parallel_target(ranks, setup, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
@@ -486,7 +486,7 @@ def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtyp
 
 
 # Positions that rows share, at least, so that what is saved pays for two launches more. From where on it pays for the
-# partial results is the scheduler's to find (`SharingCost`).
+# partial results is the scheduler's to find (`CascadeCost`).
 MIN_SHARED_POSITIONS = 512
 
 
@@ -504,7 +504,7 @@ def sharing_limits(
     """What the scheduler must know of it, as fields of its config."""
     decoder = target.spec.decoder
     heads, kv_dtype = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim), target_kv_dtype(config) or dtype
-    cost = SharingCost.of(*heads, dtype.itemsize, kv_dtype.itemsize)
+    cost = CascadeCost.of(*heads, dtype.itemsize, kv_dtype.itemsize)
     return {
         "min_shared_positions": min_shared_positions(config, backend, target),
         "shared_queries_per_tile": cost.queries_per_tile,

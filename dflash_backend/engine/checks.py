@@ -18,7 +18,7 @@ from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.models import TargetModel
 from dflash_backend.models.ops import select_ops
 from dflash_backend.models.recurrent_state import MAX_ROW_TOKENS, StatePool, pool_bytes
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.worker.kv_cache import bytes_per_block, bytes_per_token
 from dflash_backend.worker.memory import GIB
 
@@ -162,7 +162,7 @@ def allocate_states(
     if decoder.delta_net is None:
         return None
     pool = StatePool.allocate(decoder, num_states(config), dtype, device)
-    return dataclasses.replace(pool, follow=target.tell) if isinstance(target, SharedTarget) else pool
+    return dataclasses.replace(pool, follow=target.tell) if isinstance(target, TensorParallelTarget) else pool
 
 
 def num_states(config: EngineConfig) -> int:

@@ -168,7 +168,7 @@ class AllocateKV:
 
 
 Control = BeginCapture | EndCapture | Replay | Variants | ReportFree | ReportUse | AllocateKV
-"""What rank 0 sends beside `parallel.target.Shared`."""
+"""What rank 0 sends beside `parallel.target.RankMessage`."""
 
 
 class Ranks(OtherRanks, Protocol):

@@ -23,7 +23,7 @@ from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.nccl import GpuSum, load_nccl
 from dflash_backend.parallel.ray_ranks import ray_ranks
 from dflash_backend.parallel.shard import Shard, unsupported
-from dflash_backend.parallel.target import Shared, SharedPass, SharedTarget, load_shard, vocabulary_part
+from dflash_backend.parallel.target import ForwardPass, RankMessage, TensorParallelTarget, load_shard, vocabulary_part
 
 
 def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.device) -> None:
@@ -173,12 +173,12 @@ class RankGroup:
         """Why a rank is lost, empty while none is."""
         return self.links.lost
 
-    def send(self, step: Shared | Control) -> None:
+    def send(self, step: RankMessage | Control) -> None:
         """Give it to all other ranks. Raises `RuntimeError` when one is lost."""
         if self.links.lost:
             raise RuntimeError(self.links.lost)
         self.num_sent += 1
-        self.traffic.num_passes += isinstance(step, SharedPass)
+        self.traffic.num_passes += isinstance(step, ForwardPass)
         try:
             num_bytes = self._messages.send(step, self.links.send)
             self.traffic.message_bytes += num_bytes * (self.shard.size - 1)
@@ -200,7 +200,7 @@ def rank_group(
     return RankGroup.of(config, weight_bytes, splits_vocabulary, device.type == "cuda")
 
 
-def load_shared_target(ranks: RankGroup, setup: RankSetup, progress: Progress, ops: LayerOps) -> TargetModel:
+def load_parallel_target(ranks: RankGroup, setup: RankSetup, progress: Progress, ops: LayerOps) -> TargetModel:
     """The target, once all ranks have loaded their parts. setup: what is the same for all of them. Raises
     `CheckpointError`, and `ConfigError` when a rank has not loaded its own."""
     # On GPUs blocks are counted once the memory of the largest step is known.
@@ -210,12 +210,12 @@ def load_shared_target(ranks: RankGroup, setup: RankSetup, progress: Progress, o
     local = load_shard(spec, ranks.shard, ranks.reduce, size, dtype, ranks.device, progress, ops, fp8=setup.fp8)
     ranks.connect()
     vocabulary = vocabulary_part(local, spec, ranks.shard, ranks.reduce)
-    return SharedTarget(spec, local, ranks, vocabulary, ranks.peers)
+    return TensorParallelTarget(spec, local, ranks, vocabulary, ranks.peers)
 
 
 def num_rank_0_threads(target: TargetModel) -> int:
     """Of an operation in this process, which has the shared `target`."""
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     return target.ranks.num_threads()
 

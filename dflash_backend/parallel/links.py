@@ -172,7 +172,6 @@ class HostMessages:
     """Messages with all that is in them, tensors of the host too."""
 
     def send(self, message: object, send: Callable[[bytes], None]) -> int:
-        """As `DeviceMessages.send`."""
         data = packed(message)
         send(data)
         return len(data)

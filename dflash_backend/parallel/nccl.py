@@ -85,7 +85,6 @@ class Nccl:
             raise NcclError(f"{name}: {words} (with NCCL_DEBUG=WARN in the environment NCCL says more)")
 
     def version(self) -> int:
-        """As `MIN_VERSION`."""
         number = _INT()
         self.call("ncclGetVersion", ctypes.byref(number))
         return number.value
@@ -246,7 +245,6 @@ class GpuSum:
         self._check()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As `parallel.target.Reduce`."""
         self.num_bytes += x.nbytes
         x = x.contiguous()
         if not self._ordered:
@@ -256,7 +254,6 @@ class GpuSum:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `parallel.vocabulary.Sums.gather`."""
         self.num_bytes += x.nbytes
         found = self._gathered(x.contiguous())
         return list(found) if self._shard.rank == 0 else []

@@ -32,7 +32,7 @@ from dflash_backend.parallel.vocabulary import (
     HeadPass,
     Lookup,
     OtherRanks,
-    SharedVocabulary,
+    ParallelVocabulary,
     SlicedHead,
     Sums,
     VocabularyPart,
@@ -160,7 +160,7 @@ def _summed_layer(layer: AnyLayerWeights, reduce: Reduce) -> AnyLayerWeights:
 
 
 @dataclass(frozen=True)
-class SharedPass:
+class ForwardPass:
     """A pass of the layers, as rank 0 sends it to the others: what `PagedContext.prepare` takes, and the rows as
     recurrent layers see them, None where there are none."""
 
@@ -172,7 +172,7 @@ class SharedPass:
     states: StateLayout | None = None
 
 
-Shared = SharedPass | StateChange | Lookup | HeadPass
+RankMessage = ForwardPass | StateChange | Lookup | HeadPass
 """What rank 0 sends to the others."""
 
 
@@ -202,9 +202,9 @@ class Follower:
         """From now on KV is kept in `caches`."""
         self._caches = caches
 
-    def run(self, step: Shared) -> None:
+    def run(self, step: RankMessage) -> None:
         """What rank 0 has done: a pass, or its head, or what it did to the states since."""
-        if isinstance(step, SharedPass):
+        if isinstance(step, ForwardPass):
             self._forward(step)
         elif isinstance(step, HeadPass):
             assert self._vocabulary is not None
@@ -219,7 +219,7 @@ class Follower:
             assert self._rows is not None, "a commit without a pass"
             self._rows.commit(step.num_kept)
 
-    def _forward(self, step: SharedPass) -> None:
+    def _forward(self, step: ForwardPass) -> None:
         states = None
         if self._pool is not None and step.states is not None:
             states = StateRows.of(self._pool, step.states)
@@ -237,7 +237,7 @@ class Follower:
         self._rows = states
 
 
-class SharedTarget(TargetModel):
+class TensorParallelTarget(TargetModel):
     """The target as rank 0 has it: a pass runs on all ranks, the rest here, but for what is split by vocabulary."""
 
     def __init__(
@@ -255,7 +255,7 @@ class SharedTarget(TargetModel):
         self.patterns = local.patterns
         self.ranks = ranks
         self.peers = peers
-        self._vocabulary = None if vocabulary is None else SharedVocabulary(vocabulary, ranks)
+        self._vocabulary = None if vocabulary is None else ParallelVocabulary(vocabulary, ranks)
         self.lm_head = local.lm_head if self._vocabulary is None else SlicedHead(local.lm_head, self._vocabulary)
 
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
@@ -275,7 +275,7 @@ class SharedTarget(TargetModel):
         try:
             states = None if context.states is None else context.states.layout
             self.ranks.send(
-                SharedPass(token_ids, context.positions, context.slots, context.layout, context.padded, states)
+                ForwardPass(token_ids, context.positions, context.slots, context.layout, context.padded, states)
             )
             return self.local.forward(token_ids, context, caches, capture)
         except Exception as error:

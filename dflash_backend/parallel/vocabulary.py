@@ -90,7 +90,7 @@ class OtherRanks(Protocol):
         """Give it to all of them. Raises `RuntimeError` when one is lost."""
 
 
-class SharedVocabulary:
+class ParallelVocabulary:
     """Embedding and head over all ranks, as rank 0 has them. Its methods raise `RankLostError`."""
 
     def __init__(self, part: VocabularyPart, ranks: OtherRanks) -> None:
@@ -122,7 +122,7 @@ class SlicedHead(Linear):
 
     __slots__ = ("_part", "_vocabulary")
 
-    def __init__(self, part: Linear, vocabulary: SharedVocabulary) -> None:
+    def __init__(self, part: Linear, vocabulary: ParallelVocabulary) -> None:
         """part: rank 0's."""
         self._part = part
         self._vocabulary = vocabulary

@@ -55,7 +55,6 @@ class CachedRun:
         _ALL.append(self)
 
     def clear(self) -> None:
-        """As `clear_launches`, for this kernel."""
         self.kernels.clear()
         self._driver = None
 

@@ -15,7 +15,7 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.parallel.gpu import Replay
-from dflash_backend.parallel.target import SharedPass
+from dflash_backend.parallel.target import ForwardPass
 from dflash_backend.worker.transfers import Download
 from tests.parallel.test_ranks import SETTINGS, end, group, texts
 from tests.parallel.thread_ranks import GIB, Memory, as_on_gpus, thread_links, with_graphs
@@ -64,7 +64,7 @@ def check(models: dict[str, str], size: int) -> None:
         assert few_texts(shared, **sampling) == few_texts(alone, **sampling)
     assert shared.core.stats().prefix_cache_hits > 0
     # Prompts are sent as passes, and decode steps as replays.
-    assert sent.count(SharedPass) > 3
+    assert sent.count(ForwardPass) > 3
     assert sent.count(Replay) > 6
     check_order(shared)
     end(shared)

@@ -18,7 +18,7 @@ from dflash_backend.models.peers import RankLostError
 from dflash_backend.parallel.group import RankGroup
 from dflash_backend.parallel.links import HANG_S
 from dflash_backend.parallel.local import LocalRanks
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 from tests.batch_invariance import differing, random_prompts, run
 from tests.parallel.rank_forks import fork_ranks
 from tests.quantised import GPTQ, gptq, write
@@ -59,7 +59,7 @@ def shared(pair: dict[str, str]) -> Iterator[BuiltEngine]:
 def group(built: BuiltEngine) -> RankGroup:
     """What holds the other ranks."""
     target = built.runner.step.target
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     return target.ranks
 

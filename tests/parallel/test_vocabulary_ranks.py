@@ -17,7 +17,7 @@ from dflash_backend.checkpoints import read_target
 from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.parallel.group import vocabulary_bytes
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.parallel.vocabulary import SlicedHead
 from tests.batch_invariance import differing, random_prompts, run
 from tests.drafters.drafts import make_dspark, make_eagle3
@@ -65,7 +65,7 @@ def compare(models: dict[str, Any], size: int, *samplings: dict[str, Any], **set
     """`size` ranks give the text of one process."""
     alone, shared = (engine(**models, **(SETTINGS | settings), **of) for of in ({}, {"tensor_parallel_size": size}))
     target = shared.runner.step.target
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.lm_head, SlicedHead)
     for asked in rounds(samplings):
         found = mixed_texts(shared, asked)

@@ -25,7 +25,7 @@ from dflash_backend.parallel.group import GpuRanks, RankGroup
 from dflash_backend.parallel.links import RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
-from dflash_backend.parallel.target import SharedTarget
+from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import EagerStep
 from dflash_backend.worker.step import ModelStep
@@ -216,7 +216,7 @@ def as_on_gpus(patch: pytest.MonkeyPatch, memory: Callable[[], Memory] = Memory)
 
 def thread_links(built: BuiltEngine) -> ThreadLinks:
     target = built.runner.step.target
-    assert isinstance(target, SharedTarget)
+    assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     assert isinstance(target.ranks.links, ThreadLinks)
     return target.ranks.links

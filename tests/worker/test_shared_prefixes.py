@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflash_backend.attention import AttentionBatch, AttentionPattern, DeviceLengths, SharedPrefixes
-from dflash_backend.attention.shared_prefixes import SharingCost
+from dflash_backend.attention.cascade import CascadeCost
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from tests.scale import SCALE, by_night
@@ -28,7 +28,7 @@ SIZES["num_speculative_tokens"] = 7 if SCALE >= 4 else 3
 def low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight positions are worth it, whatever the number of queries."""
     monkeypatch.setattr(build, "MIN_SHARED_POSITIONS", 8)
-    monkeypatch.setattr(SharingCost, "of", lambda *heads: SharingCost(1000, 0.0))
+    monkeypatch.setattr(CascadeCost, "of", lambda *heads: CascadeCost(1000, 0.0))
 
 
 def run(built: BuiltEngine, **more: Any) -> Outputs:
@@ -132,8 +132,8 @@ def test_a_pattern_that_does_not_show_all_of_the_prefix_reads_each_row_by_itself
 
 def test_from_where_on_it_pays_with_the_heads_of_a_published_model() -> None:
     """Qwen3-8B: 32 heads, 8 KV heads of 128 in bfloat16. Two rows with 15 drafts make a tile of 128 lines."""
-    assert SharingCost.of(32, 8, 128, 2) == SharingCost(queries_per_tile=32, positions_per_query=16.0)
-    assert SharingCost.of(32, 8, 128, 2, kv_itemsize=1).positions_per_query == 32.0
+    assert CascadeCost.of(32, 8, 128, 2) == CascadeCost(queries_per_tile=32, positions_per_query=16.0)
+    assert CascadeCost.of(32, 8, 128, 2, kv_itemsize=1).positions_per_query == 32.0
 
 
 @pytest.mark.parametrize(

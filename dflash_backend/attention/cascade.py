@@ -11,7 +11,7 @@ PARTIAL_ITEMSIZE, NUM_ACCESSES = 4, 4
 
 
 @dataclass(frozen=True)
-class SharingCost:
+class CascadeCost:
     """queries_per_tile: queries of a group that one program attends, and so reads the shared KV for.
     positions_per_query: how many positions of KV are as many bytes as the partial results of a query, which are written
     and read besides."""
@@ -22,7 +22,7 @@ class SharingCost:
     @classmethod
     def of(
         cls, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, kv_itemsize: int | None = None
-    ) -> SharingCost:
+    ) -> CascadeCost:
         """For layers with these heads. itemsize, kv_itemsize: bytes of an element of queries, and of KV; None: the
         same."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, itemsize)
