@@ -1,23 +1,26 @@
 """gpt-oss's experts (arXiv 2508.10925): their tensors, in bfloat16 or in MXFP4, brought into the form of `SparseMlp`.
 
 A checkpoint has gate and up side by side, number by number. In bfloat16 its matrices are transposed,
-`[num_experts, in, out]`; in MXFP4 they are not, and `.._blocks` and `.._scales` hold them (`mxfp4.py`), which
-stay so where products read their codes.
+`[num_experts, in, out]`; in MXFP4 they are not, and `.._blocks` and `.._scales` hold them, which stay so where products
+read their codes. MXFP4 has numbers of 4 bits in groups of 32 that share a power of two (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from dflash_backend.checkpoints.experts import MXFP4_GROUP
 from dflash_backend.checkpoints.spec import CheckpointError, MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.mlp import SparseMlp
-from dflash_backend.models.mxfp4 import dequantise, in_products, packed_shapes
-from dflash_kernels.quantised_weight import QuantisedWeight, WeightStack
+from dflash_kernels.mxfp4 import NOT_A_NUMBER, SCALE_BIAS, VALUES
+from dflash_kernels.quantised_weight import MXFP4, QuantisedWeight, WeightStack
 
 
 def read_gpt_oss_experts(source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> SparseMlp:
@@ -85,3 +88,46 @@ def _naming(name: str, expert: int) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"tensor '{name}_scales', expert {expert}: {error}") from None
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """blocks: uint8 `[..., groups, 16]`, two codes each, the lower half of a byte first. scales: uint8 `[..., groups]`.
+    Returns `[..., groups * 32]` in `dtype`, each number rounded once (in bfloat16 none needs it).
+
+    Raises `CheckpointError` on a scale that is not a number.
+    """
+    check_scales(scales)
+    pairs, powers = _tables(blocks.device)
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.float32).view(*scales.shape, MXFP4_GROUP)
+    return numbers.mul_(powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)).to(dtype).flatten(-2)
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    """Raises `CheckpointError` on a scale that is not a number."""
+    if bool((scales == NOT_A_NUMBER).any()):
+        raise CheckpointError("a scale of MXFP4 weights is 255, which is not a number: fetch the checkpoint again")
+
+
+def in_products(blocks: torch.Tensor, scales: torch.Tensor) -> QuantisedWeight:
+    """The same weight as `dequantise` makes of `[rows, groups, 16]` and `[rows, groups]`, in the layout of the products
+    by codes. Raises `CheckpointError` as that does."""
+    check_scales(scales)
+    codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(1)
+    return QuantisedWeight.of_codes(MXFP4, codes, scales, None, 1, MXFP4_GROUP)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two numbers of each byte, float32 and looked up as one int64 `[256]`, and the powers of two of the scales:
+    float32 `[256]`, the last of which is none."""
+    values = [(VALUES[byte & 0x0F], VALUES[byte >> 4]) for byte in range(256)]
+    powers = [math.ldexp(1.0, byte - SCALE_BIAS) for byte in range(NOT_A_NUMBER)]
+    pairs = torch.tensor(values, dtype=torch.float32).view(torch.int64).flatten()
+    return pairs.to(device), torch.tensor([*powers, math.nan], dtype=torch.float32).to(device)
+
+
+def packed_shapes(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the blocks and of the scales of a tensor of this shape, whose last size is a multiple of 32."""
+    *rows, columns = shape
+    groups = columns // MXFP4_GROUP
+    return (*rows, groups, MXFP4_GROUP // 2), (*rows, groups)

@@ -23,7 +23,6 @@ from dflash_kernels import (
     delta_rule,
     grouped_conv,
     invariant_linear,
-    invariant_moe,
     markov_step,
     moe,
     moe_routing,
@@ -119,7 +118,7 @@ class InvariantLayerOps(LayerOps):
 
     silu_mul = staticmethod(activation.invariant_silu_mul_reference)
     gelu_mul = staticmethod(activation.invariant_gelu_mul_reference)
-    experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
+    experts_mlp = staticmethod(moe.invariant_experts_mlp_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
         """By oneDNN in float32, for any number of rows, so that one library does all."""
@@ -197,7 +196,7 @@ class TritonLayerOps(LayerOps):
 class InvariantTritonLayerOps(TritonLayerOps):
     """As `InvariantLayerOps`, as kernels."""
 
-    experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
+    experts_mlp = staticmethod(moe.invariant_experts_mlp)
     quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:

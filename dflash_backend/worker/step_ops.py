@@ -32,7 +32,6 @@ from dflash_kernels import (
     argmax,
     log_odds,
     logits_filter,
-    noisy_scores,
     one_row,
     penalties,
     prepare_draft,
@@ -81,7 +80,7 @@ class DeviceStepOps:
     _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
     _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
     _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
-    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(noisy_scores.noisy_scores)
+    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores)
     _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
     _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
@@ -311,7 +310,7 @@ class HostStepOps(DeviceStepOps):
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
     _sample = staticmethod(sample.sample_reference)
-    _noisy_scores = staticmethod(noisy_scores.noisy_scores_reference)
+    _noisy_scores = staticmethod(sample.noisy_scores_reference)
     _log_odds = staticmethod(log_odds.log_odds_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)

@@ -12,8 +12,7 @@ from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.invariant_attention import PIECE, invariant_attention, pieces_variants, plan_pieces, with_tiles
 from dflash_kernels.invariant_linear import invariant_linear, product_tile
-from dflash_kernels.invariant_moe import invariant_experts_mlp
-from dflash_kernels.moe import experts_mlp_reference
+from dflash_kernels.moe import experts_mlp_reference, invariant_experts_mlp
 from dflash_kernels.paged_attention import paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, multiply_as_tensor_cores_do, random

@@ -16,8 +16,7 @@ from dflash_kernels.activation import (
     silu_mul_reference,
 )
 from dflash_kernels.invariant_linear import equal_heights, invariant_linear_reference, split_rows
-from dflash_kernels.invariant_moe import invariant_experts_mlp_reference
-from dflash_kernels.moe import experts_mlp_reference
+from dflash_kernels.moe import experts_mlp_reference, invariant_experts_mlp_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = [1, 2, 3, 5, 17, 64, 100, 255]

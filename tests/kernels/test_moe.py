@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from dflash_kernels.activation import Clamp
-from dflash_kernels.invariant_moe import invariant_experts_mlp_reference
-from dflash_kernels.moe import TILES, Biases, Tile, experts_mlp, experts_mlp_reference, tile_for
+from dflash_kernels.moe import (
+    TILES,
+    Biases,
+    Tile,
+    experts_mlp,
+    experts_mlp_reference,
+    invariant_experts_mlp_reference,
+    tile_for,
+)
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference
 from tests.kernels.inputs import DEVICE
 

@@ -12,8 +12,7 @@ from dflash_kernels.argmax import argmax, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import log_odds, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
-from dflash_kernels.noisy_scores import noisy_scores, noisy_scores_reference
-from dflash_kernels.sample import sample, sample_reference
+from dflash_kernels.sample import noisy_scores, noisy_scores_reference, sample, sample_reference
 from tests.kernels.inputs import DEVICE
 from tests.scale import one_in, scaled
 

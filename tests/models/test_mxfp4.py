@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
-from dflash_backend.models.mxfp4 import dequantise, in_products
+from dflash_backend.models.gpt_oss import dequantise, in_products
 from tests.models.test_families import CPU, MAX_POSITIONS, NUM_TOKENS, TOLERANCE, Pair, Reference
 from tests.mxfp4_checkpoint import make_mxfp4_target, put
 from tests.paged import block_tables, caches

@@ -179,14 +179,14 @@ HYBRID_MUTANTS = (
     ),
     Mutant(
         "numbers of a head are rotated with those of the other half",
-        "dflash_backend/models/gated_attention.py",
+        "dflash_backend/models/hybrid_layers.py",
         "torch.cat([torch.arange(half), low, torch.arange(half, 2 * half), high])",
         "torch.arange(spec.head_dim)",
         OF_FAMILY,
     ),
     Mutant(
         "gates of attention lie before its keys",
-        "dflash_backend/models/gated_attention.py",
+        "dflash_backend/models/hybrid_layers.py",
         "keys[:, order].flatten(), values.flatten(), gates.flatten()",
         "gates.flatten(), keys[:, order].flatten(), values.flatten()",
         OF_FAMILY,

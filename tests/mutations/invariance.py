@@ -72,7 +72,7 @@ INVARIANCE_MUTANTS = (
     ),
     Mutant(
         "the tile of experts follows the number of tokens",
-        "kernels/dflash_kernels/invariant_moe.py",
+        "kernels/dflash_kernels/moe.py",
         "tile or TILE",
         "tile",
         OF_KERNELS,

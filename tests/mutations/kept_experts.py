@@ -132,7 +132,7 @@ KEPT_EXPERTS_MUTANTS = (
         ("sizes forget that blocks of an expert are cut", "below = out  #", "below = below  #"),
     ),
     *mutants_of(
-        "dflash_backend/models/gated_attention.py",
+        "dflash_backend/models/hybrid_layers.py",
         HYBRIDS,
         (
             "gated attention is dequantised",

@@ -62,7 +62,7 @@ KEPT_MXFP4_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/models/mxfp4.py",
+        "dflash_backend/models/gpt_oss.py",
         SAME,
         (
             "kept MXFP4 has its halves in the other order",
@@ -71,7 +71,7 @@ KEPT_MXFP4_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/models/mxfp4.py",
+        "dflash_backend/models/gpt_oss.py",
         REFUSED,
         (
             "kept scales that are no numbers are taken",
