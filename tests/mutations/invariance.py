@@ -73,7 +73,7 @@ INVARIANCE_MUTANTS = (
     Mutant(
         "the tile of experts follows the number of tokens",
         "kernels/dflash_kernels/moe.py",
-        "tile or TILE",
+        "tile or INVARIANT_TILE",
         "tile",
         OF_KERNELS,
     ),
