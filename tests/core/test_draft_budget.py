@@ -342,6 +342,8 @@ def test_the_engine_verifies_what_pays_and_counts_it() -> None:
     assert (
         stats.spec_decoding.num_draft_tokens == sum(stats.speculation.num_draft_tokens_per_pos) == verified < proposed
     )
+    of_requests = [output.stats.spec_decoding.num_draft_tokens for output in engine.outputs.values() if output.stats]
+    assert sum(of_requests) == engine.core._spec_counts.delivered.num_draft_tokens == verified
     # What is left out is left out for a reason.
     accepted = stats.spec_decoding.num_accepted_tokens
     assert accepted / verified > 1.1 * accepted / proposed

@@ -160,6 +160,11 @@ SPECULATION_MUTANTS = (
             "self._spec_counts.delivered.observe_draft(result.num_verified, len(token_ids))",
             "self._spec_counts.delivered.observe_draft(row.num_draft, len(token_ids))",
         ),
+        (
+            "a request's verified drafts are as many as were proposed",
+            "request.spec_stats.observe_draft(result.num_verified, len(token_ids))",
+            "request.spec_stats.observe_draft(row.num_draft, len(token_ids))",
+        ),
     ),
     *mutants_of(
         "kernels/dflash_kernels/verify_budget.py",
