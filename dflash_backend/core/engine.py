@@ -269,8 +269,21 @@ class EngineCore:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
-        check_queues(self._requests, self.scheduler, self._grammars, self.config)
+        """Raise AssertionError when a request is in no queue or in two, or OWN or RETURN is broken. For tests:
+        O(blocks)."""
+        scheduler = self.scheduler
+        compiling = {request_id: entry[0] for request_id, entry in self._grammars.waiting.items()}
+        queues = (scheduler.running, scheduler.waiting, compiling)
+        assert scheduler.running | scheduler.waiting | compiling == self._requests, "a request is in no queue"
+        assert sum(map(len, queues)) == len(self._requests), "a request is in two queues"
+        scheduler.queue.check()
+        assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
+        for request in scheduler.waiting.values():
+            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
+            assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
+        for request in scheduler.running.values():
+            assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
+        scheduler.kv.check(scheduler.running.values())
 
     def _expire(self, now: float, outputs: StepOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
@@ -504,21 +517,3 @@ def out_of_memory(message: str) -> str:
 def failed(message: str) -> str:
     """Of a request that fails alone, or whose steps fail again and again."""
     return f"a step with this request failed ({message}); the server's log has the whole error"
-
-
-def check_queues(
-    requests: Mapping[str, Request], scheduler: Scheduler, grammars: GrammarQueue, config: SchedulerConfig
-) -> None:
-    """Raise AssertionError when a request is in no queue or in two, or OWN or RETURN is broken."""
-    compiling = {request_id: entry[0] for request_id, entry in grammars.waiting.items()}
-    queues = (scheduler.running, scheduler.waiting, compiling)
-    assert scheduler.running | scheduler.waiting | compiling == requests, "a request is in no queue"
-    assert sum(map(len, queues)) == len(requests), "a request is in two queues"
-    scheduler.queue.check()
-    assert len(scheduler.running) <= config.max_num_seqs, "more requests run than max_num_seqs"
-    for request in scheduler.waiting.values():
-        assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-        assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
-    for request in scheduler.running.values():
-        assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
-    scheduler.kv.check(scheduler.running.values())

@@ -65,8 +65,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     outcomes that do not end the request; the true start, known only to the worker, is at most this much lower. If the
     step in flight ends the request, the row runs for nothing: it may then start past `num_computed` and reach past its
     blocks, and a position that no block covers is not written. num_positions: the request's blocks cover every position
-    below it (RESERVE). snapshot_slot: where the recurrent state after the row is copied once the row has run; None:
-    nowhere. Only rows without drafts have one.
+    below it (RESERVE).
     """
 
     request_id: str
@@ -78,7 +77,6 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     new_block_ids: list[int]
     num_unverified_drafts: int = 0
     num_positions: int = 0
-    snapshot_slot: int | None = None
     new_window_block_ids: list[int] = []
 
 
@@ -113,7 +111,8 @@ class StepPlan:
     """One step. The worker first removes the requests of `finished_req_ids` (also preempted ones), then adds those of
     `new_requests`, then runs all `rows` together, decode rows and prefill chunks alike.
 
-    num_prefill_tokens: known tokens of the rows that are chunks of prompts.
+    num_prefill_tokens: known tokens of the rows that are chunks of prompts. snapshot_slots: by request id, where the
+    recurrent state after a row is copied once the row has run; only rows without drafts have one.
     budget: which drafts of the rows are verified; None: all. Then a row's `num_draft` is how many it may verify at
     most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
     wants_confidence: whether the results shall have the drafter's confidences, and the next step may have a
@@ -137,6 +136,7 @@ class StepPlan:
     wants_confidence: bool = True
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
     num_prefill_tokens: int = 0
+    snapshot_slots: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_drafts(self) -> int:

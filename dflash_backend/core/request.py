@@ -284,11 +284,8 @@ def chunk_end(request: Request, start: int, budget: int) -> int:
     return next((border for border in request.snapshot_borders if start < border < end), end)
 
 
-def prefill_row(
-    request: Request, start: int, end: int, config: SchedulerConfig, draft_length: int, snapshot_slot: int | None = None
-) -> ScheduledRequest:
-    """The chunk of a request's prefill from position `start` up to `end`. snapshot_slot: for the recurrent state at its
-    end."""
+def prefill_row(request: Request, start: int, end: int, config: SchedulerConfig, draft_length: int) -> ScheduledRequest:
+    """The chunk of a request's prefill from position `start` up to `end`."""
     num_tokens = len(request.token_ids)
     # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
     # pending when the request was preempted are proposed again from the same anchor.
@@ -304,7 +301,6 @@ def prefill_row(
         num_next_draft=k if finishes else 0,
         new_block_ids=[],
         num_positions=num_positions,
-        snapshot_slot=snapshot_slot,
     )
 
 

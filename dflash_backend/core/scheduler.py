@@ -175,6 +175,7 @@ class PlanBuilder:
 
     def charge(self, queue: FairQueue, running: Mapping[str, Request]) -> None:
         """Charge the step's tokens to their tenants. Those of new requests are charged already."""
+        queue.was_charged = True
         if len(queue.tenants) == 1:
             (tenant,) = queue.tenants.values()
             num_tokens = self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens
@@ -296,6 +297,8 @@ class Scheduler:
         shared: list[SharedPrefix] = []
         if self._config.min_shared_positions and not builder.num_prefill_tokens:
             rows, shared = share_prefixes(rows, self.running, self._config)
+        # After all hits of this plan: a slot that is given away is not found any more.
+        snapshot_slots = self.kv.snapshot_slots(self.running, rows) if builder.num_prefill_tokens else {}
         finished, self._finished_req_ids = self._finished_req_ids, []
         writable = writable_of_windows = None
         if self._config.kv_write_guard:
@@ -314,6 +317,7 @@ class Scheduler:
             wants_confidence=self.speculation is not None and self.speculation.uneven.wants_confidence,
             shared_prefixes=shared,
             num_prefill_tokens=builder.num_prefill_tokens,
+            snapshot_slots=snapshot_slots,
         )
         if self.speculation is not None:
             self.speculation.planned(plan)
@@ -453,7 +457,7 @@ class Scheduler:
     def _prefill_row(self, request: Request, start: int, budget: int) -> ScheduledRequest:
         """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most."""
         end = chunk_end(request, start, budget)
-        return prefill_row(request, start, end, self._config, request.draft_length, self.kv.snapshot_slot(request, end))
+        return prefill_row(request, start, end, self._config, request.draft_length)
 
     def _preempt_for(self, request: Request, row: ScheduledRequest, builder: PlanBuilder) -> bool:
         """Reserve the row's blocks: from the latest request of the tenant that holds most. False when the request had

@@ -79,6 +79,8 @@ class FairQueue:
         self._num_joined = 0
         # The lowest counter of those that had requests when this was last looked at.
         self._lowest = 0.0
+        self.was_charged = False
+        """Whether a step was charged since then."""
         self._absent: OrderedDict[str, float] = OrderedDict()
         self.num_left = 0
         """How often a tenant's last request ended while others had some."""
@@ -177,15 +179,20 @@ class FairQueue:
             heapq.heappush(self._turns, (*tenant.turn, tenant))
             tenant.has_turn = True
 
-    def _find_lowest(self) -> None:
-        """Find the lowest counter of those that are there. Counters only grow, and who comes starts from it, so it is
-        looked for when a tenant comes and not after each step."""
+    def _find_lowest(self, leaving: Tenant | None = None) -> None:
+        """Find the lowest counter of those that had requests when the last step was charged: only when a tenant comes,
+        or leaves, and not after each step. It never decreases."""
+        if not self.was_charged:
+            return
+        self.was_charged = False
         first = self.next_turn()
-        lowest = [tenant.service for tenant in self.running_tenants.values()]
+        counters = [tenant.service for tenant in self.running_tenants.values()]
         if first is not None:
             self.put_back(first)
-            lowest.append(first.service)
-        self._lowest = max(self._lowest, min(lowest, default=0.0))
+            counters.append(first.service)
+        if leaving is not None:
+            counters.append(leaving.service)
+        self._lowest = max(self._lowest, min(counters, default=0.0))
 
     def _join(self, name: str) -> Tenant:
         tenant = self.tenants.get(name)
@@ -221,6 +228,7 @@ class FairQueue:
         there."""
         if tenant.num_waiting or tenant.running:
             return
+        self._find_lowest(leaving=tenant)
         del self.tenants[tenant.name]
         if not self.tenants:
             self._lowest = max(self._lowest, tenant.service)

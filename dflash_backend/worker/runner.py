@@ -303,13 +303,13 @@ class ModelRunner:
                 [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
             )
 
-    def _copied_states(self, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
-        """The slots of the rows' recurrent states that are copied behind them, and those that they are copied to."""
+    def _copied_states(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """The slots of the rows' recurrent states that are copied after the rows, and those that they are copied to."""
         first = len(self.step.state.tokens)
         return [
-            (self.requests.records[row.request_id].index, first + row.snapshot_slot)
+            (self.requests.records[row.request_id].index, first + slot)
             for row in rows
-            if row.snapshot_slot is not None
+            if (slot := plan.snapshot_slots.get(row.request_id)) is not None
         ]
 
     def _run(self, plan: StepPlan) -> list[PartInFlight]:
@@ -350,7 +350,7 @@ class ModelRunner:
         of_prompt = PromptLogprobs.of(batch, self.requests)
         grammars = self.grammars.of(batch, self._grammars_in_flight())
         special = SpecialRows.of(batch, self.requests, grammars)
-        copies = self._copied_states(rows) if self.step.pool is not None else []
+        copies = self._copied_states(plan, rows) if self.step.pool is not None else []
         run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None
         if run is not None and (guard is None or batch.decode_only):
             self.layouts.send_padded(batch, run.inputs.num_rows, run.inputs.num_tokens)

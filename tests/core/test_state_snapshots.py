@@ -92,9 +92,9 @@ def test_no_slot_is_lost_whatever_happens(seed: int) -> None:
 
 def chunks(engine: Engine, name: str) -> list[tuple[int, int, bool]]:
     """Where each row of a request's prefill started, its tokens, and whether its state was copied."""
-    rows = [row for plan in engine.worker.plans for row in plan.rows if row.request_id == name]
-    prefill = [row for row in rows if row.num_new > 1 or not row.num_computed]
-    return [(row.num_computed, row.num_new, row.snapshot_slot is not None) for row in prefill]
+    rows = [(row, plan) for plan in engine.worker.plans for row in plan.rows if row.request_id == name]
+    prefill = [(row, plan) for row, plan in rows if row.num_new > 1 or not row.num_computed]
+    return [(row.num_computed, row.num_new, name in plan.snapshot_slots) for row, plan in prefill]
 
 
 def run(engine: Engine, name: str, prompt: list[int]) -> list[tuple[int, int, bool]]:

@@ -268,6 +268,23 @@ def test_a_pause_pays_no_debt() -> None:
     assert tenants["b"].service >= had > 2 * tenants["a"].service
 
 
+def test_who_comes_starts_from_the_lowest_counter_after_the_last_step_also_when_its_tenant_has_left() -> None:
+    engine = Engine(make_config(max_num_seqs=4))
+    engine.add(_request("much0", "much", 30, max_tokens=30), _request("little0", "little", 10, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    queue = engine.scheduler.queue
+    counters = [queue.tenants[name].service for name in ("little", "much")]
+    assert 10 < counters[0] < counters[1]
+    engine.core.abort(["little0"])
+    engine.add(_request("new0", "new"))
+    assert queue.tenants["new"].service == counters[0]
+    engine.core.abort(["new0"])
+    engine.step()
+    engine.add(_request("newer0", "newer"))
+    assert queue.tenants["newer"].service == queue.tenants["much"].service > counters[1]
+
+
 def test_counters_of_tenants_that_left_are_bounded() -> None:
     engine = Engine(make_config(max_num_seqs=2, num_blocks=400))
     engine.add(_request("stays", "stays", max_tokens=100, seed=0))

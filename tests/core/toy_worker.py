@@ -216,9 +216,9 @@ class ToyWorker:
             held.drafts, held.confidences = [], []
             held.num_computed = final
             held.recurrent = held.states[final - 1]
-            if row.snapshot_slot is not None:
+            if (slot := plan.snapshot_slots.get(row.request_id)) is not None:
                 assert row.num_draft == 0
-                self.snapshots[row.snapshot_slot] = held.recurrent
+                self.snapshots[slot] = held.recurrent
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
         self._rests.append(partial(self._finish, plan, work))
         self.on_time(self.target_s(plan))

@@ -115,6 +115,7 @@ SCHEDULING_MUTANTS = (
         ("of equal counters the oldest goes first", "-self.number", "self.number"),
         ("weights are nothing", "num_tokens / self.weight", "num_tokens"),
         ("who comes starts from what was the lowest counter long ago", "            self._find_lowest()\n", ""),
+        ("a tenant that leaves does not count as one that was there", "leaving=tenant", "None"),
         ("a newcomer has a claim", "max(self._lowest, self._absent.pop(name, 0.0))", "self._absent.pop(name, 0.0)"),
         ("a pause pays a debt", "        self._absent[tenant.name] = tenant.service\n", ""),
         ("cached tokens cost as much as others", "CACHED_TOKEN_COST = 1 / 32", "CACHED_TOKEN_COST = 1.0"),

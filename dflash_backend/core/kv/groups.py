@@ -75,10 +75,10 @@ class KVGroup:
         """The slot for a copy of the state at position `end`, where a row ends; None: none is made."""
         return None
 
-    def writable(self, request: Request) -> frozenset[int]:
+    def writable(self, request: Request) -> frozenset[int] | None:
         """The blocks that a step may write for the request (invariant OWN): those from its first uncomputed position
-        on, as far as no other request holds them or can find them."""
-        return frozenset()
+        on, as far as no other request holds them or can find them. None: the group has no blocks."""
+        return None
 
     def release(self, request: Request) -> None:
         """Give up all that the request holds; what it published can still be found."""

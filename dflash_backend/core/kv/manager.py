@@ -22,7 +22,7 @@ What layers with a window and recurrent layers keep of a request beside these bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dflash_backend.core.kv.events import KVEventLog
 from dflash_backend.core.kv.groups import FullBlocks, KVGroup, RecurrentStates, WindowBlocks
@@ -113,13 +113,16 @@ class KVManager:
                 group.extend(request, row, missing)
         return True
 
-    def snapshot_slot(self, request: Request, end: int) -> int | None:
-        """The slot for a copy of the request's recurrent state at position `end`, where a row ends; None: none is
-        made."""
+    def snapshot_slots(self, running: Mapping[str, Request], rows: Iterable[ScheduledRequest]) -> dict[str, int]:
+        """Slots for copies of the recurrent states at the ends of a step's rows, by the ids of the requests whose
+        states are to be copied there."""
+        slots = {}
         for group in self._others:
-            if (slot := group.snapshot_slot(request, end)) is not None:
-                return slot
-        return None
+            for row in rows:
+                slot = group.snapshot_slot(running[row.request_id], row.num_computed + row.num_new)
+                if slot is not None:
+                    slots[row.request_id] = slot
+        return slots
 
     def publish(self, request: Request) -> None:
         """Put the request's blocks that are full and final into the prefix cache (invariant PUBLISH). Then give back
@@ -147,8 +150,8 @@ class KVManager:
         request.num_computed = 0
 
     def writable_blocks(self, request: Request) -> list[frozenset[int]]:
-        """The blocks that a step may write for the request (invariant OWN), for each group."""
-        return [group.writable(request) for group in self.groups]
+        """The blocks that a step may write for the request (invariant OWN), for each group that has blocks."""
+        return [blocks for group in self.groups if (blocks := group.writable(request)) is not None]
 
     def check(self, running: Iterable[Request]) -> None:
         """Raise AssertionError unless the pools and these requests, all that hold blocks, agree. For tests."""

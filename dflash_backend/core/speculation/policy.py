@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -349,7 +349,9 @@ class AdaptiveSpeculation:
         if line.seconds(0, 0, 0) <= 0:
             return None
         next_drafts = [row.num_next_draft for row in rows if row.num_next_draft]
-        draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts, default=0))
+        draft_s = 0.0
+        if next_drafts:
+            draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts))
         num_yielding = sum(row.sample for row in rows)
         offsets = self.acceptance.offsets(hopeful=True)
         if total <= FEW_DRAFTS and line.table is None and not self._shapes:
@@ -509,15 +511,13 @@ class AdaptiveSpeculation:
 
     def _optimal_length(self, groups: Counter[int], line: StepLine) -> tuple[int, float]:
         """The optimal number of drafts for all rows alike, and how many tokens a second it makes."""
-        work, num_rows = self._work, groups.total()
+        num_rows = groups.total()
         tokens = np.full(self.k + 1, float(num_rows))
         for group, count in groups.items():
             tokens[1:] += count * self.acceptance.survival(group, hopeful=True).cumsum()
         num_drafts = num_rows * np.arange(1, self.k + 1)
         num_drafting = np.full(self.k, num_rows)
-        row_passes = work.num_row_passes(num_drafts, num_drafting)
-        num_queries = work.num_queries(num_drafts, num_drafting)
-        draft_s = line.draft_s(row_passes, num_queries, work.num_passes(self.k))
+        draft_s = self._draft_s(line, num_drafts, num_drafting, self.k)
         rates = [num_rows / line.seconds(0, 0, 0), *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
         optimal, highest = rates.index(max(rates)), max(rates)
         if optimal:
@@ -534,21 +534,18 @@ class AdaptiveSpeculation:
         num_drafts = sizes.cumsum()
         num_drafting = (sizes * np.array([i == 0 for _, i, _ in candidates], dtype=np.int64)).cumsum()
         tokens = groups.total() + (sizes * np.array([chance for chance, _, _ in candidates])).cumsum()
-        work = self._work
-        row_passes = work.num_row_passes(num_drafts, num_drafting)
-        draft_s = line.draft_s(row_passes, work.num_queries(num_drafts, num_drafting), work.num_passes(longest))
+        draft_s = self._draft_s(line, num_drafts, num_drafting, longest)
         rates = [groups.total() / line.seconds(0, 0, 0), *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist()]
         num_taken = rates.index(max(rates))
         return candidates[:num_taken], rates[num_taken]
 
-    def _draft_s(self, line: StepLine, num_drafts: int, num_drafting: int, longest: int) -> float:
-        """Seconds of drafting that many tokens in as many rows, of which none drafts more than `longest`."""
-        if not num_drafting:
-            return 0.0
+    def _draft_s(self, line: StepLine, num_drafts: Any, num_drafting: Any, longest: int) -> Any:
+        """Seconds of drafting that many tokens in as many rows, at least one, of which none drafts more than `longest`;
+        of several steps where these are arrays."""
         work = self._work
         num_queries = work.num_queries(num_drafts, num_drafting)
         row_passes = work.num_row_passes(num_drafts, num_drafting)
-        return float(line.draft_s(row_passes, num_queries, work.num_passes(longest)))
+        return line.draft_s(row_passes, num_queries, work.num_passes(longest))
 
     def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> int:
         """Let some rows draft a little when it is time for it. Returns the steps until the next time."""
