@@ -223,7 +223,7 @@ class Scheduler:
         self._num_running_tokens = 0
         self._step_id = 0
         # Whether a request must be preempted, for which nothing may be in flight.
-        self._must_settle = False
+        self._must_drain = False
         # The first step that may admit requests again after an out-of-memory step.
         self._admits_from = 0
         self.num_preemptions = 0
@@ -255,7 +255,7 @@ class Scheduler:
         None when no request is left, or when what is in flight must be applied before anything can be planned.
         """
         waiting = self.queue.waiting
-        if (not self.running and not waiting) or (in_flight and self._must_settle):
+        if (not self.running and not waiting) or (in_flight and self._must_drain):
             return None
         waits_for_preemption, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
         builder = PlanBuilder(self._config)
@@ -280,7 +280,7 @@ class Scheduler:
             self._admit(builder, now, first)
         if has_blocks and builder.prefills:
             self._lengthen_chunks(builder)
-        self._must_settle = waits_for_preemption or not has_blocks
+        self._must_drain = waits_for_preemption or not has_blocks
         if not builder.rows:
             if in_flight:
                 return None
@@ -368,7 +368,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.remove_planned()
         self._admits_from = 0
-        self._must_settle = False
+        self._must_drain = False
         return taken
 
     def _oldest(self) -> Request:
@@ -384,7 +384,7 @@ class Scheduler:
         if self._step_id + 1 < self._admits_from or len(self.running) < 2:
             return False, None
         passed_over: list[Tenant] = []
-        must_settle = preempted = False
+        must_drain = preempted = False
         while len(passed_over) < MAX_PASSED_OVER and (tenant := self.queue.next_turn()) is not None:
             passed_over.append(tenant)
             request = self.queue.head(tenant)
@@ -392,18 +392,18 @@ class Scheduler:
                 victim = request_to_make_way(
                     tenant, lacks, self.queue.running_tenants.values(), self._oldest(), self._min_lag
                 )
-                must_settle = victim is not None and in_flight
+                must_drain = victim is not None and in_flight
                 if victim is None or in_flight:
                     break
                 self._preempt(victim)
                 preempted = True
             # One tenant in a step. A tenant that lacks only rows is passed over: another one may lack blocks.
-            if lacks is None or lacks > 0 or preempted or must_settle:
+            if lacks is None or lacks > 0 or preempted or must_drain:
                 break
         first = passed_over.pop() if preempted else None
         for tenant in passed_over:
             self.queue.put_back(tenant)
-        return must_settle, first
+        return must_drain, first
 
     def _lacks(self, request: Request) -> int | None:
         """What a waiting request cannot start without: 0 for a row, else the blocks that it would hold; None when it

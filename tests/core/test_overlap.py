@@ -146,7 +146,7 @@ def test_when_blocks_run_out_the_plan_ends_there_and_the_next_one_is_made_with_n
     engine = overlapping(num_blocks=20, enable_prefix_caching=False)
     engine.add(*crowd(6, seed=NONE_ACCEPTED))
     num_steps = 0
-    while not engine.scheduler._must_settle or engine.worker.num_steps == num_steps:
+    while not engine.scheduler._must_drain or engine.worker.num_steps == num_steps:
         num_steps = engine.worker.num_steps
         engine.step()
     running = engine.running

@@ -98,7 +98,7 @@ OVERLAP_MUTANTS = (
         ),
         (
             "blocks that ran out are never made good while steps are in flight",
-            "or (in_flight and self._must_settle):",
+            "or (in_flight and self._must_drain):",
             "or (in_flight and not self.running and not self.waiting):",
         ),
         ("a request that did not fit the memory is admitted again at once", "plan.step_id + 1 + STEPS_TO_RECOVER", "0"),

@@ -94,7 +94,7 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the level stays",
-            "level = self.level + variance * surprise + covariance * of_weight",
+            "level = self.level + variance * surprise + covariance * weight_surprise",
             "level = self.level",
         ),
         ("a request's effect stays", "effect.value + gain * unexpected", "effect.value"),

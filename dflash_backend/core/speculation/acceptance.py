@@ -272,7 +272,7 @@ class AcceptanceEstimator:
         if not here:
             self.drift(num_steps)
             return
-        surprise, of_weight = float(surprises.sum()), float((surprises * confidences).sum())
+        surprise, weight_surprise = float(surprises.sum()), float((surprises * confidences).sum())
         determinant = self.variance * self.weight_variance - self.covariance**2
         level_precision = self.weight_variance / determinant + here
         weight_precision = self.variance / determinant + there
@@ -280,8 +280,8 @@ class AcceptanceEstimator:
         determinant = level_precision * weight_precision - between**2
         variance, weight_variance = weight_precision / determinant, level_precision / determinant
         covariance = -between / determinant
-        level = self.level + variance * surprise + covariance * of_weight
-        weight = self.weight + covariance * surprise + weight_variance * of_weight
+        level = self.level + variance * surprise + covariance * weight_surprise
+        weight = self.weight + covariance * surprise + weight_variance * weight_surprise
         self.level = min(max(level, -MAX_LOGIT), MAX_LOGIT)
         self.weight = min(max(weight, 0.0), MAX_WEIGHT)
         self.variance = min(variance + num_steps * LEVEL_DRIFT, LEVEL_VARIANCE)

@@ -281,9 +281,9 @@ class StepCosts:
             draft = fixed, query, kilo * per_kilo
         if (fit := _nearest(self._targets, num_rows)) is None:
             return StepLine(self.table, float(self.table is not None), 0.0, 0.0, *draft, num_rows + num_other)
-        first, token, of_rows, of_tokens = fit.coefficients
-        each = token + of_tokens * per_kilo
-        fixed = of_rows * per_kilo * num_rows + each * (num_rows + num_other)
+        first, token, per_row_position, per_token_position = fit.coefficients
+        each = token + per_token_position * per_kilo
+        fixed = per_row_position * per_kilo * num_rows + each * (num_rows + num_other)
         if self.table is None:
             return StepLine(None, 0.0, first + fixed, each, *draft, num_rows + num_other)
         return StepLine(self.table, first, fixed, each, *draft, num_rows + num_other)

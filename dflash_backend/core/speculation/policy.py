@@ -501,11 +501,11 @@ class AdaptiveSpeculation:
         else:
             # A pass costs the same for one row as for many, nearly, so no row's drafts are looked at by themselves. And
             # what a budget would leave out had better not be drafted.
-            of_passes = [
+            by_passes = [
                 self._likeliest([each for each in candidates if each[1] > -most], groups, line, most)
                 for most in range(1, self.k + 1)
             ]
-            taken, longer = max(of_passes, key=lambda found: found[1])[0], 1.0
+            taken, longer = max(by_passes, key=lambda each: each[1])[0], 1.0
         lengths = Counter(group for _, _, group in taken)
         return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
 
