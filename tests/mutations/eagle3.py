@@ -175,7 +175,7 @@ EAGLE3_MUTANTS = (
         "the blocks of an autoregressive drafter are longer than those that pay",
         "dflash_backend/core/speculation/policy.py",
         "key=lambda each: each[1])[0], 1.0",
-        "key=lambda found: found[1])[0], 1.3",
+        "key=lambda each: each[1])[0], 1.3",
         ("tests/core/test_speculation.py::test_passes_are_paid_for_by_the_row_that_drafts_the_most",),
     ),
     *mutants_of(
