@@ -8,7 +8,9 @@ import pytest
 from toy_engine import Engine, fewest_window_blocks, make_config, make_request
 
 from dflash_backend.core.admission import check_config
-from dflash_backend.core.kv.groups import WindowBlocks
+from dflash_backend.core.kv import KVManager
+from dflash_backend.core.kv.groups import RecurrentStates, WindowBlocks
+from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig, WindowGroup
 
 NAMES = [bytes([i]) for i in range(10)]
@@ -66,6 +68,27 @@ def test_a_hit_without_its_last_block_ends_before_it() -> None:
 def test_a_window_of_one_position_needs_no_block_for_a_hit() -> None:
     assert windows(window=1).longest(NAMES, 8) == 8
     assert windows(window=1).find_hit(NAMES, 8) == []
+
+
+def test_a_hit_ends_where_every_group_of_layers_lets_it() -> None:
+    """All blocks are cached for the layers without a window, 0, 2 and 3 for those with one, and there are copies of the
+    state after 3 blocks and after 1. Windows allow 4 blocks, states 3 of them, windows 1 of those."""
+    limits = config(num_blocks=64, max_model_len=200, num_state_snapshots=4)
+    manager = KVManager(limits)
+    request = Request.from_generation_request(make_request("r", list(range(1, 34))), limits, 0, 0.0)
+    hashes = request.block_hashes.first(8, request.token_ids)
+    _, with_window, states = manager.groups
+    assert isinstance(with_window, WindowBlocks)
+    assert isinstance(states, RecurrentStates)
+    for pool, indices in ((manager.pool, range(8)), (with_window.pool, (0, 2, 3))):
+        for index in indices:
+            (block_id,) = pool.allocate(1)
+            pool.publish(block_id, hashes[index])
+    for num_blocks in (1, 3):
+        assert states.snapshots.reserve(hashes[num_blocks - 1]) is not None
+        states.snapshots.publish(hashes[num_blocks - 1])
+    assert manager.find_hit(request) == manager.pool.find_chain(hashes, 1)
+    assert request.num_cached_blocks == 8
 
 
 def test_a_long_request_holds_few_blocks_however_long_it_is() -> None:

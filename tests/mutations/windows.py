@@ -62,6 +62,11 @@ WINDOW_MUTANTS: tuple[Mutant, ...] = (
             "pass",
         ),
         (
+            "what one group shortens a hit to is not asked of the others again",
+            "            if longest == num_blocks:\n                return longest\n            num_blocks = longest\n",
+            "            return longest\n",
+        ),
+        (
             "a table grows although the pool of windows is empty",
             "all(group.has_free(missing) for group in self.groups)",
             "self.groups[0].has_free(missing)",
