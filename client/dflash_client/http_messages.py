@@ -105,10 +105,18 @@ def refusal(code: int, body: bytes, location: Location) -> ClientError:
     front of it may send anything."""
     text = body.decode("utf-8", errors="replace").strip()
     try:
-        message = str(json.loads(text.removeprefix("data:"))["error"])
+        error = json.loads(text.removeprefix("data:"))["error"]
     except (ValueError, KeyError, TypeError):
-        message = ""
+        error = ""
     status = _STATUS_OF_CODE.get(code, "INTERNAL")
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        error = error["message"]
+        if code == 404:
+            error = (
+                f"{location.http_url} answers as OpenAI's API does ({error[:200]}); this client speaks Triton's: give "
+                "the address of Triton's own HTTP port, 8000 by default, or of gRPC, 8001"
+            )
+    message = str(error)
     if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return refused_caller(status, location.address, message or f"HTTP status {code}")
     if message:

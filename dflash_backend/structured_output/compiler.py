@@ -58,6 +58,11 @@ JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _SHOWN_LINE = re.compile(r"\s*\d+ \| |\s+\^\s*$")
 _IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
+# An option of llguidance's, in place of which a client can do something.
+_ONE_OF = (
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "Use anyOf, or alternatives that exclude each other",
+)
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 Key = tuple[str, str, tuple[int, ...]]
@@ -274,7 +279,7 @@ def _reason(error: str, grammar: str) -> str:
     """llguidance's error without the lines of the grammar that it shows, and with what the comment above the line says
     that it is about."""
     lines = [line for line in error.splitlines() if not _SHOWN_LINE.match(line)]
-    reason = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())[:500]
+    reason = " ".join(" ".join(lines).replace("<non-verbose/>", "").replace(*_ONE_OF).split())[:500]
     found = _PLACE.match(reason)
     if found is None:
         return reason

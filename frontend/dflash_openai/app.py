@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dflash_backend.text.prompt_size import InputError
 from dflash_openai.anthropic_errors import AnthropicErrorsMiddleware
 from dflash_openai.anthropic_messages import count_tokens, create_message
+from dflash_openai.bodies import has_messages, in_thread
 from dflash_openai.chat import create_chat_completion
 from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
@@ -33,6 +34,13 @@ from dflash_openai.tokenize import detokenize, tokenize
 from dflash_openai.triton_pool import TritonPool
 
 _LOG = logging.getLogger("dflash_openai")
+
+
+async def invoke(request: Request) -> Response:
+    """A chat where the body has messages, else a completion."""
+    raw = await request.body()
+    is_chat = await in_thread(len(raw), lambda: has_messages(raw))
+    return await (create_chat_completion if is_chat else create_completion)(request)
 
 
 def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starlette:
@@ -61,7 +69,9 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/health", live),
         Route("/health/live", live),
         Route("/health/ready", ready),
-        Route("/ping", ready),
+        # SageMaker's two.
+        Route("/ping", ready, methods=["GET", "POST"]),
+        Route("/invocations", invoke, methods=["POST"]),
         Route("/version", get_version),
         Route("/metrics", get_metrics),
         Route("/openapi.json", get_openapi),

@@ -45,6 +45,20 @@ async def read_body(request: Request, kind: type[Body], then: Callable[[Body], R
     return await in_thread(len(raw), read)
 
 
+class _Messages(msgspec.Struct):
+    """Whether a body has messages. No objects are made of them."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def has_messages(body: bytes) -> bool:
+    """Whether a body is that of a chat."""
+    try:
+        return msgspec.json.decode(body, type=_Messages).messages is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+
+
 def check_parts(body: bytes) -> None:
     """Raise `ApiError` for a body with more keys or values than may be decoded in one go."""
     for sign, most, what in ((b":", MAX_KEYS, "keys of objects"), (b",", MAX_VALUES, "values")):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -73,7 +74,7 @@ class ResponseAnswer:
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            **_echoed(body),
+            **_echoed(body, asked.model.description.sampling_defaults),
         }
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
@@ -156,8 +157,8 @@ class ResponseAnswer:
         return b"".join(texts)
 
 
-def _echoed(body: ResponsesRequest) -> Fields:
-    """What a response repeats of its request, with the defaults of what was left out."""
+def _echoed(body: ResponsesRequest, defaults: Mapping[str, Any]) -> Fields:
+    """What a response repeats of its request, with the defaults of what was left out: those of the model, else 1."""
     return {
         "background": False,
         "error": None,
@@ -171,12 +172,12 @@ def _echoed(body: ResponsesRequest) -> Fields:
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "service_tier": "default",
         "store": False,
-        "temperature": body.temperature,
+        "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

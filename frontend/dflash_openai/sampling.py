@@ -43,6 +43,12 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     sampling |= _structured_outputs(request)
     if request.store:
         raise invalid("'store' is true, but this server keeps no answers; leave it out or set it to false", "store")
+    if isinstance(request, ChatRequest) and request.echo:
+        raise invalid(
+            "'echo' is true, but a chat's answer repeats no message; leave it out. With 'continue_final_message' the "
+            "answer goes on from the last message",
+            "echo",
+        )
     if isinstance(request, ChatRequest) and request.modalities and "text" not in request.modalities:
         raise invalid("'modalities' is without 'text'; this server answers with text, so leave it out", "modalities")
     if request.stream_options is not None and not request.stream:

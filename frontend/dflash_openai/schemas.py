@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -162,7 +162,8 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: Literal[False] | None = None
+    # Refused where it is true.
+    echo: bool | None = None
     # Refused without "text".
     modalities: list[str] | None = None
     # Taken, without effect.

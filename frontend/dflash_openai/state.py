@@ -22,6 +22,7 @@ from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, unavailable
 from dflash_openai.health import Readiness
+from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.triton_pool import ModelDescription, TritonPool
@@ -104,6 +105,8 @@ class Frontend:
             except Exception as error:  # noqa: BLE001 - the front end would never be ready, and nothing would say why
                 self._why_not = f"its description or tokenizer cannot be read ({first_line(error)})"
                 _LOG.exception("the front end cannot take its model; it will try again")
+            if self._model is None:
+                log_once("not ready", lambda: f"the model is not ready: {self._why_not}; its servers are asked again")
             self.collect_garbage()
             await asyncio.sleep(RETRY_S if self._model is None else REFRESH_S)
 

@@ -23,6 +23,7 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
+from dflash_client.errors import ClientError
 from dflash_client.http_messages import EventParser
 from dflash_client.retry import RetryPolicy
 from tests.client.blocking import BlockingClient
@@ -135,6 +136,19 @@ def test_an_error_has_its_kind_and_the_servers_words(server: Scripted, status: i
         client.generate("p")
     assert type(raised.value) is kind
     assert str(raised.value) == words.removeprefix(f"{kind.status}: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(404, "answers as OpenAI's API does (Not Found); this client speaks Triton's"), (400, "Not Found")],
+)
+def test_a_server_of_openais_api_is_named_as_that(server: Scripted, status: int, words: str) -> None:
+    server.status = status
+    server.body = json.dumps({"error": {"message": "Not Found", "type": "x", "param": None, "code": None}}).encode()
+    with DFlashClient(server.url, "http") as client, pytest.raises(ClientError) as raised:
+        client.generate("p")
+    assert words in str(raised.value)
+    assert "{'" not in str(raised.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

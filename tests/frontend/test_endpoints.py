@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import openai
 import pytest
@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dflash_client.errors import ClientError, RequestTimeout, Unavailable
+from dflash_openai import notices
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.health import Readiness
@@ -41,6 +42,20 @@ def test_tokens_and_text(http: TestClient) -> None:
     assert chat["tokens"] == [257, *b"user:x", 257, *b"a:"]
     assert http.post("/detokenize", json={"tokens": [97, 257]}).json() == {"prompt": "a<s>"}
     assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "chat.completion"),
+        ({"prompt": "messages"}, "text_completion"),
+        ({"prompt": "a", "user": "x"}, "text_completion"),
+    ],
+)
+def test_sagemakers_invocations_are_chats_or_completions(body: Any, kind: str, http: TestClient) -> None:
+    assert http.post("/invocations", json=body).json()["object"] == kind
+    assert http.post("/ping").status_code == 200
+    assert http.post("/invocations", content=b"{").json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
@@ -126,7 +141,8 @@ def test_servers_that_fall_silent_are_not_ready_after_a_while_and_nobody_waits_f
     asyncio.run(run())
 
 
-def test_requests_before_the_model_is_there_are_told_why(model_dir: Path) -> None:
+def test_requests_before_the_model_is_there_are_told_why(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notices._logged.clear()
     pool = ScriptedPool(model_dir)
     pool.unreachable = Unavailable("it is loading")
     with TestClient(create_app(FrontendConfig(), pool)) as http:
@@ -136,6 +152,7 @@ def test_requests_before_the_model_is_there_are_told_why(model_dir: Path) -> Non
         answer = http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 503
     assert "it is loading" in answer.json()["error"]["message"]
+    assert "the model is not ready: it is loading; its servers are asked again" in caplog.messages
 
 
 def test_a_front_end_that_cannot_take_its_model_says_why_and_tries_again(

@@ -105,6 +105,7 @@ def test_a_chat_takes_every_verbosity(verbosity: str, http: TestClient) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"echo": True}, "'echo' is true, but a chat's answer repeats no message"),
         ({"functions": []}, "unknown field 'functions'; send them as 'tools'"),
         ({"function_call": "auto"}, "unknown field 'function_call'; send 'tool_choice'"),
         ({"store": True}, "'store' is true, but this server keeps no answers"),

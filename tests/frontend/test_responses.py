@@ -31,6 +31,7 @@ def test_a_response_has_text_and_usage_and_is_not_stored(client: openai.OpenAI, 
     assert answer.usage.output_tokens_details.reasoning_tokens == 0
     assert (answer.instructions, answer.max_output_tokens, answer.metadata) == ("Be kind.", 9, {"a": "b"})
     assert answer.model_dump()["store"] is False
+    assert (answer.temperature, answer.top_p, answer.tool_choice) == (0.5, 1.0, "auto")
     assert prompt_text(pool.asked[0]) == "system:Be kind.user:Hia:"
     assert pool.asked[0].sampling == {"temperature": 0.5, "max_tokens": 9}
 

@@ -73,6 +73,10 @@ ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$re
         (of("regex", "(" * 2000 + "a" + ")" * 2000), "is wrong or too large"),
         (of("grammar", "start: foo"), "unknown name"),
         (of("grammar", "hello"), "is wrong or too large"),
+        (
+            of("json", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
+            "oneOf constraints are not supported. Use anyOf, or alternatives that exclude each other",
+        ),
         (of("grammar", '# as vLLM has it\nroot ::= "yes" | "no"'), "is in EBNF .*; write it in Lark's notation"),
         (of("grammar", 'start: start "a"'), "allows no text at all"),
         (of("choice", "no list"), "is not understood"),

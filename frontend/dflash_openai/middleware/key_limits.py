@@ -14,7 +14,7 @@ from dflash_openai.middleware.api_keys import ApiKey, KeyLimits
 from dflash_openai.middleware.token_bucket import TokenBucket
 
 # Only requests under these paths count: looks at the server's health are free.
-LIMITED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+LIMITED_PREFIXES = ("/v1/", "/tokenize", "/detokenize", "/invocations")
 # A running request ends at a time that is not known.
 CONCURRENCY_RETRY_S = 1.0
 
