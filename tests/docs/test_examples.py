@@ -33,6 +33,7 @@ PLACEHOLDER = "has a placeholder for what only the reader knows"
 NETWORK = "needs a package index"
 CONTAINER = "needs a container of Triton"
 LISTING = "a listing of files or fields"
+OTHERS = "a program of others, which is not installed; tests/frontend sends what it sends"
 PUBLIC = "listens on every address; tests/cli/test_security_options.py reads the options"
 FEW_QUESTIONS = 2
 # The first line of each block that is not run, by page, and why.
@@ -73,7 +74,11 @@ NOT_RUN = {
         'make load SCENARIO=chat DURATION=20 SETTINGS="trace_dir=/tmp/trace"': INSTALLS,
         ".venv/bin/dflash-triton serve --set max_num_seqs=32": "a minute of load; tests/load_tests has it",
     },
-    "docs/openai.md": {'{"model": "dflash", "tool_choice": "required",': LISTING},
+    "docs/openai.md": {
+        '{"model": "dflash", "tool_choice": "required",': LISTING,
+        "ANTHROPIC_BASE_URL=http://localhost:9000 ANTHROPIC_API_KEY=none ANTHROPIC_MODEL=dflash claude": OTHERS,
+        'model = "dflash"': OTHERS,
+    },
     "docs/openai-frontend.md": {
         "backends/": LISTING,
         "cp -r backends/vllm /opt/tritonserver/backends/vllm": CONTAINER,
@@ -212,7 +217,7 @@ def test_what_is_not_run_is_listed_with_a_reason() -> None:
         assert sorted(shown) == sorted(reasons), name
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
     assert {name for name in pages if blocks(name)} == set(NOT_RUN), "a page with examples is missing here"
-    assert sum(map(len, NOT_RUN.values())) == 34
+    assert sum(map(len, NOT_RUN.values())) == 36
     assert len(EXAMPLES) > 30
 
 
