@@ -45,4 +45,10 @@ DEPENDENT_LAUNCH_MUTANTS = (
             ROW + "    if row < 1000:\n        after_kernel_before(PDL)\n",
         ),
     ),
+    *mutants_of(
+        f"{FOLDER}/triton_import.py",
+        ("tests/kernels/test_without_triton.py",),
+        ("without Triton a decorator drops the kernel", "return arguments[0] if arguments else self", "return self"),
+        ("Triton counts as there where it is not", "not isinstance(triton, _Absent)", "True"),
+    ),
 )
