@@ -18,23 +18,6 @@ from dflash_backend.models.ops import LayerOps
 
 
 @dataclass(frozen=True)
-class TokenHistory:
-    """The tokens of a step's R rows, on the device: where the worker keeps them, without a copy.
-
-    tokens: int64 `[S, max_len]`, prompt and output of each request. computed: int32 `[S]`, the position of a request's
-    anchor, its last token; what `tokens` holds behind that is of the past, and for a request that has ended meanwhile
-    it may be `max_len` or more. req_idx: int32 `[R]`, the request of each row, -1 for padding. num_drafts: int32 `[R]`,
-    0 for a row that does not draft. k: the most of them.
-    """
-
-    tokens: torch.Tensor
-    computed: torch.Tensor
-    req_idx: torch.Tensor
-    num_drafts: torch.Tensor
-    k: int
-
-
-@dataclass(frozen=True)
 class DraftPass:
     """One pass of an autoregressive drafter: for each of n rows a query, whose output gives the row's next draft.
 
@@ -145,12 +128,23 @@ class DraftQueries:
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """What a step's rows draft from. queries: None for a drafter without a model (`Drafter.placeholder_id`). features:
-    `[R, L * target_hidden]`, of the position before each row's anchor, of the rows of `queries`; None unless
-    `Drafter.reads_next_tokens`."""
+    """What a step's R rows draft from. Of their tokens where the worker keeps them, without a copy:
 
-    history: TokenHistory
-    queries: DraftQueries | None
+    tokens: int64 `[S, max_len]`, prompt and output of each request. computed: int32 `[S]`, the position of a request's
+    anchor, its last token; what `tokens` holds after that is of the past, and for a request that has ended meanwhile
+    it may be `max_len` or more. req_idx: int32 `[R]`, the request of each row, -1 for padding. num_drafts: int32 `[R]`,
+    0 for a row that does not draft. k: the most of them.
+
+    queries: None for a drafter without a model (`Drafter.placeholder_id`). features: `[R, L * target_hidden]`, of the
+    position before each row's anchor, of the rows of `queries`; None unless `Drafter.reads_next_tokens`.
+    """
+
+    tokens: torch.Tensor
+    computed: torch.Tensor
+    req_idx: torch.Tensor
+    num_drafts: torch.Tensor
+    k: int
+    queries: DraftQueries | None = None
     features: torch.Tensor | None = None
 
 
@@ -325,7 +319,7 @@ class Drafter(Protocol[Spec]):
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """The drafts of all rows, without a wait for the device: those of the queries behind one another,
-        `[num_drafts]`, or `[R, k]`, of which the first `TokenHistory.num_drafts` of each row count."""
+        `[num_drafts]`, or `[R, k]`, of which the first `DraftBatch.num_drafts` of each row count."""
         ...
 
 

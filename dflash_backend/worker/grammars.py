@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -189,7 +188,7 @@ class GrammarStates:
         """Without a compiler, requests with a grammar fail. `beside`: masks are filled on threads of their own; else by
         the thread that runs the rows, for a model so small that to wake another one takes longer."""
         self._compiler = compiler
-        self._answers: dict[str, GrammarAnswer] = {}
+        self.answers: dict[str, GrammarAnswer] = {}
         num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0)))) if beside else 1
         self._filler = BitmaskFiller(vocab_size, num_threads)
         self._thread = ThreadPoolExecutor(1, "dflash-masks") if beside else None
@@ -199,30 +198,23 @@ class GrammarStates:
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`."""
         for request_id in plan.finished_req_ids:
-            self._answers.pop(request_id, None)
+            self.answers.pop(request_id, None)
         for new in plan.new_requests:
             if new.sampling.structured_outputs is not None:
-                self._answers[new.request_id] = self._answer(new)
-
-    @property
-    def request_ids(self) -> Container[str]:
-        """The requests that have a grammar."""
-        return self._answers.keys()
+                self.answers[new.request_id] = self._answer(new)
 
     def holds(self, request_id: str, answer: GrammarAnswer) -> bool:
         """Whether this is still the answer of that request."""
-        return self._answers.get(request_id) is answer
+        return self.answers.get(request_id) is answer
 
     def clear(self) -> None:
         """Drop every request."""
-        self._answers.clear()
+        self.answers.clear()
 
     def of(self, batch: HostBatch, before: StepGrammars | None) -> StepGrammars | None:
         """Those of a step's rows, whose masks begin to be filled unless they wait for those `before`, of the step in
         flight; None when no row has a grammar."""
-        if not self._answers:
-            return None
-        answers = {i: self._answers[name] for i, name in enumerate(batch.request_ids) if name in self._answers}
+        answers = {i: self.answers[name] for i, name in enumerate(batch.request_ids) if name in self.answers}
         if not answers:
             return None
         grammars = StepGrammars(answers, batch, self, before)

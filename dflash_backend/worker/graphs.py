@@ -121,22 +121,23 @@ class EagerStep:
 
     def accept(self) -> None:
         self._before = self._model.ops.snapshot(self._step, self._model.state)
-        with self._restoring():
+        try:
             self._model.accept(self._step)
+        except torch.OutOfMemoryError:
+            self._restore()
+            raise
 
     def draft(self) -> None:
-        with self._restoring():
+        try:
             self._model.inject(self._step, self._guard)
             self._model.draft(self._step, self._guard, self._copies)
-
-    @contextmanager
-    def _restoring(self) -> Iterator[None]:
-        try:
-            yield
         except torch.OutOfMemoryError:
-            if self._before is not None:
-                self._before.restore()
+            self._restore()
             raise
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            self._before.restore()
 
 
 class CapturedStep:
@@ -294,6 +295,8 @@ class GraphRunner:
     def find(self, batch: HostBatch) -> PaddedStep | None:
         """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding.
         Where none of them shares prefixes, one that reads them for each row by itself will do."""
+        if not self._steps and not self._mixed:
+            return None
         if not batch.decode_only:
             steps = self.mixed(batch.traits.sampled)
             number = smallest_mixed([step.inputs for step in steps], batch)

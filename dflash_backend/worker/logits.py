@@ -168,8 +168,6 @@ class SpecialRows:
 
 def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     """The rows that sample and whose requests change their logits or want log-probabilities: int64 `[n]`."""
-    if not requests.num_processed:
-        return np.zeros(0, dtype=np.int64)
     index = batch.req_idx
     # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
     # request's end, and the number of drafts in flight is not.
@@ -291,8 +289,6 @@ class PromptLogprobs:
     @classmethod
     def of(cls, batch: HostBatch, requests: RequestStates) -> PromptLogprobs | None:
         """Those of a step; None where no row asks for any."""
-        if not requests.num_processed:
-            return None
         index = batch.req_idx
         # The last token of the prompt predicts the first of the output.
         counts = np.minimum(batch.num_new, requests.num_prompt_tokens[index] - 1 - batch.start)

@@ -317,7 +317,8 @@ class ModelRunner:
         try:
             if self.overlaps:
                 return [self._run_part(plan, plan.rows)]
-            parts = self.threads.split(self._verified_rows(plan), self.grammars.request_ids)
+            rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
+            parts = self.threads.split(rows, self.grammars.answers)
             return self.threads.run(lambda rows: self._run_part(plan, rows), parts, is_long(parts))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
@@ -327,16 +328,14 @@ class ModelRunner:
                 "gpu_memory_utilization if this comes often"
             ) from None
 
-    def _verified_rows(self, plan: StepPlan) -> list[ScheduledRequest]:
-        """A plan's rows with the drafts that its budget has for them, on a CPU."""
-        if plan.budget is None:
-            return plan.rows
-        req_idx = np.array([self.requests.records[row.request_id].index for row in plan.rows])
-        num_draft = np.array([row.num_draft for row in plan.rows])
-        lens = HostStepOps.verified_lens(plan.budget, req_idx, num_draft, self.step.state)
+    def _verified_rows(self, rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
+        """Rows with the drafts that a budget has for them, on a CPU."""
+        req_idx = np.array([self.requests.records[row.request_id].index for row in rows])
+        num_draft = np.array([row.num_draft for row in rows])
+        lens = HostStepOps.verified_lens(budget, req_idx, num_draft, self.step.state)
         return [
             row if row.num_draft == num_verified else msgspec.structs.replace(row, num_draft=num_verified)
-            for row, num_verified in zip(plan.rows, lens.tolist(), strict=True)
+            for row, num_verified in zip(rows, lens.tolist(), strict=True)
         ]
 
     def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
@@ -347,9 +346,11 @@ class ModelRunner:
             rows, budget = evenly_truncated(rows, budget), None
         batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence, plan.shared_prefixes)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
-        of_prompt = PromptLogprobs.of(batch, self.requests)
-        grammars = self.grammars.of(batch, self._grammars_in_flight())
-        special = SpecialRows.of(batch, self.requests, grammars)
+        of_prompt, grammars, special = None, None, None
+        if self.grammars.answers or self.requests.num_processed:
+            of_prompt = PromptLogprobs.of(batch, self.requests)
+            grammars = self.grammars.of(batch, self._grammars_in_flight())
+            special = SpecialRows.of(batch, self.requests, grammars)
         copies = self._copied_states(plan, rows) if self.step.pool is not None else []
         run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None
         if run is not None and (guard is None or batch.decode_only):

@@ -85,7 +85,8 @@ class ModelStep:
             guard.check("verify", step.batch.token_row, step.slots, step.batch.query_lens)
             if step.windows is not None:
                 guard.check_windows(step.batch.token_row, step.windows.slots)
-        step.states = self._states(step, guard)
+        if self.pool is not None:
+            step.states = self._states(self.pool, step, guard)
         context = PagedContext.prepare(
             step.attention, step.positions, step.slots, self.backend, self.target.patterns, self.dtype, step.padded,
             step.states, step.windows,
@@ -102,14 +103,13 @@ class ModelStep:
         step.target_tokens = self.ops.target_tokens(step, self.state)
         record(step.timestamps, 1)
 
-    def _states(self, step: Step, guard: WriteGuard | None) -> StateRows | None:
+    @staticmethod
+    def _states(pool: StatePool, step: Step, guard: WriteGuard | None) -> StateRows:
         """The rows as recurrent layers see them. Raises `RuntimeError` when there is a guard and a row starts elsewhere
         than its state ends."""
-        if self.pool is None:
-            return None
         batch, lens = step.batch, step.bounds.query_lens
         own = StateLayout(batch.req_idx, step.starts, batch.query_start, batch.query_lens, lens, step.num_tokens)
-        rows = StateRows.of(self.pool, own)
+        rows = StateRows.of(pool, own)
         if guard is not None:
             rows.check()
         return rows
@@ -161,7 +161,9 @@ class ModelStep:
                 guard.check_draft(queries, step.batch.num_next, lookahead_base)
         if drafter.reads_next_tokens and step.features is not None:
             before = self.ops.features_before_anchors(step, step.features)
-        draft = DraftBatch(self.ops.history(step, self.state), queries, before)
+        batch, state = step.batch, self.state
+        most = state.k if step.draft_width is None else step.draft_width
+        draft = DraftBatch(state.tokens, state.computed, batch.req_idx, batch.num_next, most, queries, before)
         asked = self.wants_confidence and step.traits.wants_confidence
         sampler = self.ops.draft_sampler(step, self.state, self.draft_temperature_ratio, asked)
         self.ops.store_drafts(drafter.propose(draft, sampler), step.batch, self.state)

@@ -16,7 +16,7 @@ import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.core.plan import DraftBudget
-from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler, TokenHistory
+from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.worker.batch import (
     DeviceBatch,
     Step,
@@ -199,11 +199,6 @@ class DeviceStepOps:
         token_row = step.batch.token_row
         slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
         return ContextBatch(features, step.positions, slots, padded=True, token_row=token_row)
-
-    def history(self, step: Step, state: StateTensors) -> TokenHistory:
-        """The tokens of the step's rows, as they are after `accept`."""
-        batch = step.batch
-        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, draft_width(step, state))
 
     def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """Of a step's `features` `[T, width]` those of the last final token of each row, the one before its anchor:

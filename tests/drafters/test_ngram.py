@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_backend.config import SETTINGS, ConfigError, EngineConfig
-from dflash_backend.drafters.base import DraftBatch, DraftSampler, TokenHistory
+from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.drafters.ngram.config import DEFAULT_MAX, DEFAULT_MIN, DEFAULT_SPECULATIVE_TOKENS, NgramSpec
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
@@ -157,7 +157,7 @@ def test_it_has_no_weights_no_kv_and_reserves_nothing_for_queries(target: str) -
 @pytest.mark.parametrize(("low", "high", "drafts"), [(1, 1, [6, 1]), (2, 5, [4, 2]), (2, 2, [5, 3]), (4, 5, [3, 3])])
 def test_it_drafts_what_followed_the_n_grams_of_its_bounds(low: int, high: int, drafts: list[int]) -> None:
     text = [1, 2, 3, 4, 2, 3, 5, 3, 6, 1, 2, 3]
-    history = TokenHistory(
+    batch = DraftBatch(
         torch.tensor([[0] * len(text), text]),
         computed=torch.tensor([0, len(text) - 1], dtype=torch.int32),
         req_idx=torch.tensor([1], dtype=torch.int32),
@@ -165,7 +165,7 @@ def test_it_drafts_what_followed_the_n_grams_of_its_bounds(low: int, high: int, 
         k=2,
     )
     drafter = NgramDrafter(NgramSpec(num_speculative_tokens=2, min_ngram=low, max_ngram=high), LayerOps())
-    assert drafter.propose(DraftBatch(history, None), DraftSampler(HostStepOps())).token_ids.tolist() == [drafts]
+    assert drafter.propose(batch, DraftSampler(HostStepOps())).token_ids.tolist() == [drafts]
 
 
 def resolve(**settings: Any) -> ModelPair:

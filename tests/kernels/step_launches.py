@@ -44,5 +44,4 @@ def launches() -> None:
     ops.noisy_scores(logits[: len(positions)], temperature, seeds, positions)
     ops.log_odds(logits[: len(positions)], positions)
     ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)
-    history = ops.history(inputs, state)
-    prompt_lookup(history.tokens, history.computed, history.req_idx, history.num_drafts, history.k, 2, 5)
+    prompt_lookup(state.tokens, state.computed, rows.req_idx, rows.num_next, K, 2, 5)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch
-from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler, TokenHistory
+from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
@@ -75,8 +75,8 @@ def draft_batch(
     )
     every = torch.arange(len(starts), dtype=torch.int32)
     num_drafts = torch.from_numpy(k.astype(np.int32))
-    nothing = TokenHistory(torch.zeros(len(starts), 1, dtype=torch.int64), every * 0, every, num_drafts, int(k.max()))
-    return DraftBatch(nothing, queries, features)
+    tokens = torch.zeros(len(starts), 1, dtype=torch.int64)
+    return DraftBatch(tokens, every * 0, every, num_drafts, int(k.max()), queries, features)
 
 
 def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:

@@ -290,8 +290,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "the least n of prompt lookup is not passed on",
         f"{DRAFTERS_PACKAGE}/ngram/drafter.py",
-        "spec.min_ngram, spec.max_ngram,",
-        "spec.max_ngram, spec.max_ngram,",
+        "spec.min_ngram, spec.max_ngram",
+        "spec.max_ngram, spec.max_ngram",
         NGRAM,
     ),
     Mutant(

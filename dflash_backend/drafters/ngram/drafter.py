@@ -44,9 +44,8 @@ class NgramDrafter(Drafter[NgramSpec]):
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """`[R, k]`, the surer the more tokens matched. There are no logits to choose from, so the sampler has no part
         in it."""
-        history, spec = batch.history, self.spec
+        spec = self.spec
         drafts, matched = self.ops.prompt_lookup(
-            history.tokens, history.computed, history.req_idx, history.num_drafts, history.k,
-            spec.min_ngram, spec.max_ngram,
-        )  # fmt: skip
+            batch.tokens, batch.computed, batch.req_idx, batch.num_drafts, batch.k, spec.min_ngram, spec.max_ngram
+        )
         return Drafts(drafts, matched)
