@@ -23,13 +23,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.markdown import markdown_table
 from benchmarks.measure import Measurement
 from benchmarks.progress import progress
 from benchmarks.run import through_triton
-from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.ports import settle_ports
+from load_tests.markdown import markdown_table
+from load_tests.prompts import load_prompts
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from benchmarks.markdown import markdown_table
 from dflash_backend.models import cpu_product
 from dflash_backend.models.cpu_product import CpuWeight
+from load_tests.markdown import markdown_table
 
 # Sizes of inputs and outputs.
 DEMO = ((160, 256), (128, 160), (160, 768), (384, 160), (160, 1536))

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown_table
 from benchmarks.measure import Measurement, run_engine
 from benchmarks.progress import progress
-from benchmarks.workload import CATEGORIES, load_prompts
 from dflash_backend import LLM
 from dflash_backend.drafters.registry import read_draft
+from load_tests.markdown import markdown_table
+from load_tests.prompts import CATEGORIES, load_prompts
 
 NONE = "no drafter"
 # Requests in flight while acceptance is counted, which does not depend on it.

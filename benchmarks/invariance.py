@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.markdown import markdown_table
 from benchmarks.measure import run_engine
 from benchmarks.progress import progress
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
+from load_tests.markdown import markdown_table
+from load_tests.prompts import load_prompts
 
 HEADINGS = [
     "dtype",

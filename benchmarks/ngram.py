@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
-from benchmarks.workload import held_out_dir, load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import NGRAM
 from dflash_backend.spec_stats import SpecDecodingStats
+from load_tests.markdown import markdown_table
+from load_tests.prompts import held_out_dir, load_prompts
 
 
 @dataclass

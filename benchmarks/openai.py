@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
-from benchmarks.workload import load_prompts
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.server import TritonServer
+from load_tests.markdown import markdown_table
+from load_tests.prompts import load_prompts
 
 NATIVE, OPENAI = "native gRPC", "OpenAI front end"
 HOST = "127.0.0.1"

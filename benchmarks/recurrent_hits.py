@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown_table
 from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.models.recurrent_state import pool_bytes
+from load_tests.markdown import markdown_table
 
 # Three layers with a gated delta net for each one with attention, as in the family.
 SMALL: dict[str, Any] = {

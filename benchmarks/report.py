@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown_table
 from benchmarks.measure import HostShare, Measurement
-from checks.prefix import PrefixMeasurement
+from benchmarks.prefix import PrefixMeasurement
+from load_tests.markdown import markdown_table
 
 BASELINE = "transformers"
 NO_DRAFT = "engine, k = 0"

@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.routing.router import Route, Router
+from load_tests.markdown import markdown_table
 
 ROUTER, ROUND_ROBIN, FEWEST = "router", "round-robin", "fewest requests"
 POLICIES = (ROUTER, ROUND_ROBIN, FEWEST)

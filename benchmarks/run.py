@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.measure import Measurement, measure_host_share, run_engine, run_transformers
-from benchmarks.workload import load_prompts
-from checks.prefix import measure_prefix
+from benchmarks.prefix import measure_prefix
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import TritonServer
+from load_tests.prompts import load_prompts
 
 STREAMS = (1, 8, 32)
 # How often a measurement of a pair goes through the prompts.

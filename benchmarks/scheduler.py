@@ -19,7 +19,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv import KVManager
@@ -27,6 +26,7 @@ from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepDrafts
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
+from load_tests.markdown import markdown_table
 
 NUM_RUNNING = 256
 PROMPT_TOKENS = 10_000

@@ -20,11 +20,11 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.workload import held_out_dir
 from dflash_backend import LLM
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.structured_output.matcher import BitmaskFiller, MatcherRules
+from load_tests.prompts import held_out_dir
 
 STREAMS = 16
 # With this the schemas in the held-out prompts begin.

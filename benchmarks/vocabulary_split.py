@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.markdown import markdown_table
 from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
@@ -29,6 +28,7 @@ from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
 from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.target import TensorParallelTarget
+from load_tests.markdown import markdown_table
 
 MIB = 1024**2
 SMALL: dict[str, Any] = {

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.markdown import markdown_table
 from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.kv_cache import bytes_per_block, window_bytes_per_block
+from load_tests.markdown import markdown_table
 
 MIB = 1024**2
 NUM_NEW = 64

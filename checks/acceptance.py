@@ -8,15 +8,13 @@ of the pair as it is falls below its bounds, or when a wrong layer index costs n
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.progress import progress
+from benchmarks.worse_drafters import shifted_drafter
 from dflash_backend import LLM
-from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation, Question, Sampling, evaluate
 from dflash_backend.evaluation.datasets import DEFAULT_SETS, Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer
@@ -39,18 +37,6 @@ def held_out(per_set: int) -> list[Question]:
 def measure(llm: LLM, questions: list[Question]) -> Evaluation:
     """Greedy answers and what they cost."""
     return evaluate(EngineAnswerer(llm), questions, Sampling(), progress("answers").step)
-
-
-def shifted_drafter(offset: int, folder: Path) -> Path:
-    """A copy of the demo drafter in `folder` with `offset` added to every target layer id."""
-    directory = folder / f"shifted{offset:+d}"
-    shutil.copytree(asset_path("demo", "pair", "draft"), directory)
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    ids = config["dflash_config"]["target_layer_ids"]
-    config["dflash_config"]["target_layer_ids"] = [i + offset for i in ids]
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return directory
 
 
 def texts(evaluation: Evaluation) -> list[str]:

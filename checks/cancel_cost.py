@@ -12,9 +12,9 @@ import asyncio
 import sys
 import time
 
-from checks.server_state import cpu_seconds, processes_by_role
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import AsyncDFlashClient
+from load_tests.server_state import cpu_seconds, processes_by_role
 
 IN_FLIGHT = (1, 64)
 SECONDS = 4.0

@@ -23,12 +23,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from checks.server_state import engine_pids, processes_by_role
 from dflash_cli.launcher.processes import Process, family
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Internal, Unavailable
+from load_tests.server_state import engine_pids, processes_by_role
 
 STREAMS = 16
 # What the project promises: every stream has its error, and the next right answer is there, within these seconds.

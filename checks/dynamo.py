@@ -26,8 +26,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import TritonServer
+from load_tests.server_state import MetricsPage
 
 MODEL = "demo"
 WORDS = ("river", "stone", "market", "engine", "winter", "garden", "letter", "bridge", "copper", "window", "forest")

@@ -267,7 +267,7 @@ async def _send(app: ASGIApp, sent: Body) -> tuple[int, bytes]:
 
 def run(scale: float, tries: int, names: Sequence[str] = ()) -> dict[str, tuple[int, int, float, float]]:
     """Measure all kinds, or those with these names; results as of `measure`."""
-    from tests.byte_tokenizer import write_byte_tokenizer
+    from checks.byte_tokenizer import write_byte_tokenizer
 
     length = 3900
     max_response_mb = 64.0 * scale

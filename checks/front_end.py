@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from checks.server_state import MetricsPage, memory_mib, resident_bytes
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.server import TritonServer
+from load_tests.server_state import MetricsPage, memory_mib, resident_bytes
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import load_prompts
+from benchmarks.prefix import measure_prefix
 from checks.lossless import Case, reference, run_case
-from checks.prefix import MIN_HIT_SHARE, measure_prefix
+from checks.prefix import MIN_HIT_SHARE
 from checks.sampled_text import Way, answers, partings, requests, target_alone
 from dflash_backend import LLM
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
+from load_tests.prompts import load_prompts
 
 SMALL_POOL_BLOCKS = 48
 # Of more blocks than the prompts of a check fill: one of the default size, for one request, gives some away.

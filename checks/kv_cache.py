@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import qwen3_8b
-from benchmarks.workload import load_prompts
 from checks.acceptance import held_out, measure, texts
 from dflash_backend import LLM
 from dflash_backend.attention import FP8
@@ -24,6 +23,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.evaluation import Evaluation
 from dflash_backend.worker.kv_cache import bytes_per_block
+from load_tests.prompts import load_prompts
 
 MOST_BLOCKS_APART = 0.01
 MOST_ACCEPTANCE_APART = 0.02

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Measurement, run_engine, run_transformers
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
@@ -23,6 +22,7 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
+from load_tests.prompts import load_prompts
 
 SMALL_POOL_BLOCKS = 48
 # With chunks of 64 tokens fewer requests run at a time, so the pool must be smaller for them to collide.

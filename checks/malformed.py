@@ -36,11 +36,11 @@ from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.progress import progress
 from checks.malformed_requests import GRPC_REQUESTS, HTTP_BODIES
-from checks.server_state import MODEL, MetricsPage, memory_mib
 from checks.wire import TIMEOUT_S, request
 from dflash_backend.text.request import VERBATIM_ERRORS
 from dflash_cli.launcher.server import TritonServer
 from dflash_client.grpc_messages import decode
+from load_tests.server_state import MODEL, MetricsPage, memory_mib
 
 THREADS = 4
 VALID_EVERY = 20

@@ -25,10 +25,10 @@ import httpx
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.progress import progress
-from checks.server_state import MODEL, MetricsPage
 from checks.wire import TIMEOUT_S, request
 from dflash_cli.launcher.server import TritonServer
 from dflash_client.grpc_messages import decode
+from load_tests.server_state import MODEL, MetricsPage
 
 # How long the server has to settle: a second, and one more since the metrics page is brought up to date once a second.
 SETTLE_S = 2.0

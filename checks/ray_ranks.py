@@ -20,12 +20,12 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.workload import load_prompts
 from checks import chaos
 from checks.ray_nodes import RayNodes
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
+from load_tests.prompts import load_prompts
 
 SETTINGS = chaos.SETTINGS | {"tensor_parallel_size": "2", "distributed_executor": "ray"}
 # How long a node is away: an engine that starts meanwhile has to wait for it.

@@ -23,8 +23,8 @@ import httpx
 from tritonclient.grpc import InferenceServerClient
 
 from checks.front_end import HOST, RunningFrontEnd, running_front_end
-from checks.server_state import engine_pids
 from dflash_client import DFlashClient
+from load_tests.server_state import engine_pids
 
 SETTINGS = {"max_num_seqs": "4", "max_model_len": "512", "kv_cache_gb": "0.05"}
 # Within these seconds a probe has noticed. A probe is asked about ten times a second.

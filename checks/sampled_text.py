@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from benchmarks.workload import load_prompts
+from benchmarks.worse_drafters import random_drafter
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import NGRAM, asset_path
@@ -31,13 +29,14 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.messages import SamplingParams
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
+from load_tests.prompts import load_prompts
 
 TEMPERATURES = (0.7, 1.0)
 # In turn with the prompts.
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02})
 TIE = 1e-4
 ANSWERS_FOR_A_TIE = 2000
-TARGET, DRAFT = (asset_path("demo", "pair", name) for name in ("target", "draft"))
+TARGET = asset_path("demo", "pair", "target")
 
 
 @dataclass(frozen=True)
@@ -109,18 +108,6 @@ def all_ways(drafts: Sequence[Path], folder: Path) -> Iterator[Way]:
     for draft in drafts:
         method = read_draft(draft).method
         yield from (replace(way, name=f"{method}, {way.name}") for way in drafter_ways(draft))
-
-
-def random_drafter(folder: Path) -> Path:
-    """A copy of the demo drafter with random weights, in `folder`."""
-    directory = Path(shutil.copytree(DRAFT, folder / "random"))
-    generator = torch.Generator().manual_seed(0)
-    weights = load_file(directory / "model.safetensors")
-    scaled = {
-        name: (0.05 * torch.randn(value.shape, generator=generator)).to(value.dtype) for name, value in weights.items()
-    }
-    save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def requests(num_prompts: int, seeds: Sequence[int], max_tokens: int) -> list[Request]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from scipy import stats
 
-from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
+from load_tests.prompts import load_prompts
 
 SHORT = {"type": "string", "maxLength": 10}
 SMALL = {"type": "integer", "minimum": -99, "maximum": 9999}

@@ -15,12 +15,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.parallel import group
 from dflash_backend.parallel.group import RankGroup, vocabulary_bytes
 from dflash_backend.parallel.target import TensorParallelTarget
+from load_tests.prompts import load_prompts
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

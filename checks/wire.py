@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from checks.server_state import MODEL
+from load_tests.server_state import MODEL
 
 TIMEOUT_S = 120.0
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.markdown import markdown_table
 from dflash_backend.drafters.published import DRAFTERS
+from load_tests.markdown import markdown_table
 
 PAGE = Path(__file__).resolve().parent / "checkpoints.md"
 BEGIN = "<!-- Written by `make docs` from dflash_backend/drafters/published.py. -->\n"

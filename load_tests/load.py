@@ -15,13 +15,13 @@ from locust.env import Environment
 from locust.html import get_html_report
 from locust.stats import CSV_STATS_INTERVAL_SEC, StatsCSVFileWriter, stats_history
 
-from checks.server_state import engine_pids
 from dflash_client import DFlashClient
 from load_tests.expected_answers import ExpectedAnswer
 from load_tests.observation import Observation, Observer
 from load_tests.request_runner import RequestRunner
 from load_tests.result import PhaseSpan
 from load_tests.samples import Recorder
+from load_tests.server_state import engine_pids
 from load_tests.users import ClosedLoopUser, LoadController, OpenLoopUser
 from load_tests.workload import Phase, Protocol, Question
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from checks.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
 from load_tests.samples import Recorder
+from load_tests.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
 
 INTERVAL_S = 1.0
 TICK_S = 0.02

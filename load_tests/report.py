@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.markdown import markdown_table
+from load_tests.markdown import markdown_table
 from load_tests.plots import plot_run
 from load_tests.result import WAITING, RunResult, gaps, percentile, ttfts
 from load_tests.samples import Outcome

@@ -16,10 +16,10 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.spec_stats import SpecDecodingStats
+from load_tests.prompts import load_prompts
 from tests import fast_interpreter
 from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workload import load_prompts
-from checks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, misses_shifted, shifted_drafter
-from checks.prefix import measure_prefix
+from benchmarks.prefix import measure_prefix
+from benchmarks.worse_drafters import shifted_drafter
+from checks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, misses_shifted
+from checks.prefix import misses as prefix_misses
 from dflash_backend import LLM
 from dflash_backend.evaluation import Evaluation, Question
+from load_tests.prompts import load_prompts
 from tests.scale import SCALE, by_night
 
 pytestmark = pytest.mark.slow
@@ -51,4 +53,4 @@ def test_features_of_the_wrong_layers_cost_acceptance(
 
 
 def test_a_prefix_hit_is_fast_and_accepts_as_much_as_a_miss() -> None:
-    assert measure_prefix(load_prompts(150), repeats=5).misses == []
+    assert prefix_misses(measure_prefix(load_prompts(150), repeats=5)) == []

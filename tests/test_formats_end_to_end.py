@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.workload import held_out_dir, load_prompts
-from checks.acceptance import shifted_drafter
+from benchmarks.worse_drafters import shifted_drafter
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
+from load_tests.prompts import held_out_dir, load_prompts
 from tests.scale import SCALE, by_night, scaled
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite

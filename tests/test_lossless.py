@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.gpu import ties
 from benchmarks.measure import Measurement
-from benchmarks.workload import load_prompts
 from checks.lossless import Case, cases, reference, run_case
 from checks.sampling import DRAFT_TEMPERATURE_RATIOS, fit
 from dflash_backend import LLM
@@ -21,6 +20,7 @@ from dflash_backend.config import asset_path
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.worker.step_ops import HostStepOps
 from dflash_kernels.sample import sample_reference
+from load_tests.prompts import load_prompts
 from tests.gpu.test_engine import logits_in_float32
 from tests.scale import SCALE, by_night, scaled
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from checks.acceptance import held_out, measure
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation
+from load_tests.prompts import load_prompts
 from tests.oracle.compressed_tensors_library import config, library
 from tests.quantised import FP8_BLOCK, fp8_block, write
 from tests.scale import SCALE, by_night

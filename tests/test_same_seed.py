@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from checks.sampled_text import Request, answers, partings, random_drafter, requests, target_alone, ways
 from dflash_backend import LLM
+from load_tests.prompts import load_prompts
 from tests.scale import SCALE, by_night, scaled
 from tests.worker.engines import Outputs, triton_engine
 

@@ -27,8 +27,8 @@ from benchmarks.adaptive.cells import (
 )
 from benchmarks.adaptive.simulation import simulated_table
 from benchmarks.adaptive.systems import ADAPTIVE, FIXED, INJECT, NGRAM, NONE, Systems, models_loaded_once
-from benchmarks.markdown import markdown_table
 from benchmarks.quiet import MOST_OTHERS
+from load_tests.markdown import markdown_table
 
 # Of the better of none and fixed k; with the random drafter, whose injection is for nothing, of none, and of none with
 # injection.

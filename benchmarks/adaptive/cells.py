@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.quiet import MOST_OTHERS, OthersWatch
-from benchmarks.workload import CATEGORIES, load_prompts
 from dflash_backend import LLM
 from dflash_backend.messages import GenerationRequest, SamplingParams
+from load_tests.prompts import CATEGORIES, load_prompts
 
 DRAFTERS = ("demo", "shifted", "random")
 TRAFFIC = {"chat": ("chat",), "math": ("math",), "mixed": CATEGORIES}

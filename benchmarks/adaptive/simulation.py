@@ -18,12 +18,12 @@ import numpy as np
 
 from benchmarks.gpu.floor import Ceilings, CycleSize, attention_work, cycle_work
 from benchmarks.gpu.shapes import SHAPES, Shape
-from benchmarks.markdown import markdown_table
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.speculation import AdaptiveSpeculation, CostTable, SpeculatingRow, StepShape
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_kernels.verify_budget import verified_lens_reference
+from load_tests.markdown import markdown_table
 
 # NVIDIA's data sheet of the H200: bytes/s of its memory, dense bf16 FLOP/s.
 H200 = Ceilings(copy_bandwidth=4.8e12, matrix_rate=989e12)

@@ -10,8 +10,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.adaptive.cells import Cell, ClosedLoop, prompts_of
-from checks.acceptance import shifted_drafter
-from checks.sampled_text import random_drafter
+from benchmarks.worse_drafters import random_drafter, shifted_drafter
 from dflash_backend import LLM
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import EngineConfig, asset_path

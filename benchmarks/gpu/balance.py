@@ -15,9 +15,9 @@ import sys
 
 import numpy as np
 
-from benchmarks.markdown import markdown_table
 from dflash_kernels.attention_schedule import share_reference
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Tiling, plan_launches
+from load_tests.markdown import markdown_table
 
 SHAPE = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)
 NUM_SMS, WIDTH, MAX_LEN = 132, 16, 40960

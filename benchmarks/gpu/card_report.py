@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import card_summary, card_texts, pack
+from benchmarks.gpu.card_tests import GPU_TESTS, REHEARSED_TESTS, TEST_OPTIONS
 from benchmarks.gpu.results import PartRun, Recorder, Results
 from benchmarks.gpu.run import DEFAULT_OUT, describe_device
 from benchmarks.gpu.shapes import SHAPES
@@ -49,17 +50,6 @@ LAST_LINES = 3
 # What the end of a run prints: some machines give back so much of the output.
 PRINTED = 10_000
 WORKERS = 9
-GPU_TESTS = (
-    "tests/gpu/test_serving_attention.py", "tests/worker/test_step_ops.py", "tests/worker/test_transfers.py",
-    "tests/gpu/test_quantised_linear.py", "tests/gpu/test_dequantise.py", "tests/attention/test_device_lengths.py",
-    "tests/models/test_ops.py", "tests/kernels",
-)  # fmt: skip
-# A file that lacks a package is recorded as failed and leaves the others. Compiling for no GPU has no place on one.
-TEST_OPTIONS = (
-    "--continue-on-collection-errors", "-m", "not sanitizer", "--deselect", "tests/kernels/test_compiles.py",
-)  # fmt: skip
-# Those that a rehearsal runs, which measures nothing: that outcomes come is what it shows.
-REHEARSED_TESTS = ("tests/gpu/test_quantised_linear.py", "tests/worker/test_transfers.py")
 # Of a rehearsal, whose kernels are launched by a slow CPU that may be busy: times the shares and the whole.
 REHEARSAL_TIMES = 5.0
 

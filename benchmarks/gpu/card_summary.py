@@ -11,8 +11,8 @@ from benchmarks.gpu.card_texts import Comparison, compare
 from benchmarks.gpu.quantised_products import FP8_BOTH as FP8_BOTH_PRODUCTS
 from benchmarks.gpu.report import Target
 from benchmarks.gpu.results import DFLASH, FP8_BOTH, INVARIANT, NO_DRAFT, SAMPLED, SERVING, Cycle, Results
-from benchmarks.markdown import markdown_table
 from dflash_kernels.quantised_weight import FP8, INT4
+from load_tests.markdown import markdown_table
 
 SHORT = 1024
 # Times the floor that a cycle may take: by system, rows.

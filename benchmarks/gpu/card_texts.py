@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.gpu.results import Fact, Recorder, Skipped, TextRun
 from benchmarks.gpu.timing import Scale
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.core.admission import RequestError
+from load_tests.prompts import load_prompts
 
 SETTINGS: dict[Scale, Mapping[str, Any]] = {
     "cuda": {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_gb": 0.25},

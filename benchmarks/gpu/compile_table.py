@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.markdown import markdown_table
 from dflash_kernels.attention_schedule import PagedBatch, schedule_size
 from dflash_kernels.delta_rule import DeltaInputs
 from dflash_kernels.paged_attention_launch import Gpu, HeadShape, Launch, plan_launches
+from load_tests.markdown import markdown_table
 
 # By compute capability: multiprocessors of one of its GPUs, shared memory that a program may have and that a
 # multiprocessor has.

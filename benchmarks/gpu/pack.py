@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu.card_tests import GPU_TESTS, TEST_OPTIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER, KERNELS, MANIFEST = ".gpu-packages", "kernels.tar.xz", "pack.json"
 UNPACKED = "dflash-triton-kernels"
@@ -100,8 +102,6 @@ def size_of(folder: Path) -> int:
 def command(python: str, part: str, records: Path) -> list[str]:
     """What compiles the kernels of a part."""
     if part == "tests":
-        from benchmarks.gpu.card_report import GPU_TESTS, TEST_OPTIONS
-
         plugins = ["-p", "tests.gpu.compiling", "-p", "no:cacheprovider"]
         return [python, "-m", "pytest", "-q", *plugins, "--tb=no", *TEST_OPTIONS, *GPU_TESTS]
     options = ["--shape", "qwen3-8b", "--device", "cuda", "--records", str(records), "--seconds", str(PART_S)]

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.results import ProductRun
 from benchmarks.gpu.timing import num_copies, seconds_each
-from benchmarks.markdown import markdown_table
 from dflash_kernels import moe, quantised_moe, scaled_linear
 from dflash_kernels import quantised_linear as products
 from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
+from load_tests.markdown import markdown_table
 
 # Outputs and inputs of a layer's products.
 QWEN3_8B = {"qkv": (6144, 4096), "output": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)}

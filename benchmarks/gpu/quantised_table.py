@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.compile_table import GPUS, compile_launch
-from benchmarks.markdown import markdown_table
 from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
 from dflash_kernels import quantised_moe as experts
@@ -26,6 +25,7 @@ from dflash_kernels.activation import Clamp
 from dflash_kernels.moe import Biases
 from dflash_kernels.mxfp4 import GROUP as GROUP_OF_MXFP4
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MXFP4, QuantisedWeight
+from load_tests.markdown import markdown_table
 
 SIZE, GROUP = 4096, 128
 NUM_EXPERTS, PER_TOKEN, MOE_HIDDEN, MOE_INNER = 128, 8, 2048, 768

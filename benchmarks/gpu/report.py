@@ -13,7 +13,7 @@ from benchmarks.gpu.floor import PHASES
 from benchmarks.gpu.prompts import PACKAGES
 from benchmarks.gpu.results import DFLASH, EQUAL, NO_DRAFT, RAGGED, Cycle, Results
 from benchmarks.gpu.synthetic import MARK
-from benchmarks.markdown import markdown_table
+from load_tests.markdown import markdown_table
 
 GAP = "host gap"
 COLOURS = {"verify": "#4878a8", "accept": "#8fb7d8", "inject": "#7a9a52", "draft": "#d99a3c", GAP: "#b8432f"}

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.markdown import markdown_table
 from dflash_backend.attention.cascade import NUM_ACCESSES, PARTIAL_ITEMSIZE, CascadeCost
 from dflash_backend.core.plan import MIN_SHARING_ROWS
 from dflash_backend.engine.build import MIN_SHARED_POSITIONS
 from dflash_kernels.paged_attention_launch import HeadShape
+from load_tests.markdown import markdown_table
 
 SHAPE = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)
 OWN = 500

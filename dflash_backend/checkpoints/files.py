@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
-from dflash_backend.checkpoints.tensor_names import name_layout, named
+from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, NameLayout, name_here, name_layout
 from dflash_backend.error_text import MAX_REASON_CHARS, shown
 
 # What we and the tokenizer read, as patterns of a hub download.
@@ -149,7 +149,25 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
             tensors[name] = tensor
     config = directory / "config.json"
     layout = name_layout(JsonReader.load(config)) if config.is_file() else None
-    return tensors if layout is None else named(tensors, layout)
+    return tensors if layout is None else _named(tensors, layout)
+
+
+def _named(headers: dict[str, TensorHeader], layout: NameLayout) -> dict[str, TensorHeader]:
+    """The tensors by the names of `layout`. Each header keeps the name that its file has. Raises `CheckpointError`
+    where two would have the same name."""
+    found: dict[str, TensorHeader] = {}
+    for stored, header in headers.items():
+        name = name_here(stored, layout)
+        if name in found:
+            raise CheckpointError(
+                f"{header.file}: tensors '{found[name].name}' and '{stored}' are both '{name}' once the prefixes of "
+                "their names are taken away; expected one of them"
+            )
+        found[name] = header
+    embedding = layout.decoder + EMBEDDING
+    if layout.tied and embedding not in found and HEAD in found:
+        found[embedding] = found.pop(HEAD)  # one tensor for both, saved by the other name
+    return found
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:

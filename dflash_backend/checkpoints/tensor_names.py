@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dflash_backend.checkpoints.families import FAMILIES, TEXT_PARTS
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import CheckpointError
-
-if TYPE_CHECKING:
-    from dflash_backend.checkpoints.files import TensorHeader
 
 SPECULATORS = "speculators_model_type"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -74,25 +69,11 @@ def bare_name(name: str) -> str:
     return ".".join(words)
 
 
-def named(headers: Mapping[str, TensorHeader], layout: NameLayout) -> dict[str, TensorHeader]:
-    """The tensors by the names of `layout`. Each header keeps the name that its file has. Raises `CheckpointError`
-    where two would have the same name."""
-    found: dict[str, TensorHeader] = {}
-    for stored, header in headers.items():
-        bare = bare_name(stored)
-        part = bare.partition(".")[0]
-        prefix = "" if part in OWN_PARTS else layout.decoder if part in DECODER_PARTS else layout.others
-        name = prefix + bare
-        if name in found:
-            raise CheckpointError(
-                f"{header.file}: tensors '{found[name].name}' and '{stored}' are both '{name}' once the prefixes of "
-                "their names are taken away; expected one of them"
-            )
-        found[name] = header
-    embedding = layout.decoder + EMBEDDING
-    if layout.tied and embedding not in found and HEAD in found:
-        found[embedding] = found.pop(HEAD)  # one tensor for both, saved by the other name
-    return found
+def name_here(stored: str, layout: NameLayout) -> str:
+    """What the tensor is called here that a file calls `stored`."""
+    bare = bare_name(stored)
+    part = bare.partition(".")[0]
+    return ("" if part in OWN_PARTS else layout.decoder if part in DECODER_PARTS else layout.others) + bare
 
 
 def beginnings(names: Iterable[str]) -> str:
@@ -107,12 +88,13 @@ def beginnings(names: Iterable[str]) -> str:
     return shown + (f" and {len(counts) - SHOWN} more" if len(counts) > SHOWN else "")
 
 
-def stored_name(headers: Mapping[str, TensorHeader], name: str) -> str:
-    """What the files would call the tensor `name`, which they lack: as they call others of its kind."""
+def stored_name(stored: Mapping[str, str], name: str) -> str:
+    """What the files would call the tensor `name`, which they lack: as they call others of its kind. `stored`: what
+    they call those that they have, by the names here."""
     bare = bare_name(name)
     kind = name[: len(name) - len(bare)]
-    for known, header in headers.items():
+    for known, there in stored.items():
         rest = bare_name(known)
-        if known[: len(known) - len(rest)] == kind and header.name.endswith(rest):
-            return header.name[: len(header.name) - len(rest)] + bare
+        if known[: len(known) - len(rest)] == kind and there.endswith(rest):
+            return there[: len(there) - len(rest)] + bare
     return name

@@ -376,7 +376,7 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
     missing = sorted(set(expected) - set(headers))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        name = stored_name(headers, missing[0])
+        name = stored_name({known: header.name for known, header in headers.items()}, missing[0])
         raise CheckpointError(f"{directory}: tensor '{name}'{more} is missing from its safetensors files")
     if quantization is not None and not weights:
         raise CheckpointError(

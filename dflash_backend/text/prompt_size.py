@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import InputError, Tokenizer
 
 # Of messages, with what the chat template gets beside them. JSON may write one character as six, and each message also
 # has a role and field names.
@@ -15,10 +12,6 @@ MESSAGES_CHARS_PER_TOKEN = 64
 # and the regular expressions of tokenizers take seconds for millions of spaces, or fail.
 FREE_CHARS = 65_536
 CHARS_PER_TOKEN = 16
-
-
-class InputError(ValueError):
-    """An input is malformed. The message is for the client."""
 
 
 class PromptTooLong(InputError):

@@ -19,7 +19,6 @@ from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.prompt_size import (
     MAX_MESSAGES_CHARS,
     MESSAGES_CHARS_PER_TOKEN,
-    InputError,
     check_fits,
     check_num_tokens,
     most_chars,
@@ -28,7 +27,7 @@ from dflash_backend.text.prompt_size import (
 from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.structured_outputs import MAX_FORMAT_CHARS, names_format, take_formats
 from dflash_backend.text.token_masks import resolve_token_masks
-from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import InputError, Tokenizer
 
 Array = np.ndarray[Any, Any]
 

@@ -26,7 +26,6 @@ from dflash_backend.text.chat import (
     join_parts,
     with_reasoning_names,
 )
-from dflash_backend.text.prompt_size import InputError
 from dflash_backend.text.time_limit import OutOfTime, time_limit
 from dflash_backend.text.tools import ToolError, with_parsed_arguments
 
@@ -61,6 +60,10 @@ PIECE_CHARS_PER_TOKEN = 4
 
 # Texts are tokenised one at a time; a pool of threads would only disturb the fork that starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class InputError(ValueError):
+    """An input is malformed. The message is for the client."""
 
 
 def tokenizer_json(directory: Path) -> str:

@@ -28,10 +28,9 @@ from dflash_backend.engine_client.replicas import make_engines
 from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.text.output import RequestState
-from dflash_backend.text.prompt_size import InputError
 from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
-from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.triton.description import asks_for_description, describe_model
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dflash_backend.text.prompt_size import InputError
+from dflash_backend.text.tokenizer import InputError
 from dflash_openai.anthropic_errors import AnthropicErrorsMiddleware
 from dflash_openai.anthropic_messages import count_tokens, create_message
 from dflash_openai.bodies import has_messages, in_thread

@@ -16,12 +16,11 @@ from dflash_backend.text.parameter_values import whole_number
 from dflash_backend.text.prompt_size import (
     MAX_MESSAGES_CHARS,
     MESSAGES_CHARS_PER_TOKEN,
-    InputError,
     PromptTooLong,
     check_fits,
     check_num_tokens,
 )
-from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_openai.errors import ApiError, invalid
 
 # A role and content, and the tokens between messages.

@@ -21,10 +21,10 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, unavailable
-from dflash_openai.health import Readiness
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
+from dflash_openai.readiness import Readiness
 from dflash_openai.triton_pool import ModelDescription, TritonPool
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.adaptive.__main__ import misses
 from benchmarks.adaptive.cells import Cell, ClosedLoop, Rates
 from benchmarks.adaptive.systems import ADAPTIVE, FIXED, INJECT, NONE, models_loaded_once
-from checks.acceptance import shifted_drafter
+from benchmarks.worse_drafters import shifted_drafter
 from dflash_backend import LLM
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import report, scheduler
 from benchmarks.measure import Measurement
-from checks import acceptance, cancel_cost, malformed, mixed, nightly
+from benchmarks.prefix import PrefixMeasurement
+from checks import acceptance, cancel_cost, malformed, mixed, nightly, prefix
 from checks.flooded import FloodedTimes
-from checks.prefix import PrefixMeasurement
 
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True, 1488)
 
@@ -49,7 +49,7 @@ def test_the_scheduler_benchmark_names_each_bound_that_is_missed() -> None:
     ],
 )
 def test_a_prefix_measurement_names_each_bound_that_is_missed(changes: dict[str, Any], words: list[str]) -> None:
-    found = dataclasses.replace(GOOD_PREFIX, **changes).misses
+    found = prefix.misses(dataclasses.replace(GOOD_PREFIX, **changes))
     assert len(found) == len(words)
     assert all(word in miss for word, miss in zip(words, found, strict=True))
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import card_report, card_summary, card_texts, prompts
 from benchmarks.gpu.build import attention_backend
 from benchmarks.gpu.card_report import Part, Plan, Report
+from benchmarks.gpu.card_tests import TEST_OPTIONS
 from benchmarks.gpu.floor import Ceilings
 from benchmarks.gpu.profile import summarise
 from benchmarks.gpu.quantised_products import FP8_BOTH as FP8_BOTH_PRODUCTS
@@ -324,7 +325,7 @@ def test_outcomes_of_tests_are_recorded_as_they_come(tmp_path: Path, monkeypatch
     monkeypatch.setenv(outcomes.VARIABLE, str(records))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     options = ["-q", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "no:xdist"]
-    assert pytest.main([*options, *card_report.TEST_OPTIONS, str(tmp_path)], plugins=[outcomes]) == 1
+    assert pytest.main([*options, *TEST_OPTIONS, str(tmp_path)], plugins=[outcomes]) == 1
     results = Results({})
     results.take(records.read_text())
     found = {run.test.rpartition("::")[2]: run.outcome for run in results.checks}

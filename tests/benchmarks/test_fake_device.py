@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import card_report, pack
+from benchmarks.gpu.card_tests import GPU_TESTS
 from benchmarks.gpu.results import PartRun, Results, Skipped
 
 
@@ -87,7 +88,7 @@ def test_the_pack_compiles_what_the_report_launches(tmp_path: Path) -> None:
     launching = {part.name for part in card_report.PARTS} - {"texts cpu", "texts half", "profile", "second start"}
     assert set(pack.PARTS) == launching
     tests = pack.command("python3.12", "tests", tmp_path)
-    assert set(card_report.GPU_TESTS) < set(tests)
+    assert set(GPU_TESTS) < set(tests)
     command = pack.command("python3.12", "start", tmp_path / "records")
     assert command[:4] == ["python3.12", "-m", "benchmarks.gpu.card_parts", "start"]
     assert command[-2:] == ["--fake", "compile"]

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import report
 from benchmarks.measure import HostShare, Measurement, measure_host_share
-from benchmarks.workload import load_prompts
-from checks.prefix import PrefixMeasurement
+from benchmarks.prefix import PrefixMeasurement
 from dflash_backend import LLM
+from load_tests.prompts import load_prompts
 
 HOST = HostShare(streams=32, num_steps=100, step_s=2.0, phase_s=1.6, message_s=0.1)
 

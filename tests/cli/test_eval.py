@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import ModelRequest
@@ -23,6 +22,7 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
 from dflash_client.errors import ClientError, Internal
+from load_tests.prompts import load_prompts
 from tests.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
 from tests.tiny_models import make_target
 

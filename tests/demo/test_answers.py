@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.workload import held_out_dir
 from dflash_backend import LLM
+from load_tests.prompts import held_out_dir
 from tests.scale import scaled
 
 pytestmark = pytest.mark.slow

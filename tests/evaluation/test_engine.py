@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import EvaluationError, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.datasets import Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer, encode
 from dflash_backend.text.tokenizer import Tokenizer
+from load_tests.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from dflash_backend.without_torch import leave_torch_out
 def main() -> None:
     """Serve until a signal."""
     leave_torch_out()
+    from checks.byte_tokenizer import write_byte_tokenizer
     from dflash_cli.commands.security_options import add_security_options, security_config
     from dflash_openai.app import create_app
     from dflash_openai.config import FrontendConfig
     from dflash_openai.server import serve
-    from tests.byte_tokenizer import write_byte_tokenizer
     from tests.frontend.scripted_pool import Script, ScriptedPool
 
     parser = argparse.ArgumentParser()

@@ -16,8 +16,8 @@ from dflash_client.errors import ClientError, RequestTimeout, Unavailable
 from dflash_openai import notices
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
-from dflash_openai.health import Readiness
 from dflash_openai.metrics import merged
+from dflash_openai.readiness import Readiness
 from dflash_openai.triton_pool import TritonPool
 from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
@@ -117,9 +117,9 @@ def test_many_who_ask_for_readiness_share_one_question() -> None:
 def test_servers_that_fall_silent_are_not_ready_after_a_while_and_nobody_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dflash_openai.health.KEPT_S", 0.0)
-    monkeypatch.setattr("dflash_openai.health.WAIT_S", 0.05)
-    monkeypatch.setattr("dflash_openai.health.SILENCE_S", 0.3)
+    monkeypatch.setattr("dflash_openai.readiness.KEPT_S", 0.0)
+    monkeypatch.setattr("dflash_openai.readiness.WAIT_S", 0.05)
+    monkeypatch.setattr("dflash_openai.readiness.SILENCE_S", 0.3)
 
     async def run() -> None:
         pool = SlowPool()

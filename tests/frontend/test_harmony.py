@@ -14,13 +14,13 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from checks.byte_tokenizer import write_byte_tokenizer
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
 from dflash_openai.parsing.grammar import NoGrammar, forced_calls
 from dflash_openai.parsing.harmony import REASONING, TOOLS, HarmonyParser, template_messages
-from tests.byte_tokenizer import write_byte_tokenizer
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
 from tests.frontend.test_parsing import call, joined, parse

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from checks.byte_tokenizer import write_byte_tokenizer
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
-from tests.byte_tokenizer import write_byte_tokenizer
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Asked, ScriptedPool
 

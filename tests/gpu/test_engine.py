@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import ties
-from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
+from load_tests.prompts import load_prompts
 
 msgspec = pytest.importorskip("msgspec", reason="the engine's messages need the package msgspec")
 transformers = pytest.importorskip("transformers", reason="the reference for ties needs the package transformers")

@@ -56,7 +56,7 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "a prefix that was not found counts as a hit",
         "checks/prefix.py",
-        "self.fewest_cached_tokens < MIN_HIT_SHARE * self.prefix_tokens",
+        "measured.fewest_cached_tokens < MIN_HIT_SHARE * measured.prefix_tokens",
         "False",
         ("tests/benchmarks/test_bounds.py::test_a_prefix_measurement_names_each_bound_that_is_missed",),
     ),

@@ -179,7 +179,7 @@ FRONT_END_MUTANTS = (
         ("a completion ends again with the last one", "if delta.index in self._finished:", "if False:"),
     ),
     *mutants_of(
-        f"{FRONTEND}/health.py",
+        f"{FRONTEND}/readiness.py",
         (f"{TESTS}/test_endpoints.py",),
         ("each probe asks the servers", "if self._asking is None:", "if True:"),
         (

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
+from load_tests.server_state import MetricsPage
 from tests.servers import clean_environ, local_server
 from tests.waiting import eventually
 

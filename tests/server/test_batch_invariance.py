@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_client import DFlashClient
+from load_tests.prompts import load_prompts
 from tests.server.conftest import new_server
 
 MAX_TOKENS = 48

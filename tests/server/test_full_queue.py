@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient, Unavailable
 from dflash_client.errors import QueueFull
+from load_tests.server_state import MetricsPage
 from tests.frontends import local_frontend
 from tests.server.conftest import SETTINGS, new_server
 from tests.waiting import eventually

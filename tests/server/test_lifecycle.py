@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from checks.server_state import MetricsPage
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
+from load_tests.server_state import MetricsPage
 from tests.scale import by_night
 from tests.server.conftest import new_server
 from tests.waiting import eventually

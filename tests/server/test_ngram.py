@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
+from load_tests.server_state import MetricsPage
 from tests.server.conftest import new_server
 from tests.waiting import eventually
 

@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from checks.server_state import MetricsPage
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
+from load_tests.server_state import MetricsPage
 from tests.frontends import local_frontend
 from tests.waiting import eventually
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import family
 from dflash_cli.launcher.server import TritonServer
+from load_tests.server_state import engine_pids
 
 
 def test_no_process_but_the_engine_holds_torch(server: TritonServer) -> None:

@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from checks.server_state import engine_pids
 from dflash_client import ClientError, DFlashClient
+from load_tests.server_state import engine_pids
 from tests.server.conftest import new_server
 from tests.waiting import eventually
 

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from checks.server_state import MetricsPage, engine_pids
 from dflash_cli.launcher.processes import family
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
+from load_tests.server_state import MetricsPage, engine_pids
 from tests.scale import SCALE, scaled
 from tests.server.conftest import new_server
 from tests.servers import answers, change_model

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
+from load_tests.server_state import engine_pids
 from tests.cli.test_launcher import leftovers
 from tests.cli.test_restarts import kept
 from tests.server.conftest import new_server

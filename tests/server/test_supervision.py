@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from checks import chaos
-from checks.server_state import MetricsPage, engine_pids, processes_by_role
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
+from load_tests.server_state import MetricsPage, engine_pids, processes_by_role
 from tests.scale import scaled
 from tests.server.conftest import new_server
 from tests.waiting import eventually

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from checks.byte_tokenizer import EOS, START, write_byte_tokenizer
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output import compiler as compiler_module
 from dflash_backend.structured_output.compiler import CACHE_SIZE, LEAST_BYTES, GrammarCompiler, GrammarError
 from dflash_backend.structured_output.matcher import BitmaskFiller, MatcherRules
 from dflash_backend.text.tokenizer import Tokenizer, tokenizer_json
-from tests.byte_tokenizer import EOS, START, write_byte_tokenizer
 
 
 @pytest.fixture(scope="module")

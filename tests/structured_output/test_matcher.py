@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from checks.byte_tokenizer import EOS, write_byte_tokenizer
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output import matcher as matcher_module
 from dflash_backend.structured_output.compiler import GrammarCompiler
@@ -25,7 +26,6 @@ from dflash_backend.structured_output.matcher import (
     MatcherRules,
 )
 from dflash_backend.text.tokenizer import tokenizer_json
-from tests.byte_tokenizer import EOS, write_byte_tokenizer
 
 DEMO_TARGET = Path(__file__).parents[2] / "demo" / "pair" / "target"
 VOCAB = 300  # a target's vocabulary may be larger than its tokenizer's

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher
 
+from checks.byte_tokenizer import EOS, write_byte_tokenizer
 from dflash_backend.structured_output import compiler as compiler_module
 from dflash_backend.structured_output import trial as trial_module
 from dflash_backend.structured_output.compiler import GrammarCompiler, GrammarError
 from dflash_backend.structured_output.trial import GrammarTrial, TrialUnavailable, Verdict
 from dflash_backend.text.tokenizer import tokenizer_json
-from tests.byte_tokenizer import EOS, write_byte_tokenizer
 from tests.structured_output.test_compiler import of
 
 LARGE = str(LLMatcher.grammar_from_lark("start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(200))))

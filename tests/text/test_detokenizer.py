@@ -4,11 +4,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checks.byte_tokenizer import EOS, START
 from dflash_backend.messages import SamplingParams
 from dflash_backend.text.detokenizer import Detokenizer
 from dflash_backend.text.stop_strings import StopAutomaton, StopStrings
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import EOS, START
 
 part_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 byte_ids = st.lists(st.integers(0, 255), max_size=40)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checks.byte_tokenizer import START
 from dflash_backend.messages import SamplingParams, TokenDelta, TokenLogprobs
 from dflash_backend.text.detokenizer import CONTEXT, Detokenizer, context_of
 from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import ParsedRequest, ReturnFlags
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import START
 from tests.sentencepiece_tokenizer import ID, WORDS, byte_ids, write_sentencepiece_tokenizer
 
 HELLO, WORLD, COMMA, SPACE, UNK = ID["▁Hello"], ID["▁world"], ID[","], ID["▁"], ID["<unk>"]

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from checks.byte_tokenizer import START
 from dflash_backend.messages import ENCODER, ENGINE_INPUT, EngineReady, GenerationRequest
 from dflash_backend.text.request import InputError, RequestRules, ReturnFlags, parse_request
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import START
 from tests.triton.fake_triton import as_input
 
 READY = EngineReady(

@@ -13,12 +13,12 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from checks.byte_tokenizer import EOS, START, write_byte_tokenizer
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text import time_limit as time_limits
-from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, most_chars
+from dflash_backend.text.prompt_size import PromptTooLong, check_fits, most_chars
 from dflash_backend.text.time_limit import OutOfTime, time_limit
-from dflash_backend.text.tokenizer import PromptError, Tokenizer
-from tests.byte_tokenizer import EOS, START, write_byte_tokenizer
+from dflash_backend.text.tokenizer import InputError, PromptError, Tokenizer
 from tests.sentencepiece_tokenizer import ID, write_sentencepiece_tokenizer
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from checks.byte_tokenizer import EOS
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.messages import GenerationRequest
 from dflash_backend.triton.service import TritonService
-from tests.byte_tokenizer import EOS
 from tests.triton.fake_triton import FakeTriton, InferenceResponse, Request
 from tests.triton.serving import COMMAND, submit
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.kv_cache import PagedKVCache
+from load_tests.prompts import load_prompts
 
 CPU = torch.device("cpu")
 

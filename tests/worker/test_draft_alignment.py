@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.messages import GenerationRequest, SamplingParams
+from load_tests.prompts import load_prompts
 
 NUM_STEPS = 6
 

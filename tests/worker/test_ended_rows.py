@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.core.plan import StepDrafts, StepPlan
 from dflash_backend.core.request import EndRule
 from dflash_backend.messages import SamplingParams, StructuredOutputs
 from dflash_backend.worker.step_ops import HostStepOps
+from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
+from load_tests.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")

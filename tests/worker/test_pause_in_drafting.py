@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.core.speculation.policy import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.spec_stats import SpecDecodingStats
+from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

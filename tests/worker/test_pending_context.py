@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker import pending_context
 from dflash_backend.worker.pending_context import PendingContext
+from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.workload import load_prompts
 from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepDrafts, StepPlan, StepResult
 from dflash_backend.core.scheduler import Scheduler
@@ -19,6 +18,7 @@ from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker.step_ops import HostStepOps
+from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

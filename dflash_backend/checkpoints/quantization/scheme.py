@@ -7,13 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.quantization.names import Names
 from dflash_backend.checkpoints.spec import CheckpointError
-
-if TYPE_CHECKING:
-    from dflash_backend.checkpoints.files import TensorHeader
 
 PLAIN_DTYPES = ("F32", "BF16", "F16")
 

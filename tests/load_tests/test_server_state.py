@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from checks.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
+from load_tests.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
 from tests.waiting import eventually
 
 RUNNING, STEPS, REASONS = "dflash:num_requests_running", "dflash:step_seconds_count", "dflash:request_success_total"
