@@ -8,7 +8,30 @@ CORE = "dflash_backend/core"
 OVERLAP = ("tests/core/test_overlap.py",)
 RANDOM = ("tests/core/test_core_random.py",)
 
+EARLY = ("tests/worker/test_early_tokens.py",)
+
 OVERLAP_MUTANTS = (
+    Mutant(
+        "on a CPU a step's tokens wait for its drafts",
+        "dflash_backend/worker/runner.py",
+        "        if self.overlaps:\n            self._draft_part(part)\n        elif",
+        "        self._draft_part(part)\n        if",
+        EARLY,
+    ),
+    Mutant(
+        "the engine's process drafts before it sends",
+        "dflash_backend/engine/process.py",
+        "                outputs = self._core.step()\n",
+        "                outputs = self._core.step()\n                self._core.finish_step()\n",
+        EARLY,
+    ),
+    Mutant(
+        "the times of the last step are never told",
+        "dflash_backend/core/engine.py",
+        "        outputs, self._outputs = self._outputs, StepOutputs()\n        return",
+        "        outputs = StepOutputs()\n        return",
+        EARLY,
+    ),
     *mutants_of(
         f"{CORE}/engine.py",
         OVERLAP,
