@@ -215,6 +215,10 @@ FORMATS = {"structured_outputs": read_structured_outputs, "response_format": rea
 _BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}
 
 
+# As clients of TensorRT-LLM write a list of texts that they leave out.
+EMPTY_TEXTS = ("bad_words", "stop")
+
+
 def parse_sampling_params(
     values: Mapping[str, Any],
     *,
@@ -226,11 +230,14 @@ def parse_sampling_params(
 
     A value of None means the default; `max_tokens` of None means as many as fit. `max_speculative_tokens` (the server's
     k) bounds `num_speculative_tokens`, `vocab_size` token ids, and `max_n` bounds `n`; None means no bound. Names that
-    begin with `triton_` are skipped. Parameters of vLLM that this server does not have may have neutral values. Raises
-    `ParameterError` for the first unknown name or value that is not allowed.
+    begin with `triton_` are skipped, and so is an empty text for a list of texts or by another server's name.
+    Parameters of vLLM that this server does not have may have neutral values. Raises `ParameterError` for the first
+    unknown name or value that is not allowed.
     """
     parsed: dict[str, Any] = {}
     for name, value in values.items():
+        if value == "" and (name in EMPTY_TEXTS or name in OTHER_NAMES):
+            continue
         if name == "logit_bias" and value is not None:
             biases = _read_logit_bias(value, vocab_size)
             if biases is None:

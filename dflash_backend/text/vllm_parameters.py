@@ -81,6 +81,7 @@ OTHER_NAMES: dict[str, str] = {
     "min_new_tokens": "'min_tokens'",
     "stop_sequences": "'stop'",
     "stop_strings": "'stop'",
+    "stop_words": "'stop'",
     "eos_token_id": "'stop_token_ids'",
     "num_return_sequences": "'n'",
     "random_seed": "'seed'",

@@ -96,6 +96,15 @@ def test_a_number_in_text_is_written_as_json_writes_it(value):
         parse(temperature=value)
 
 
+@pytest.mark.parametrize("name", ["bad_words", "stop", "stop_words", "stop_sequences"])
+def test_an_empty_text_for_a_list_of_texts_asks_for_nothing(name):
+    """As TensorRT-LLM's clients write it."""
+    assert parse(**{name: ""}) == parse()
+    if name not in ("bad_words", "stop"):
+        with pytest.raises(ParameterError, match=f"unknown sampling parameter '{name}'; use 'stop'"):
+            parse(**{name: "x"})
+
+
 def test_stops_have_a_number_of_characters_together():
     assert len(parse(stop=["a" * 1000 + str(i) for i in range(4)]).stop) == 4
     with pytest.raises(ParameterError, match="together at most 4096"):
@@ -282,10 +291,10 @@ NOT_ALLOWED = {
     "top_k": [-2, INT64_MAX + 1],
     "min_p": [1.1],
     "seed": [2**64, -(2**63) - 1, "x"],
-    "stop": ["", ["a", 1], 5, "[null]", '["\\ud800"]'],
+    "stop": [["a", 1], [""], 5, "[null]", '["\\ud800"]'],
     "stop_token_ids": [[-1], ["x"], [INT64_MAX + 1]],
     "allowed_token_ids": [[], [-1], ["x"], [True], [5, 100]],
-    "bad_words": ["", ["a", 1], ["a" * 257], ["a"] * 257, [chr(0xD800)]],
+    "bad_words": [["a", 1], [""], ["a" * 257], ["a"] * 257, [chr(0xD800)]],
     "ignore_eos": ["maybe"],
     "num_speculative_tokens": [8],
     "cache_salt": [5],
