@@ -20,6 +20,7 @@ from benchmarks.gpu.results import Cycle  # noqa: E402
 from benchmarks.gpu.shapes import tiny  # noqa: E402
 from benchmarks.gpu.synthetic import SyntheticAcceptance  # noqa: E402
 from dflash_backend.core.engine import EngineCore  # noqa: E402
+from dflash_backend.worker.batch import Step  # noqa: E402
 from dflash_backend.worker.graphs import CapturedStep  # noqa: E402
 from dflash_backend.worker.step import ModelStep  # noqa: E402
 
@@ -108,14 +109,13 @@ def check_engine() -> None:
         cycle = cycles(core)
     assert cycle.num_cycles == 3
     assert replayed.call_count >= 3
-    finish = ModelStep.finish
+    accept = ModelStep.accept
 
-    def reading(step: ModelStep, verified: object) -> object:
-        found = finish(step, verified)  # type: ignore[arg-type]
-        found.numbers.tolist()
-        return found
+    def reading(model_step: ModelStep, step: Step) -> None:
+        accept(model_step, step)
+        step.results.tolist()
 
-    with mock.patch.object(ModelStep, "finish", reading):
+    with mock.patch.object(ModelStep, "accept", reading):
         refused("when stream is capturing", lambda: engine.core(K, acceptance))
     worker = worker_of(core)
     seen = worker._worker.step.state.computed  # type: ignore[attr-defined]
