@@ -161,6 +161,42 @@ def test_an_answer_calls_a_tool_or_has_its_format(
         assert not takes(grammar, text), text
 
 
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"name": "get_weather"}', True),
+        ('{"name":"Ada", "parameters": 3}', True),
+        ('{"city": "Oslo", "name": "now"}', True),
+        (LLAMA_CALL, True),
+        ('{"name": "now", "parameters": {"a": 1}}', True),
+        ('{"name": "other", "parameters": {}}', False),
+        ('{"name": "get_weather", "parameters": {"city": 1}}', False),
+    ],
+)
+def test_json_that_begins_like_a_call_of_llamas_may_be_the_answer(text: str, taken: bool) -> None:
+    properties = {"city": {"type": "string"}, "name": {"type": "string"}, "parameters": {"type": "integer"}}
+    wanted = StructuredOutputs("json", json.dumps({"type": "object", "properties": properties, "required": ["name"]}))
+    functions = [{**FUNCTIONS[0], "strict": True}, {"name": "now"}]
+    assert takes(calls_or_format(LLAMA3_JSON, functions, True, {}, wanted), text) == taken
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        (tagged(("path", "a"), ("what", "1")), True),
+        (tagged(), True),
+        ('{"a": 1}', True),
+        (tagged(("path", "a")).replace("write_file", "other"), False),
+    ],
+)
+def test_a_call_with_tags_that_the_model_chooses_has_any_parameters(text: str, taken: bool) -> None:
+    wanted = StructuredOutputs("json", '{"type":"object"}')
+    assert takes(calls_or_format(QWEN3_CODER, [FILE], True, {}, wanted), text) == taken
+    if text.startswith("<"):
+        anything = [{**FILE, "parameters": {}}]
+        assert takes(forced_calls(QWEN3_CODER, anything, True, {}), text) == taken
+
+
 @pytest.mark.parametrize(("strict", "takes_any"), [(None, True), (False, True), (True, False)])
 def test_the_arguments_of_a_call_that_the_model_chooses_follow_a_strict_schema_alone(
     strict: bool | None, takes_any: bool

@@ -123,11 +123,31 @@ def _calls(
         if format is QWEN3_CODER:
             lines += _tagged_call(f"f{index}", function["name"], schema, about)
             continue
+        if format is LLAMA3_JSON and root != "start":
+            lines += [
+                about,
+                f"f{index}: %json {json.dumps(_call_object(function['name'], schema), ensure_ascii=False)}",
+            ]
+            continue
         lines.append(f"f{index}: {_call(format, function['name'], f'arguments{index}', marks)}")
         lines += [about, f"arguments{index}: %json {json.dumps({**schema, **_JSON_STYLE}, ensure_ascii=False)}"]
     if format is QWEN3_CODER:
         lines.append('text[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
     return lines
+
+
+def _call_object(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call of Llama's, for a grammar in which other JSON may stand in its place: both must be made of
+    the same words, since what begins like one word is not read as another."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {
+        **shared,
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": schema},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_pattern": JSON_WHITESPACE},
+    }
 
 
 def _tagged_call(rule: str, name: str, schema: Mapping[str, Any], about: str) -> list[str]:
@@ -137,6 +157,9 @@ def _tagged_call(rule: str, name: str, schema: Mapping[str, Any], about: str) ->
     properties = properties if isinstance(properties, Mapping) else {}
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts, lines = [], []
+    if not properties and schema.get("additionalProperties") is not False:
+        # Any parameters, of which nothing is known.
+        parts, lines = [f"{rule}any*"], [f"{rule}any: /<parameter=[A-Za-z0-9_.-]{{1,128}}>\\n/ text"]
     for index, (parameter, of_one) in enumerate(properties.items()):
         if of_one is False:
             continue
