@@ -180,6 +180,14 @@ def test_json_that_begins_like_a_call_of_llamas_may_be_the_answer(text: str, tak
     assert takes(calls_or_format(LLAMA3_JSON, functions, True, {}, wanted), text) == taken
 
 
+def test_a_list_is_not_taken_for_the_mark_of_mistrals_calls() -> None:
+    wanted = StructuredOutputs("json", '{"type":"array","items":{"type":"integer"}}')
+    grammar = calls_or_format(MISTRAL, FUNCTIONS, True, {}, wanted)
+    for text in ("[1, 2]", "[]", f"[TOOL_CALLS][{MISTRAL_CALL}]"):
+        assert takes(grammar, text), text
+    assert not takes(grammar, "[TOOL]")
+
+
 @pytest.mark.parametrize(
     ("text", "taken"),
     [

@@ -197,7 +197,21 @@ GRAMMAR_MUTANTS = (
         ),
         ("a regular expression beside tools ends at its slash", 'else r"\\/", wanted.text)', 'else "/", wanted.text)'),
         ("a call that the model chooses has no free arguments", 'each if each.get("strict") else', "each if True else"),
-        ("JSON beside tools has white space without end", '{"whitespace_pattern": JSON_WHITESPACE}', "{}"),
+        (
+            "JSON beside tools has white space without end",
+            'schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}',
+            "pass",
+        ),
+        (
+            "JSON that begins like a call of Llama's is none",
+            'if format is LLAMA3_JSON and root != "start":',
+            "if False:",
+        ),
+        (
+            "a function of which nothing is known has no parameters with tags",
+            'if not properties and schema.get("additionalProperties") is not False:',
+            "if False:",
+        ),
         ("a parameter with a tag may be left out", "'' if is_required else '?'", "'?'"),
         ("arguments may be no object", '{**schema, "type": "object"}', "schema"),
     ),
