@@ -1,4 +1,5 @@
-"""Servers of several checkouts side by side, measured in turn: tokens/s of each over those of the first.
+"""Servers of several checkouts side by side, measured in turn: tokens/s of each over those of the first,
+and the median time to the first token.
 
 `python -m benchmarks.compare_trees before=/src/old after=.` starts `dflash-triton serve` of each checkout (`make setup`
 must have run there) with the demo pair of this one, and streams the same prompts to one server after the other, in
@@ -49,6 +50,7 @@ class Tree:
     process: psutil.Process | None = None
     tokens_per_s: list[float] = field(default_factory=list)
     cpu_s_per_token: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
 
     @property
     def program(self) -> Path:
@@ -132,6 +134,7 @@ def measure(tree: Tree, prompts: list[list[int]], streams: int, max_tokens: int)
     before = cpu_seconds(tree.process)
     run = through_triton(tree.grpc_url, prompts, streams, max_tokens)
     tree.tokens_per_s.append(run.tokens_per_s)
+    tree.first_token_s.append(run.first_token_p50_s or 0.0)
     tree.cpu_s_per_token.append((cpu_seconds(tree.process) - before) / run.num_tokens)
     return run
 
@@ -154,9 +157,13 @@ def report(trees: list[Tree]) -> str:
         pairs = zip(trees[0].cpu_s_per_token, tree.cpu_s_per_token, strict=True)
         by_wall = "{:.3f} ({:.3f} to {:.3f})".format(*quartiles(ratios(tree, trees[0])))
         by_cpu = "{:.3f} ({:.3f} to {:.3f})".format(*quartiles([first / mine for first, mine in pairs]))
-        rows.append([tree.name, f"{statistics.median(tree.tokens_per_s):.0f}", by_wall, by_cpu])
-    header = ["", "tokens/s", f"over {trees[0].name} (middle half)", "by the server's processor time"]
-    return markdown_table(header, rows, "lrrr")
+        latencies = zip(tree.first_token_s, trees[0].first_token_s, strict=True)
+        by_first = "{:.3f} ({:.3f} to {:.3f})".format(*quartiles([mine / first for mine, first in latencies]))
+        first_ms = f"{1e3 * statistics.median(tree.first_token_s):.1f} ms"
+        rows.append([tree.name, f"{statistics.median(tree.tokens_per_s):.0f}", by_wall, by_cpu, first_ms, by_first])
+    over = f"over {trees[0].name} (middle half)"
+    header = ["", "tokens/s", over, "by the server's processor time", "first token", f"its time {over}"]
+    return markdown_table(header, rows, "lrrrrr")
 
 
 def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Namespace) -> int:
@@ -167,6 +174,7 @@ def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Names
             measure(tree, prompts[:count], args.streams, args.max_tokens)
         tree.tokens_per_s.clear()
         tree.cpu_s_per_token.clear()
+        tree.first_token_s.clear()
     different, so_far = 0, progress("rounds")
     for done in range(args.rounds):
         so_far.step(done, args.rounds)

@@ -52,12 +52,16 @@ def test_each_server_has_the_settings_and_old_ones_no_openai_port(tmp_path: Path
 
 
 def test_ratios_are_of_each_round_and_less_processor_time_is_a_larger_ratio() -> None:
-    first = Tree("before", Path("."), [], tokens_per_s=[10.0, 20.0, 40.0], cpu_s_per_token=[1.0, 1.0, 1.0])
-    second = Tree("after", Path("."), [], tokens_per_s=[20.0, 20.0, 60.0], cpu_s_per_token=[0.5, 0.5, 0.5])
+    first = Tree("before", Path("."), [], "", None, [10.0, 20.0, 40.0], [1.0, 1.0, 1.0], [0.010, 0.020, 0.030])
+    second = Tree("after", Path("."), [], "", None, [20.0, 20.0, 60.0], [0.5, 0.5, 0.5], [0.009, 0.016, 0.030])
     assert ratios(second, first) == [2.0, 1.0, 1.5]
     table = report([first, second])
-    assert "| before | 20 | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) |" in table
-    assert "| after | 20 | 1.500 (1.000 to 2.000) | 2.000 (2.000 to 2.000) |" in table
+    assert (
+        "| before | 20 | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) | 20.0 ms | 1.000 (1.000 to 1.000) |" in table
+    )
+    assert (
+        "| after | 20 | 1.500 (1.000 to 2.000) | 2.000 (2.000 to 2.000) | 16.0 ms | 0.900 (0.800 to 1.000) |" in table
+    )
 
 
 def test_rounds_whose_tokens_differ_are_counted_and_each_tree_has_its_turn_first(
