@@ -18,7 +18,7 @@ TIME_LIMIT_S = 30.0
 
 
 class GrammarCompiler(Protocol):
-    """What the core needs of `structured_output.GrammarCompiler`."""
+    """What the core needs of `structured_output.compiler.GrammarCompiler`."""
 
     @property
     def num_compiled(self) -> int: ...

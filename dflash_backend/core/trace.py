@@ -1,7 +1,7 @@
 """A trace of the step loop in Chrome's trace format, for `chrome://tracing` and https://ui.perfetto.dev.
 
 Made by `build_engine` when the setting `trace_dir` names a folder, and fed by `EngineCore` (requests and steps) and by
-`engine_process` (messages). Without the setting there is no trace object and nothing is measured for it.
+`engine/process.py` (messages). Without the setting there is no trace object and nothing is measured for it.
 
 The files are in the JSON array format, one event a line, and every step is flushed: a viewer accepts an array that was
 never closed, so the file of a process that was killed can be read too. At most two files exist: when the current one

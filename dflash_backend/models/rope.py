@@ -20,7 +20,7 @@ class Rotary:
 
     Tables are `[max_positions, head_dim]`, computed in float32 and kept in the model's dtype, times the spec's
     `attention_factor`; the sine's first half is negated, so that a rotation is `x * cos + swap_halves(x) * sin`. Where
-    a part of the head is rotated, the pairs behind that part's are turned by nothing (`gated_attention.py` puts them
+    a part of the head is rotated, the pairs behind that part's are turned by nothing (`hybrid_layers.py` puts them
     there).
     """
 

@@ -1,10 +1,11 @@
 """What a request may ask of its logits beyond temperature and filters: penalties, biases, hidden tokens, grammars, and
 log-probabilities of its own tokens and of its prompt's.
 
-A padded step is two graphs (`graphs`): up to the target's own tokens, and from them on. Between the two the tokens of
-special rows are chosen once more, from their own logits, by a few launches that touch no other row. So no request takes
-another one out of its graph, and masks of grammars are filled while the first graph runs. Log-probabilities of a prompt
-take the logits of positions that no token is sampled from: a few at a time, reduced at once.
+A padded step is three graphs (`graphs`), the first of which ends with the target's own tokens. Before the second the
+tokens of special rows are chosen once more, from their own logits, by a few launches that touch no other row. So no
+request takes another one out of its graph, and masks of grammars are filled while the first graph runs.
+Log-probabilities of a prompt take the logits of positions that no token is sampled from: a few at a time, reduced at
+once.
 """
 
 from __future__ import annotations

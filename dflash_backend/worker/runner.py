@@ -173,8 +173,8 @@ class ModelRunner:
             )
 
     def _mixed_shapes(self) -> list[tuple[int, int]]:
-        """Those of `mixed_steps`; none where a row's bound costs more than empty tiles: recurrent layers, and attention
-        in pieces of fixed positions."""
+        """As `graphs.mixed_shapes`; none where a row's bound costs more than empty tiles: recurrent layers, and
+        attention in pieces of fixed positions."""
         if self.step.pool is not None or not self.step.backend.capabilities.shares_work:
             return []
         return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.width)

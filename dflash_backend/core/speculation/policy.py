@@ -14,7 +14,7 @@ is drafted the drafter's confidence tells likely drafts from others, and the ste
 of drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be
 without it, since the budget leaves out what is not likely.
 
-Both estimates need variety. Where drafting does not pay it is tried now and then (`probing.py`), and while the time of
+Both estimates need variety. Where drafting does not pay it is tried now and then (`Probes`), and while the time of
 a step without drafts is not known, one is run. Both take at most a small part of the time.
 """
 
