@@ -118,7 +118,7 @@ bench-gpu: ## Measure decode cycles on an NVIDIA GPU against its limits: make be
 # replayed graphs, then the step's operations, engines, and single kernels. Compiling takes most of a first run, so
 # processes share it out where pytest-xdist is there.
 GPU_TESTS := tests/gpu/test_serving_attention.py tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/gpu \
-  tests/attention/test_device_lengths.py tests/attention/test_long_rows.py tests/models/test_ops.py tests/test_device_lossless.py \
+  tests/attention/test_device_lengths.py tests/attention/test_long_rows.py tests/models/test_ops.py tests/invariants/test_device_lossless.py \
   tests/kernels
 GPU_JOBS ?= 8
 

@@ -75,9 +75,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
             "-m",
             "slow and not server",
             "tests/core",
-            "tests/test_lossless.py",
-            "tests/test_logits_processing.py",
-            "tests/test_formats_end_to_end.py",
+            "tests/invariants/test_lossless.py",
+            "tests/invariants/test_logits_processing.py",
+            "tests/drafters/test_formats_end_to_end.py",
             "tests/checkpoints",
             "tests/demo",
         ),
@@ -104,7 +104,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "1,000 random workloads with steps in flight yield what the engine without overlap yields",
     ),
     "combinations": (
-        ("pytest", "-q", "-n", "logical", "tests/test_setting_combinations.py"),
+        ("pytest", "-q", "-n", "logical", "tests/invariants/test_setting_combinations.py"),
         "1,000 draws of settings, families, drafters and traffic: each request gets its target's own text",
     ),
     "positions": (
@@ -121,9 +121,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
             "tests/worker/test_recurrent_engines.py",
             "tests/worker/test_mixed_steps.py",
             "tests/worker/test_shared_prefixes.py",
-            "tests/test_same_seed.py",
-            "tests/test_batch_invariance.py",
-            "tests/test_batch_invariant_kernels.py",
+            "tests/invariants/test_same_seed.py",
+            "tests/invariants/test_batch_invariance.py",
+            "tests/invariants/test_batch_invariant_kernels.py",
             "tests/kernels/test_invariant_kernels.py",
             "tests/kernels/test_paged_attention.py",
             "tests/benchmarks/test_kernel_variants.py",
@@ -144,7 +144,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "every kernel compiles for Hopper, with every tile of quantised weights; dependent launches keep their rules",
     ),
     "kept_pair": (
-        ("tests.kept_pair", "--prompts", "2", "--tokens", "16"),
+        ("tests.support.kept_pair", "--prompts", "2", "--tokens", "16"),
         "the demo pair in FP8 and INT4 that stay quantised, kernels interpreted: the dequantised pair's text",
     ),
     "states": (
@@ -177,7 +177,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
-# tests/scale.py
+# tests/support/scale.py
 ENVIRON = {
     "examples": {"TEST_RANDOM": "1"},
     "tests": {"TEST_SCALE": "4"},

@@ -22,7 +22,7 @@ ENV_PREFIX = "DFLASH_"
 
 # Environment names under our prefix that are not settings of the engine.
 RESERVED_ENV_PREFIX = (
-    "DFLASH_REAL_WEIGHTS_",  # tests/test_real_weights.py
+    "DFLASH_REAL_WEIGHTS_",  # tests/evaluation/test_real_weights.py
     "DFLASH_API_KEY",  # What the command line sends to a server,
     "DFLASH_URL",  # and where that is.
     "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.

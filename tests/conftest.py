@@ -33,8 +33,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 from hypothesis import settings
 
-from tests.allowed_skips import is_allowed
-from tests.scale import NIGHTLY_SCALE, SCALE
+from tests.support.allowed_skips import is_allowed
+from tests.support.scale import NIGHTLY_SCALE, SCALE
 from tests.tiers import ROOT, Tier, read_table
 
 # The same examples in each run, so that a red one is about the change; `make nightly` looks at others.
@@ -46,7 +46,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests import fast_interpreter
+    from tests.support import fast_interpreter
 
     fast_interpreter.install()
 
@@ -56,7 +56,7 @@ SPLIT = (
     "tests/core/",
     "tests/attention/",
     "tests/gpu/test_engine.py",
-    "tests/test_lossless.py",
+    "tests/invariants/test_lossless.py",
     "tests/load_tests/test_smoke.py",
 )
 # These count what is left over in /dev/shm, or leave something there for a while.
@@ -83,7 +83,9 @@ def inference_mode() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--strict-skips", action="store_true", help="fail for skips that tests/allowed_skips.py lacks")
+    parser.addoption(
+        "--strict-skips", action="store_true", help="fail for skips that tests/support/allowed_skips.py lacks"
+    )
     parser.addoption(
         "--strict-times", action="store_true", help="fail for files far above their row of tests/tiers.csv"
     )
@@ -93,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--strict-times") or config.getoption("--file-times"):
-        from tests.file_times import FileTimes  # needs psutil, which a machine with a GPU may lack
+        from tests.support.file_times import FileTimes  # needs psutil, which a machine with a GPU may lack
 
         config.pluginmanager.register(FileTimes(config, config.getoption("--tier")), "file-times")
 
@@ -236,4 +238,4 @@ def refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.Collec
     reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     if not is_allowed(report.nodeid, reason):
         report.outcome = "failed"
-        report.longrepr = f"skipped, which tests/allowed_skips.py does not allow: {reason}"
+        report.longrepr = f"skipped, which tests/support/allowed_skips.py does not allow: {reason}"

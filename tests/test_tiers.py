@@ -16,7 +16,6 @@ import pytest
 
 from checks.nightly import COMMANDS, ENVIRON
 from tests import tiers
-from tests.allowed_skips import ALLOWED, is_allowed
 from tests.conftest import (
     ONE_AT_A_TIME,
     SMOKE,
@@ -29,8 +28,9 @@ from tests.conftest import (
     refuse_skip,
     waits_for_night,
 )
-from tests.file_times import OUTSIDE, files_above, processor_seconds
-from tests.scale import NIGHTLY_SCALE, scaled
+from tests.support.allowed_skips import ALLOWED, is_allowed
+from tests.support.file_times import OUTSIDE, files_above, processor_seconds
+from tests.support.scale import NIGHTLY_SCALE, scaled
 from tests.tiers import BUDGETS, LARGEST_S, ROOT, UNMEASURED_S, Row, Tier, files_of_tests, read_table, total
 
 
@@ -167,7 +167,7 @@ def test_what_was_not_measured_counts_too_and_a_run_is_written_into_its_tier() -
 
 def test_a_table_that_is_written_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = {
-        "tests/test_heap.py": Row(None, None, True, None),
+        "tests/engine/test_heap.py": Row(None, None, True, None),
         "tests/test_layers.py": Row(3.0, None),
         "tests/test_tiers.py": Row(1.5, 2.0, True, 0.5),
     }
@@ -197,7 +197,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         "tests/test_serves.py": Row(5.0, 40.0),
         "tests/test_waits.py": Row(1.0, 10.0),
     }
-    for module in ("tests.tiers", "tests.conftest", "tests.file_times"):
+    for module in ("tests.tiers", "tests.conftest", "tests.support.file_times"):
         monkeypatch.setattr(f"{module}.read_table", lambda: rows)
 
 
@@ -257,7 +257,7 @@ def test_processor_time_counts_processes_that_tests_start() -> None:
 
 
 CONFTEST = """
-from tests import file_times
+from tests.support import file_times
 
 file_times.is_far_above = lambda seconds, recorded: seconds > 0.2
 
@@ -306,8 +306,8 @@ def test_a_run_with_a_file_far_above_its_row_fails_and_says_which(tmp_path: Path
     ("node_id", "reason", "allowed"),
     [
         ("tests/server/test_contract.py::test_x", "Triton is not installed", False),
-        ("tests/test_real_weights.py::test_x", "DFLASH_REAL_WEIGHTS_TARGET is not set", True),
-        ("tests/test_real_weights.py::test_x", "too slow", False),
+        ("tests/evaluation/test_real_weights.py::test_x", "DFLASH_REAL_WEIGHTS_TARGET is not set", True),
+        ("tests/evaluation/test_real_weights.py::test_x", "too slow", False),
         ("tests/gpu/test_engine.py::test_x", "needs an NVIDIA GPU", True),
         ("tests/kernels/test_compiles.py", "this build of Triton cannot compile for NVIDIA GPUs", False),
     ],
@@ -332,7 +332,7 @@ def test_every_path_that_is_named_exists() -> None:
 
 
 def test_a_scaled_number_is_never_below_what_shows_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.scale.SCALE", 0.1)
+    monkeypatch.setattr("tests.support.scale.SCALE", 0.1)
     assert [scaled(400, at_least=60), scaled(1000), scaled(3, at_least=5)] == [60, 100, 3]
-    monkeypatch.setattr("tests.scale.SCALE", 2.0)
+    monkeypatch.setattr("tests.support.scale.SCALE", 2.0)
     assert scaled(400, at_least=60) == 800

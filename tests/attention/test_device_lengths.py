@@ -14,7 +14,7 @@ from dflash_backend.attention.triton_backend import TritonBackend
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
-from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
+from tests.support.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

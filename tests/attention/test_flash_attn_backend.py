@@ -23,7 +23,7 @@ from tests.attention.test_device_lengths import (
     run,
 )
 from tests.attention.test_selection import NEEDS
-from tests.paged import BLOCK_SIZE
+from tests.support.paged import BLOCK_SIZE
 
 
 def documented_varlen(

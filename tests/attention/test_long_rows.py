@@ -32,7 +32,7 @@ from tests.attention.test_device_lengths import (
     run,
 )
 from tests.attention.test_flash_attn_backend import documented_varlen
-from tests.paged import BLOCK_SIZE
+from tests.support.paged import BLOCK_SIZE
 
 NEEDS = Requirements(
     patterns=frozenset({AttentionPattern(True), AttentionPattern(True, 100), AttentionPattern(True, sinks=True)}),

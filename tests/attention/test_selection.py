@@ -15,7 +15,7 @@ from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.attention.triton_backend import INTERPRETED
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import build_engine
-from tests.tiny_models import make_draft, make_target
+from tests.support.tiny_models import make_draft, make_target
 
 NEEDS = Requirements(
     patterns=frozenset(

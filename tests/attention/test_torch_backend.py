@@ -10,7 +10,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer, 
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks, split_groups
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention_reference
-from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
+from tests.support.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
 HEAD_DIM = 8
 ROWS = [

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 from benchmarks.gpu.compile_table import overlap_of_loops
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = """

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.forced_ops import force_acceptance
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.batch_parallel import one_thread
-from tests.tiny_models import make_pair
+from tests.support.tiny_models import make_pair
 from tests.worker.engines import ReferenceStepOps, engine, on_device_runner, outputs_of
 
 PROMPT = [1, 2, 3, 4, 5, 6]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu.kernel_variants import CASES
 from tests.kernels.compile_only import ROOT
-from tests.scale import SCALE, by_night, scaled
+from tests.support.scale import SCALE, by_night, scaled
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.quantised_table import ALL, MXFP4_EXPERTS
 from tests.kernels.compile_only import ROOT
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -12,7 +12,7 @@ from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import build_engine
 from tests.drafters.drafts import edit, make_speculators, put
-from tests.tiny_models import make_draft, make_pair, make_target
+from tests.support.tiny_models import make_draft, make_pair, make_target
 
 
 def test_a_zlab_drafter_in_words(tmp_path: Path) -> None:

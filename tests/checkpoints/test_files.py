@@ -19,7 +19,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.tiny_models import make_pair, make_target
+from tests.support.tiny_models import make_pair, make_target
 
 
 @pytest.fixture

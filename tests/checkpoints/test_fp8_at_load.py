@@ -16,9 +16,9 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import build_engine
 from dflash_backend.models import TargetModel, load_target
 from tests.models.test_text_parts import stack_experts
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.quantised import GPTQ, Packer, edit_config, edit_tensors, fp8_rows, gptq, write, write_by_name
-from tests.tiny_models import make_pair, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.quantised import GPTQ, Packer, edit_config, edit_tensors, fp8_rows, gptq, write, write_by_name
+from tests.support.tiny_models import make_pair, make_target
 
 CPU = torch.device("cpu")
 FBGEMM = {"quant_method": "fbgemm_fp8"}

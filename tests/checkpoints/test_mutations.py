@@ -19,9 +19,9 @@ from dflash_backend.drafters.dflash.config import KNOWN as DFLASH_FIELDS
 from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.scale import SCALE, scaled
-from tests.tiny_models import make_draft, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.scale import SCALE, scaled
+from tests.support.tiny_models import make_draft, make_target
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1024**3

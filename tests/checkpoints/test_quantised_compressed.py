@@ -13,9 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.oracle.compressed_tensors_library import FORMATS, FP8, GROUP, NOT_INSTALLED, config, library, limits
-from tests.quantised import Copies, Packer, Tensors, edit_config, edit_tensors, is_projection, write, write_by_name
-from tests.quantised_logits import assert_same_logits, projections, weight_of
-from tests.tiny_models import make_target
+from tests.support.quantised import (
+    Copies,
+    Packer,
+    Tensors,
+    edit_config,
+    edit_tensors,
+    is_projection,
+    write,
+    write_by_name,
+)
+from tests.support.quantised_logits import assert_same_logits, projections, weight_of
+from tests.support.tiny_models import make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 MOE = "Qwen3MoeForCausalLM"

@@ -22,10 +22,21 @@ from dflash_backend.engine.inspection import inspect_draft, inspect_target
 from dflash_backend.engine.sizing import loaded_bytes, model_bytes
 from dflash_backend.models.decoder import TargetWeights
 from tests.drafters.drafts import make_speculators
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, make_qwen_fp8, write, write_by_name
-from tests.quantised_logits import ours
-from tests.tiny_models import make_draft, make_pair, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.quantised import (
+    AWQ,
+    FP8_BLOCK,
+    GPTQ,
+    Packer,
+    awq,
+    fp8_block,
+    gptq,
+    make_qwen_fp8,
+    write,
+    write_by_name,
+)
+from tests.support.quantised_logits import ours
+from tests.support.tiny_models import make_draft, make_pair, make_target
 
 CPU = torch.device("cpu")
 

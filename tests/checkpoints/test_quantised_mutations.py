@@ -19,9 +19,9 @@ from dflash_backend.models import load_target
 from dflash_backend.models.ops import LayerOps, select_ops
 from tests.checkpoints.test_mutations import VALUES, entries, mutate_file
 from tests.oracle.compressed_tensors_library import FORMATS, config, library
-from tests.quantised import AWQ, FP8_BLOCK, GPTQ, awq, fp8_block, gptq, write
-from tests.scale import SCALE, scaled
-from tests.tiny_models import make_target
+from tests.support.quantised import AWQ, FP8_BLOCK, GPTQ, awq, fp8_block, gptq, write
+from tests.support.scale import SCALE, scaled
+from tests.support.tiny_models import make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CASES = scaled(1000 if SCALE >= 4 else 500, at_least=200)

@@ -1,5 +1,5 @@
 """The layouts that came with a model or a tool: FP8 of Qwen, FBGEMM's FP8, GPTQ and AWQ, written number by number
-(`tests/quantised.py`). Logits equal those that `transformers` computes with the weights that they stand for."""
+(`tests/support/quantised.py`). Logits equal those that `transformers` computes with the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quantised import (
+from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
@@ -24,8 +24,8 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.quantised_logits import assert_same_logits, projections, weight_of
-from tests.tiny_models import make_target
+from tests.support.quantised_logits import assert_same_logits, projections, weight_of
+from tests.support.tiny_models import make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 MOE = "Qwen3MoeForCausalLM"

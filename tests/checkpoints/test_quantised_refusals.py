@@ -18,7 +18,7 @@ from dflash_backend.checkpoints.quantization.kept import have_one_order
 from dflash_backend.checkpoints.quantization.names import make_names
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
-from tests.quantised import (
+from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
@@ -32,7 +32,7 @@ from tests.quantised import (
     gptq,
     write,
 )
-from tests.tiny_models import make_draft, make_target
+from tests.support.tiny_models import make_draft, make_target
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 PACKED = {

@@ -16,7 +16,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import put
-from tests.tiny_models import MASK_TOKEN_ID, make_pair
+from tests.support.tiny_models import MASK_TOKEN_ID, make_pair
 
 
 @pytest.fixture

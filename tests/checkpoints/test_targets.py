@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
 from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.describe import target_facts
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 MODEL_TYPES = {architecture: config.model_type for architecture, (_, config, _) in FAMILIES.items()}
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -19,10 +19,10 @@ from dflash_backend.drafters.registry import drafter_class, read_draft
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import decoder, load_target
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, fp8_rows, gptq, write
-from tests.scale import SCALE, by_night, others_by_night
-from tests.tiny_models import make_draft, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.quantised import FP8_BLOCK, GPTQ, fp8_block, fp8_rows, gptq, write
+from tests.support.scale import SCALE, by_night, others_by_night
+from tests.support.tiny_models import make_draft, make_target
 
 CPU = torch.device("cpu")
 PREFIXES: tuple[str, ...] = (

@@ -20,9 +20,9 @@ from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
-from tests.quantised import FP8_BLOCK, fp8_block, write_by_name
-from tests.scale import others_by_night
-from tests.tiny_models import FAMILIES, HIDDEN, VOCAB_SIZE, make_draft, make_target
+from tests.support.quantised import FP8_BLOCK, fp8_block, write_by_name
+from tests.support.scale import others_by_night
+from tests.support.tiny_models import FAMILIES, HIDDEN, VOCAB_SIZE, make_draft, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checks.kv_cache import blocks, lossless, quality
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 
 def test_the_pool_has_as_many_blocks_as_the_bytes_say(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checks.structured import GRAMMARS, LEAST_P, SCHEMAS, TARGET_ALONE, WAYS, answers, fit, misfit, requests
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
 from dflash_client.errors import ClientError, Internal
 from load_tests.prompts import load_prompts
-from tests.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
-from tests.tiny_models import make_target
+from tests.support.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
+from tests.support.tiny_models import make_target
 
 LIMIT = 4
 FAST = ["--set", "max_model_len=512"]

@@ -20,8 +20,8 @@ from dflash_cli.launcher import frontend as module
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.triton_install import LauncherError
-from tests.servers import PORT_OPTIONS, answers, clean_environ
-from tests.waiting import eventually
+from tests.support.servers import PORT_OPTIONS, answers, clean_environ
+from tests.support.waiting import eventually
 
 HOST = "127.0.0.1"
 HANG_S = 3.0

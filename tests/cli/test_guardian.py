@@ -20,8 +20,8 @@ from dflash_cli.launcher.processes import family, gone, marked, named, send
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX, ServerFiles
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
-from tests.servers import PORT_OPTIONS, clean_environ
-from tests.waiting import eventually
+from tests.support.servers import PORT_OPTIONS, clean_environ
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 # Exit timeout 1 s, its margin, the guardian's own patience, and a loaded machine.

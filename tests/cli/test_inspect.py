@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.speculators_checkpoint import rewrite
-from tests.tiny_models import make_draft, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.speculators_checkpoint import rewrite
+from tests.support.tiny_models import make_draft, make_target
 
 TARGET = asset_path("demo", "pair", "target")
 DRAFT = asset_path("demo", "pair", "draft")

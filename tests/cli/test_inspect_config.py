@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.drafters.published import DRAFTERS, PublishedDrafter, unsupported_target
 from dflash_backend.engine.inspection import CheckpointReport, inspect
-from tests.tiny_models import make_draft, make_target
+from tests.support.tiny_models import make_draft, make_target
 
 # Hidden size, layers and vocabulary of each target that is supported; of another a stand-in, as only the drafter's
 # method and format matter there.

@@ -18,8 +18,8 @@ from dflash_cli.launcher.server_files import LONGEST_FOLDER, SEGMENT_PREFIX
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
-from tests.scale import by_night
-from tests.servers import local_server
+from tests.support.scale import by_night
+from tests.support.servers import local_server
 
 
 def test_a_missing_server_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from tests.cli.test_launcher import leftovers
 from tests.client.conftest import toy_server
-from tests.servers import change_model
-from tests.waiting import eventually
+from tests.support.servers import change_model
+from tests.support.waiting import eventually
 
 HANG_S = 3.0
 PATIENCE_S = 60.0

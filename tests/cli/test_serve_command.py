@@ -21,9 +21,9 @@ from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, named
 from dflash_client import DFlashClient
 from tests.client.conftest import TOY_REPOSITORY
-from tests.scale import by_night
-from tests.servers import PORT_OPTIONS, answers, clean_environ
-from tests.waiting import eventually
+from tests.support.scale import by_night
+from tests.support.servers import PORT_OPTIONS, answers, clean_environ
+from tests.support.waiting import eventually
 
 SERVE = """
 import sys

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from dflash_cli.launcher.server_log import LogLine, ServerLog, parse_line
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 FAILED_LOAD = r"""W1121 09:04:18.462090 4409 pinned.cc:273] "Unable to allocate pinned system memory"
 dflash: loading target

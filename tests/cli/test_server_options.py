@@ -26,7 +26,7 @@ from dflash_cli.main import parser
 from dflash_client import ClientError, DFlashClient
 from tests.client.conftest import toy_server
 from tests.client.tls_servers import Certificates
-from tests.servers import change_model
+from tests.support.servers import change_model
 
 # Another one of this machine's own.
 METRICS_HOST = "127.0.0.2"

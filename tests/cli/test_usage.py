@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from dflash_cli.main import main
-from tests.servers import PORT_OPTIONS
+from tests.support.servers import PORT_OPTIONS
 
 
 @pytest.mark.parametrize(

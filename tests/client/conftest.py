@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_cli.launcher.server import TritonServer
-from tests.servers import local_server
-from tests.waiting import eventually
+from tests.support.servers import local_server
+from tests.support.waiting import eventually
 
 TOY_REPOSITORY = Path(__file__).parent / "toy_repository"
 

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from dflash_client import AsyncDFlashClient, ClientError, DFlashClient, grpc_transport
 from dflash_client.errors import Internal
 from dflash_client.grpc_messages import read_response
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):

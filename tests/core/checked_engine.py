@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from toy_engine import Engine, lookup
-from toy_model import expected_output, prefix_states, root_state
-
 from dflash_backend.core.kv.groups import KVGroup, RecurrentStates
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected
+from tests.core.toy_engine import Engine, lookup
+from tests.core.toy_model import expected_output, prefix_states, root_state
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the last
 # step, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.

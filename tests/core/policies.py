@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from step_shapes import BLOCKS, decode_shape
 
 from dflash_backend.core.scheduler_config import DrafterWork
 from dflash_backend.core.speculation.costs import CostTable
 from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
+from tests.core.step_shapes import BLOCKS, decode_shape
 
 K = 7
 

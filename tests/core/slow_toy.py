@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from toy_engine import Clock, Engine, make_config, make_request
-from toy_worker import ToyWorker
-
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from tests.core.toy_engine import Clock, Engine, make_config, make_request
+from tests.core.toy_worker import ToyWorker
 
 
 class SlowToy(ToyWorker):

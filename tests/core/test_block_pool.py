@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from toy_engine import lookup
 
 from dflash_backend.core.kv.block_pool import PROTECTED_LIFE_IN_POOLS, BlockPool
+from tests.core.toy_engine import lookup
 
 
 def _cached_then_freed(pool: BlockPool, *names: bytes) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from toy_engine import Engine, make_config, make_request
 
 from dflash_backend.core.request import Request
 from dflash_backend.core.speculation.budget import MOST_IN_A_ROW, UnevenDrafts
 from dflash_backend.core.speculation.costs import StepShape
 from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
+from tests.core.toy_engine import Engine, make_config, make_request
 
 K = 6
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from checked_engine import CheckedEngine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from toy_engine import fewest_window_blocks, make_config, make_request
-from toy_model import EOS
 
-from tests.scale import SCALE, scaled
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import fewest_window_blocks, make_config, make_request
+from tests.core.toy_model import EOS
+from tests.support.scale import SCALE, scaled
 
 STEMS = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 MAX_MODEL_LEN = 36

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from checked_engine import CheckedEngine
-from toy_engine import fewest_window_blocks, make_config, make_request
-from toy_model import EOS, VOCAB
 
 from dflash_backend.core.engine import RequestError
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
-from tests.scale import SCALE, by_night, scaled
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import fewest_window_blocks, make_config, make_request
+from tests.core.toy_model import EOS, VOCAB
+from tests.support.scale import SCALE, by_night, scaled
 
 NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight

@@ -11,8 +11,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from toy_engine import Engine, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import policy as policies
@@ -20,6 +18,8 @@ from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, Requ
 from dflash_backend.core.speculation.budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepShape
 from dflash_backend.core.speculation.policy import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
+from tests.core.toy_engine import Engine, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 K = 6
 # Of the drafts that are made up here: the logit of a chance is this times the confidence, and a constant of the place.

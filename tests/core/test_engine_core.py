@@ -6,15 +6,15 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from toy_engine import PROMPT, Engine, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_continuation
-from toy_worker import ToyWorker
 
 from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import RequestResult, StepResult
 from dflash_backend.core.request import derive_seed
 from dflash_backend.messages import ErrorStatus, RequestRejected, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
+from tests.core.toy_engine import PROMPT, Engine, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_continuation
+from tests.core.toy_worker import ToyWorker
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from checked_engine import CheckedEngine
-from toy_engine import make_config, make_request
 
 from dflash_backend.core.plan import StepPlan
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import make_config, make_request
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 MODES = pytest.mark.parametrize("lag", [None, 1, 2], ids=["no overlap", "lag 1", "lag 2"])

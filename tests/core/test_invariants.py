@@ -6,10 +6,11 @@ On real models: `tests/worker/test_context_kv.py`; padding rows that write: the 
 from __future__ import annotations
 
 import pytest
-from checked_engine import CheckedEngine
-from toy_engine import Engine, lookup, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, greedy_continuation
-from toy_worker import QUERY
+
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import Engine, lookup, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED, greedy_continuation
+from tests.core.toy_worker import QUERY
 
 PREFIX = list(range(1, 9))  # two blocks of four
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from toy_engine import PROMPT, Engine, crowd, make_config, make_request
 
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.events import KVEventLog
 from dflash_backend.messages import BlocksRemoved, BlocksStored, KVEvent
+from tests.core.toy_engine import PROMPT, Engine, crowd, make_config, make_request
 
 
 class Listening(Engine):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from slow_toy import slow_engine
-from toy_engine import Engine, make_config, make_request
 
 from dflash_backend.core.scheduler import MAX_PARTIAL_PREFILLS, MIN_CHUNK, PlanBuilder
 from dflash_backend.messages import GenerationRequest
+from tests.core.slow_toy import slow_engine
+from tests.core.toy_engine import Engine, make_config, make_request
 
 # As the demo pair on a CPU: a step takes 2.5 ms, and 0.2 ms for each prompt token.
 FIXED_S, PROMPT_S, ROW_S = 0.0025, 0.0002, 0.0004

@@ -4,14 +4,14 @@ them together; here each has a name."""
 from __future__ import annotations
 
 import pytest
-from checked_engine import CheckedEngine
-from toy_engine import PROMPT, Engine, crowd, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, greedy_continuation
-from toy_worker import OverlappingToy
 
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.messages import GenerationRequest
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import PROMPT, Engine, crowd, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED, greedy_continuation
+from tests.core.toy_worker import OverlappingToy
 
 
 def overlapping(**changes: object) -> Engine:

@@ -7,9 +7,10 @@ is that loads which preempt all the time end, in order, within a bound.
 from __future__ import annotations
 
 import pytest
-from checked_engine import CheckedEngine
-from toy_engine import make_config, make_request
-from toy_model import NONE_ACCEPTED
+
+from tests.core.checked_engine import CheckedEngine
+from tests.core.toy_engine import make_config, make_request
+from tests.core.toy_model import NONE_ACCEPTED
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from toy_engine import PROMPT, crowd, make_config, make_request
-from toy_worker import ToyWorker
-
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.messages import TokenLogprobs
+from tests.core.toy_engine import PROMPT, crowd, make_config, make_request
+from tests.core.toy_worker import ToyWorker
 
 
 def entry(position: int) -> TokenLogprobs:

@@ -7,8 +7,6 @@ import random
 from collections import Counter
 
 import pytest
-from policies import K, accepted_of, policy_with
-from step_shapes import BLOCKS, row_of
 
 from dflash_backend.core.speculation.acceptance import EFFECT_DRIFT, RequestEffect
 from dflash_backend.core.speculation.costs import CostTable, StepShape
@@ -19,6 +17,8 @@ from dflash_backend.core.speculation.policy import (
     AdaptiveSpeculation,
     SpeculatingRow,
 )
+from tests.core.policies import K, accepted_of, policy_with
+from tests.core.step_shapes import BLOCKS, row_of
 
 
 def simulate(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import make_config, make_request
 
 from dflash_backend.core.request import Request, peak_positions, positions_to_start, prefill_row
+from tests.core.toy_engine import make_config, make_request
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from toy_engine import PROMPT, Engine, Output, crowd, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_continuation
+
+from tests.core.toy_engine import PROMPT, Engine, Output, crowd, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_continuation
 
 
 @pytest.mark.parametrize(

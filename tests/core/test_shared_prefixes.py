@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import random
 
-from toy_engine import Engine, make_config, make_request
-
 from dflash_backend.core.kv.cascade import share_prefixes
 from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from tests.core.toy_engine import Engine, make_config, make_request
 
 SYSTEM, OTHER = list(range(30, 62)), list(range(70, 98))
 CONFIG = {"min_shared_positions": 12, "num_blocks": 256, "max_num_seqs": 16}

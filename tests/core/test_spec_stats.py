@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import Engine, make_config, make_request
-from toy_model import ALL_ACCEPTED
 
 from dflash_backend.core import spec_counts
 from dflash_backend.core.spec_counts import LateStops, StepYields
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
+from tests.core.toy_engine import Engine, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 

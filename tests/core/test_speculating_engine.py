@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from toy_engine import Engine, make_config, make_request
-from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.speculation.costs import StepShape
 from dflash_backend.core.speculation.policy import LATER_EVERY, AdaptiveSpeculation, SpeculatingRow
+from tests.core.toy_engine import Engine, make_config, make_request
+from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 
 def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:

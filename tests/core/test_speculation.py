@@ -6,8 +6,6 @@ import itertools
 import random
 
 import pytest
-from policies import K, accepted_of, policy_with
-from step_shapes import BLOCKS, PASSES, decode_shape
 
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.costs import CostTable
@@ -15,6 +13,8 @@ from dflash_backend.core.speculation.policy import (
     TIE,
     SpeculatingRow,
 )
+from tests.core.policies import K, accepted_of, policy_with
+from tests.core.step_shapes import BLOCKS, PASSES, decode_shape
 
 # Acceptance
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy_engine import Engine, make_config, make_request
 
 from dflash_backend.core.kv.state_snapshots import StateSnapshots
-from tests.scale import scaled
+from tests.core.toy_engine import Engine, make_config, make_request
+from tests.support.scale import scaled
 
 
 def filled(num_slots: int, *names: str) -> StateSnapshots:

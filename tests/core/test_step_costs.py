@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.core.scheduler_config import DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, LinearFit, StepCosts, StepShape
+from tests.core.step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 # The linear model
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from slow_toy import flood, slow_engine
-from toy_engine import make_request
-from toy_model import expected_output
 
 from dflash_backend.core import step_time
 from dflash_backend.core.step_time import (
@@ -19,6 +16,9 @@ from dflash_backend.core.step_time import (
     ONE_TENANT_FACTOR,
     StepTime,
 )
+from tests.core.slow_toy import flood, slow_engine
+from tests.core.toy_engine import make_request
+from tests.core.toy_model import expected_output
 
 
 @pytest.mark.parametrize("max_step_s", [None, 0.1])

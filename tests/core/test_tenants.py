@@ -10,12 +10,12 @@ import contextlib
 from collections import Counter
 
 import pytest
-from toy_engine import Engine, make_config, make_request
-from toy_model import greedy_continuation
 
 from dflash_backend.core.engine import RequestError
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT
 from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
+from tests.core.toy_engine import Engine, make_config, make_request
+from tests.core.toy_model import greedy_continuation
 
 
 def _request(name: str, tenant: str, length: int = 20, **sampling: object) -> GenerationRequest:

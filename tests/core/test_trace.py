@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import make_config, make_request
-from toy_worker import OverlappingToy, ToyWorker
 
 from dflash_backend import LLM
 from dflash_backend.config import ConfigError
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.trace import HOST, PHASES, STEPS, StepTrace
+from tests.core.toy_engine import make_config, make_request
+from tests.core.toy_worker import OverlappingToy, ToyWorker
 
 
 class Ticks:

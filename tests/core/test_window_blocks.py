@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_engine import Engine, fewest_window_blocks, make_config, make_request
 
 from dflash_backend.core.admission import check_config
 from dflash_backend.core.kv import KVManager
 from dflash_backend.core.kv.groups import RecurrentStates, WindowBlocks
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig, WindowGroup
+from tests.core.toy_engine import Engine, fewest_window_blocks, make_config, make_request
 
 NAMES = [bytes([i]) for i in range(10)]
 

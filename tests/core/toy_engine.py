@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toy_worker import OverlappingToy, ToyWorker
-
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
+from tests.core.toy_worker import OverlappingToy, ToyWorker
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 

@@ -21,9 +21,6 @@ from itertools import accumulate
 from math import exp
 from operator import mul
 
-from toy_checks import check_shared
-from toy_model import prefix_states, propose, root_state, verify
-
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.plan import (
     DraftBudget,
@@ -37,6 +34,8 @@ from dflash_backend.core.plan import (
     StepResult,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from tests.core.toy_checks import check_shared
+from tests.core.toy_model import prefix_states, propose, root_state, verify
 
 EMPTY = 0  # a slot that was never written
 QUERY = -1  # a slot that holds the KV of a drafter's query

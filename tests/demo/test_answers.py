@@ -8,7 +8,7 @@ import pytest
 
 from dflash_backend import LLM
 from load_tests.prompts import held_out_dir
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from demo.data import CATEGORIES, WEIGHTS, held_out_rows, is_held_out, problems,
 from demo.problems import Problem, talk
 from demo.problems.copy import ORDINALS
 from demo.problems.tools import make_calls, tool_call, tools_message
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 HELD_OUT = Path(__file__).parents[2] / "demo" / "held_out"
 FIELDS = {"id", "category", "messages", "prompt", "reference", "answer"}

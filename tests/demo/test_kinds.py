@@ -29,8 +29,8 @@ from dflash_backend.models import load_target as serving_target
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
-from tests.paged import block_tables, caches, context, noisy_pool
-from tests.scale import by_night
+from tests.support.paged import block_tables, caches, context, noisy_pool
+from tests.support.scale import by_night
 
 ANCHORS = [10, 25]
 LENGTH = 40

@@ -14,8 +14,8 @@ from demo.checkpoint import load_target
 from demo.data import SPECIAL_TOKEN_IDS, held_out_rows
 from demo.evaluate import ReferencePair
 from demo.kinds import read_config
-from tests.scale import SCALE, scaled
-from tests.tiny_models import layer_shapes
+from tests.support.scale import SCALE, scaled
+from tests.support.tiny_models import layer_shapes
 
 PAIR = Path(__file__).parents[2] / "demo" / "pair"
 DRAFT_FIELDS = json.loads((PAIR / "draft" / "config.json").read_text(encoding="utf-8"))

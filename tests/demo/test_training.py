@@ -8,7 +8,7 @@ from demo.evaluate import verify
 from demo.model import DraftModel
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import draw_blocks
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 
 def draft_inputs(length: int, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from tests.docker.dockerfile import Instruction, Stage
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")

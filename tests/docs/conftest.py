@@ -13,8 +13,8 @@ import pytest
 
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
-from tests.frontends import local_frontend
 from tests.server.conftest import new_server
+from tests.support.frontends import local_frontend
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -25,8 +25,8 @@ from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.main import main
 from tests.docs.conftest import DOCS, ROOT, Block, addressed, blocks, page
-from tests.scale import SCALE
-from tests.servers import clean_environ
+from tests.support.scale import SCALE
+from tests.support.servers import clean_environ
 
 INSTALLS = "installs or runs for minutes; that the make target exists is checked"
 PLACEHOLDER = "has a placeholder for what only the reader knows"
@@ -63,7 +63,7 @@ NOT_RUN = {
         '.venv/bin/python -m pip install "datasets>=4" "pyarrow<26"': NETWORK,
         "make oracle": INSTALLS,
         "DFLASH_REAL_WEIGHTS_TARGET=DIR_OR_HUB_ID DFLASH_REAL_WEIGHTS_DRAFT=DIR_OR_HUB_ID "
-        ".venv/bin/pytest tests/test_real_weights.py -s": PLACEHOLDER,
+        ".venv/bin/pytest tests/evaluation/test_real_weights.py -s": PLACEHOLDER,
     },
     "docs/checkpoints.md": {},
     "docs/playground.md": {},

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.speculators_checkpoint import speculators_config
-from tests.tiny_models import (
+from tests.support.speculators_checkpoint import speculators_config
+from tests.support.tiny_models import (
     DRAFT_INTERMEDIATE,
     HIDDEN,
     VOCAB_SIZE,

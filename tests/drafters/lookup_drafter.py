@@ -28,7 +28,7 @@ from dflash_backend.drafters.base import (
 from dflash_backend.drafters.registry import Formats, Method
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.models.interface import TargetModel
-from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE
+from tests.support.tiny_models import TARGET_LAYERS, VOCAB_SIZE
 
 LOOKUP = "lookup"
 DECODER = DecoderSpec(

@@ -25,8 +25,8 @@ from dflash_backend.models import TargetModel, load_target
 from dflash_backend.worker.batch import spans
 from tests.models.dense_drafter import DenseDrafter
 from tests.models.drafting import KeepsLogits, draft_batch, slots
-from tests.paged import BLOCK_SIZE, block_tables, caches
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.paged import BLOCK_SIZE, block_tables, caches
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from tests.drafters.drafts import edit, make_dflash2, put
 from tests.drafters.test_dflash import CPU, MAX_POSITIONS, NUM_ROWS, Pair, dense_drafter, drafts_of, largest_difference
 from tests.models.dense_dflash2 import DenseDFlash2
 from tests.models.drafting import draft_batch, slots
-from tests.paged import BLOCK_SIZE, block_tables, caches
-from tests.speculators_checkpoint import speculators_config
-from tests.tiny_models import VOCAB_SIZE, make_target, save_checkpoint
+from tests.support.paged import BLOCK_SIZE, block_tables, caches
+from tests.support.speculators_checkpoint import speculators_config
+from tests.support.tiny_models import VOCAB_SIZE, make_target, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

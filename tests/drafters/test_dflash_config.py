@@ -18,7 +18,7 @@ from dflash_backend.checkpoints import CheckpointError, RopeSpec, read_target
 from dflash_backend.drafters.dflash.config import LogitsSpec
 from dflash_backend.drafters.registry import read_draft
 from tests.drafters.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, put
-from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft, make_target
+from tests.support.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft, make_target
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 FORMATS = {"z-lab": make_draft, "speculators": make_speculators}

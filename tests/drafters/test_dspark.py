@@ -27,8 +27,8 @@ from tests.drafters.drafts import make_dspark
 from tests.drafters.test_dflash import CPU, MAX_POSITIONS, NUM_ROWS, Pair, dense_drafter, drafts_of, largest_difference
 from tests.models.dense_dspark import DenseDSpark, Walk
 from tests.models.drafting import draft_batch, slots
-from tests.paged import BLOCK_SIZE, block_tables, caches
-from tests.tiny_models import VOCAB_SIZE, make_target
+from tests.support.paged import BLOCK_SIZE, block_tables, caches
+from tests.support.tiny_models import VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

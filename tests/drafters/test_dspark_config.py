@@ -13,8 +13,8 @@ from dflash_backend.drafters.dspark.config import DSparkSpec, MarkovSpec
 from dflash_backend.drafters.dspark.drafter import DSparkDrafter
 from dflash_backend.drafters.registry import is_drafter, read_draft
 from tests.drafters.drafts import dspark_fields, edit, make_dspark, put
-from tests.speculators_checkpoint import speculators_config
-from tests.tiny_models import DRAFT_INTERMEDIATE, TARGET_LAYER_IDS, decoder_config, make_draft, save_checkpoint
+from tests.support.speculators_checkpoint import speculators_config
+from tests.support.tiny_models import DRAFT_INTERMEDIATE, TARGET_LAYER_IDS, decoder_config, make_draft, save_checkpoint
 
 NO_ANCHOR = "missing in config.json and read as sample_from_anchor = {}"
 HEADS = dspark_fields("vanilla", 256)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.drafters.drafts import make_demo_dspark, make_dspark
-from tests.scale import by_night
-from tests.test_device_lossless import (
+from tests.invariants.test_device_lossless import (
     FORMS,
     REQUESTS,
     SETTINGS,
@@ -21,7 +20,8 @@ from tests.test_device_lossless import (
     prompts_of_many_lengths,
     run,
 )
-from tests.tiny_models import make_target
+from tests.support.scale import by_night
+from tests.support.tiny_models import make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

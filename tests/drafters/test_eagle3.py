@@ -27,8 +27,8 @@ from dflash_kernels.log_odds import log_odds_reference
 from tests.drafters.drafts import make_eagle3
 from tests.models.dense_eagle3 import DenseEagle3
 from tests.models.drafting import KeepsLogits, draft_batch, slots
-from tests.paged import BLOCK_SIZE, block_tables, caches
-from tests.tiny_models import VOCAB_SIZE, make_target
+from tests.support.paged import BLOCK_SIZE, block_tables, caches
+from tests.support.tiny_models import VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 CPU = torch.device("cpu")

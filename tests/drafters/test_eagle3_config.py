@@ -19,7 +19,7 @@ from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import is_drafter, read_draft
 from dflash_backend.drafters.resolve import resolve_pair
 from tests.drafters.drafts import DRAFT_VOCAB_SIZE, make_eagle3, put
-from tests.tiny_models import VOCAB_SIZE, make_target, save_checkpoint
+from tests.support.tiny_models import VOCAB_SIZE, make_target, save_checkpoint
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OUTER = ("architectures", "draft_vocab_size", "target_hidden_size", IDS, "torch_dtype")

@@ -9,8 +9,7 @@ import pytest
 
 from dflash_backend.worker.graphs import capture_shapes
 from tests.drafters.drafts import make_demo_eagle3, make_eagle3
-from tests.scale import by_night
-from tests.test_device_lossless import (
+from tests.invariants.test_device_lossless import (
     REQUESTS,
     SMALL_POOL,
     WAYS,
@@ -19,8 +18,9 @@ from tests.test_device_lossless import (
     prompts_of_many_lengths,
     run,
 )
-from tests.test_device_lossless import SETTINGS as COMMON
-from tests.tiny_models import make_target
+from tests.invariants.test_device_lossless import SETTINGS as COMMON
+from tests.support.scale import by_night
+from tests.support.tiny_models import make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -13,7 +13,7 @@ from dflash_backend.drafters.dflash.zlab import default_layer_ids
 from dflash_backend.drafters.layer_ids import to_boundary_ids, to_layer_ids
 from dflash_backend.drafters.registry import read_draft
 from tests.drafters.drafts import edit, make_speculators, put
-from tests.tiny_models import TARGET_LAYERS, make_draft, make_target
+from tests.support.tiny_models import TARGET_LAYERS, make_draft, make_target
 
 
 def test_boundary_ids_are_the_hidden_states_of_transformers_and_layer_ids_the_layers_outputs(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.drafters.drafts import edit, make_speculators
-from tests.tiny_models import make_draft, make_target
+from tests.support.tiny_models import make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 # One beginning, with a phrase that comes back, and ends that differ.

@@ -13,7 +13,7 @@ from dflash_backend.drafters import published
 from dflash_backend.drafters.published import DRAFTERS, NAMES, published_for, published_like
 from dflash_backend.drafters.registry import METHODS
 from dflash_backend.drafters.resolve import resolve_dirs
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 QWEN3_8B = {"z-lab/Qwen3-8B-DFlash-b16", "RedHatAI/Qwen3-8B-speculator.dflash", "deepseek-ai/dspark_qwen3_8b_block7"}
 

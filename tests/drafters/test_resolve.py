@@ -12,7 +12,7 @@ from dflash_backend.checkpoints import CheckpointError, find_model
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair, resolve_target_dir
 from tests.drafters.drafts import edit, make_speculators, put
-from tests.tiny_models import make_draft, make_target
+from tests.support.tiny_models import make_draft, make_target
 
 
 def config(**settings: Any) -> EngineConfig:

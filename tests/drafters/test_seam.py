@@ -15,7 +15,7 @@ from dflash_backend.drafters import registry
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.messages import EngineStats
 from tests.drafters.lookup_drafter import LOOKUP, METHOD, LookupDrafter
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 PACKAGE = Path(__file__).parents[2]

@@ -23,9 +23,9 @@ from dflash_backend.models import load_target
 from dflash_backend.models.ops import LayerOps
 from tests.drafters.drafts import dspark_fields, make_dflash2, make_dspark, make_eagle3
 from tests.models.dense_drafter import DenseDrafter
-from tests.paged import BLOCK_SIZE, caches
-from tests.speculators_checkpoint import speculators_config
-from tests.tiny_models import HIDDEN, MASK_TOKEN_ID, TARGET_LAYER_IDS, VOCAB_SIZE, make_draft, make_target
+from tests.support.paged import BLOCK_SIZE, caches
+from tests.support.speculators_checkpoint import speculators_config
+from tests.support.tiny_models import HIDDEN, MASK_TOKEN_ID, TARGET_LAYER_IDS, VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

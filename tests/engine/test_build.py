@@ -11,8 +11,8 @@ import torch
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from tests.scale import by_night
-from tests.tiny_models import make_pair
+from tests.support.scale import by_night
+from tests.support.tiny_models import make_pair
 
 # 5 target layers and 2 draft layers, keys and values of 2 heads of 16 in float32.
 BYTES_PER_TOKEN = (5 + 2) * 2 * 2 * 16 * 4

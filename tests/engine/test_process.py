@@ -22,9 +22,9 @@ from dflash_backend.messages import (
     StepOutputs,
     TokenDelta,
 )
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
 
-COMMAND = engine_command("tests.engine_client.toy_engine")
+COMMAND = engine_command("tests.engine_client.toy_process")
 WAIT_S = 20.0
 
 
@@ -73,14 +73,14 @@ def test_loading_is_reported_before_the_engine_is_ready():
 
 
 def test_a_failed_load_says_why_and_leaves_nothing_running():
-    client = start(max_model_len=toy_engine.FAIL_AT)
+    client = start(max_model_len=toy_process.FAIL_AT)
     with pytest.raises(EngineError, match="^the toy cannot load with 13$"):
         client.wait_until_ready(lambda message, fraction: None, WAIT_S)
     assert not running(client.pid)
 
 
 def test_a_death_while_loading_is_noticed_at_once():
-    client = start(max_model_len=toy_engine.DIE_AT)
+    client = start(max_model_len=toy_process.DIE_AT)
     with pytest.raises(EngineError, match=r"died \(exit status 7\)"):
         client.wait_until_ready(lambda message, fraction: None, WAIT_S)
 
@@ -101,9 +101,9 @@ def test_each_step_yields_a_delta_and_the_last_one_has_stats(engine):
 @pytest.mark.parametrize(
     ("token", "status", "message"),
     [
-        (toy_engine.REFUSE, "UNAVAILABLE", "the toy refuses this prompt"),
-        (toy_engine.BREAK_IN_QUEUEING, "INTERNAL", "KeyError: 'the toy has no place for this prompt'"),
-        (toy_engine.GIVE_UP, "INTERNAL", "the toy gave up"),
+        (toy_process.REFUSE, "UNAVAILABLE", "the toy refuses this prompt"),
+        (toy_process.BREAK_IN_QUEUEING, "INTERNAL", "KeyError: 'the toy has no place for this prompt'"),
+        (toy_process.GIVE_UP, "INTERNAL", "the toy gave up"),
     ],
     ids=["refused", "defect as it is queued", "given up"],
 )
@@ -140,14 +140,14 @@ def test_the_engine_is_told_how_much_of_a_stopped_request_counts(engine):
 
 
 def test_an_error_in_a_step_is_told_before_the_process_ends(engine):
-    engine.send(request("b", [toy_engine.BREAK]))
+    engine.send(request("b", [toy_process.BREAK]))
     assert receive_until(engine, lambda part: True) == [EngineFailed("the engine stopped: RuntimeError: the toy broke")]
     with pytest.raises(EngineError, match=r"died \(exit status 1\)"):
         receive_until(engine, lambda part: True)
 
 
 def test_an_idle_engine_that_can_step_no_more_says_so_and_ends_before_a_request_comes(engine):
-    engine.send(request("b", [toy_engine.BREAK_LATER]))
+    engine.send(request("b", [toy_process.BREAK_LATER]))
     # Both may come at once.
     said = receive_until(engine, lambda part: isinstance(part, EngineFailed))
     assert any(map(finished("b"), said))
@@ -194,7 +194,7 @@ STUB = """
 import sys, time
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, engine_command
-client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_engine"))
+client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_process"))
 if sys.argv[1] == "ready":
     client.wait_until_ready(lambda message, fraction: None, 20)
 print(client.pid, client._dir, flush=True)
@@ -217,7 +217,7 @@ import ctypes, subprocess, sys
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, engine_command
 server = subprocess.Popen(["sleep", "600"])
-client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_engine"), server.pid)
+client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_process"), server.pid)
 client.wait_until_ready(lambda message, fraction: None, 20)
 print(server.pid, client.pid, flush=True)
 # PyDLL keeps the interpreter's lock.
@@ -246,13 +246,13 @@ def test_an_idle_engine_speaks_now_and_then(engine):
 
 
 def test_requests_are_confirmed_before_they_are_worked_on(engine):
-    engine.send(request("a", [toy_engine.BREAK]))
+    engine.send(request("a", [toy_process.BREAK]))
     assert engine.is_unconfirmed("a")
     receive_until(engine, lambda part: isinstance(part, EngineFailed))
     assert not engine.is_unconfirmed("a")
     # Whoever sends more now, finds it among those that wait.
-    assert engine.queue_load() == engine.queue_load("") == QueueLoad(1, 1, toy_engine.NUM_ROWS)
-    assert engine.queue_load("other") == QueueLoad(1, 0, toy_engine.NUM_ROWS)
+    assert engine.queue_load() == engine.queue_load("") == QueueLoad(1, 1, toy_process.NUM_ROWS)
+    assert engine.queue_load("other") == QueueLoad(1, 0, toy_process.NUM_ROWS)
 
 
 def test_requests_that_were_aborted_before_a_stopped_engine_received_them_do_not_wait(engine):

@@ -14,7 +14,7 @@ from dflash_backend.engine.sizing import Sizes, allocate_kv, kv_bytes, settle_si
 from dflash_backend.engine.sizing import cpu_budget as budget_of
 from dflash_backend.worker.kv_cache import bytes_per_block, window_bytes_per_block
 from dflash_backend.worker.memory import GIB
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 F32 = torch.float32
 

@@ -1,1 +1,1 @@
-from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401
+from tests.support.byte_tokenizer import model_dir, tokenizer  # noqa: F401

@@ -17,9 +17,9 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineError, engine_command
 from dflash_backend.engine_client.supervisor import LONGEST_DELAY_S, Backoff, EngineLost, EngineSupervisor
 from dflash_backend.messages import AbortRequests, GenerationRequest, SamplingParams
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
 
-COMMAND = engine_command("tests.engine_client.toy_engine")
+COMMAND = engine_command("tests.engine_client.toy_process")
 WAIT_S = 20.0
 
 
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_before_it_served_waits_out_its_delay(watched):
 def test_deaths_while_loading_are_tried_again_ever_more_seldom(watched):
     watched.begin("live", "die", "die", "end", "live")
     watched.serve_one()
-    watched.ask(toy_engine.DIE)
+    watched.ask(toy_process.DIE)
     assert "died (exit status 9)" in watched.lose()
     watched.failures(3)
     watched.wait_until_replaced()
@@ -224,7 +224,7 @@ def test_without_a_limit_silence_ends_no_engine(watched, monkeypatch):
 
 def test_an_error_in_a_step_is_a_death_with_its_reason(watched):
     watched.begin()
-    watched.ask(toy_engine.BREAK)
+    watched.ask(toy_process.BREAK)
     assert watched.lose() == "the engine stopped: RuntimeError: the toy broke"
 
 

@@ -1,5 +1,5 @@
-"""What `tests/test_real_weights.py` makes of a run, without weights: evaluations that a defect would give, through the
-sums and means that a real one goes through."""
+"""What `tests/evaluation/test_real_weights.py` makes of a run, without weights: evaluations that a defect would give,
+through the sums and means that a real one goes through."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dflash_backend.evaluation import Answer, Evaluation, ModelRequest, Question
 from dflash_backend.evaluation.questions import Row
 from dflash_backend.evaluation.run import OnAnswer
 from dflash_backend.spec_stats import SpecDecodingStats
-from tests import test_real_weights as real
-from tests.published import (
+from tests.evaluation import test_real_weights as real
+from tests.support.published import (
     MAX_TOKENS,
     NUM_EXAMPLES,
     QWEN3_8B_B16,

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
-from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401
 from tests.frontend.scripted_pool import Script, ScriptedPool
+from tests.support.byte_tokenizer import model_dir, tokenizer  # noqa: F401
 
 
 def wait_until_ready(http: TestClient) -> None:

@@ -16,7 +16,7 @@ import pytest
 from dflash_openai.connections import ConnectionGate, listening_socket, num_open_files
 from tests.client.tls_servers import Certificates
 from tests.frontend.test_over_the_wire import certificates, free_port  # noqa: F401
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

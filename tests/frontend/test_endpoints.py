@@ -22,7 +22,7 @@ from dflash_openai.triton_pool import TritonPool
 from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 def test_the_model_has_the_targets_name_and_tritons(client: openai.OpenAI) -> None:

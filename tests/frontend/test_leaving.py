@@ -17,7 +17,7 @@ import pytest
 from checks import silent_stream
 from dflash_cli.launcher.ports import settle_ports
 from dflash_openai.server import _tell_when_it_listens
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 # They start a front end, and with it the import of transformers.
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 
 from dflash_backend.checkpoints import read_target
 from dflash_backend.models import load_target
-from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, write
-from tests.tiny_models import make_target
+from tests.support.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, write
+from tests.support.tiny_models import make_target
 
 
 @pytest.mark.parametrize(

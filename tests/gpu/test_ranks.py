@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers", reason="tiny models are made 
 from dflash_backend.models.peers import RankLostError  # noqa: E402
 from dflash_backend.parallel.links import HANG_S  # noqa: E402
 from tests.parallel.test_ranks import SETTINGS, end, group, lives, rank_pids, texts, texts_until_lost  # noqa: E402
-from tests.tiny_models import make_pair  # noqa: E402
-from tests.waiting import eventually  # noqa: E402
+from tests.support.tiny_models import make_pair  # noqa: E402
+from tests.support.waiting import eventually  # noqa: E402
 from tests.worker.engines import engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")

@@ -16,7 +16,7 @@ from benchmarks.gpu.quantised_table import (
 )
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY
 from dflash_kernels.quantised_moe import TILES, WIDE_TILE, run_by_tile
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 # Scheme, how its codes are read, dtype of the activations.
 SCHEMES = (

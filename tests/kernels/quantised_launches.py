@@ -10,7 +10,7 @@ from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, T
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 from dflash_kernels.scaled_linear import columns_of_scale
 from tests.kernels.model_launches import HIDDEN, zeros
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 
 def launches() -> None:

@@ -14,7 +14,7 @@ from dflash_kernels.attention_schedule import PagedBatch, schedule, share_refere
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import Case, on_device
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)
 MAX_LEN, NUM_SMS, BLOCK_SIZE = 40960, 132, 16

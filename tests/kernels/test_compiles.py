@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.kernels.compile_only import ROOT, compiled_kernels
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 

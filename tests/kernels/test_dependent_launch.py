@@ -14,7 +14,7 @@ import pytest
 import dflash_kernels
 from dflash_kernels import dependent_launch
 from tests.kernels.compile_only import ROOT
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 # Loads in front of the wait: of the weight of a norm, and of both halves of those of queries and keys.

@@ -1,4 +1,4 @@
-"""What `tests/fast_interpreter.py` does faster, it does as Triton's interpreter does it."""
+"""What `tests/support/fast_interpreter.py` does faster, it does as Triton's interpreter does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tests/fast_operations.py` and `tests/fast_memory.py` do in one step, they do as Triton's interpreter does it.
+"""What `fast_operations.py` and `fast_memory.py` of tests/support do in one step, they do as Triton's interpreter does.
 
 Each kernel runs twice: in one step, and with the functions that Triton has for it.
 """
@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 if not torch.cuda.is_available():
-    from tests import fast_interpreter, fast_operations
+    from tests.support import fast_interpreter, fast_operations
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are compiled")
 

@@ -11,7 +11,7 @@ from dflash_kernels.fp8_kv import LARGEST, decode_e4m3, dequantise_kv_reference,
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write, qk_norm_rope_write_reference
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, random, rotary_tables
 from tests.kernels.test_paged_attention import Case
-from tests.scale import one_in
+from tests.support.scale import one_in
 
 NUM_SLOTS, EPS = 24, 1e-6
 

@@ -16,7 +16,7 @@ from dflash_kernels.moe import experts_mlp_reference, invariant_experts_mlp
 from dflash_kernels.paged_attention import paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, multiply_as_tensor_cores_do, random
-from tests.scale import by_night
+from tests.support.scale import by_night
 
 DTYPES = [torch.float32, *HALF_DTYPES]
 COUNTS = [1, 3, 17, 64, 100]

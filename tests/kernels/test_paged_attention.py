@@ -14,7 +14,7 @@ from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
-from tests.scale import SCALE, by_night, one_in
+from tests.support.scale import SCALE, by_night, one_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -23,7 +23,7 @@ from dflash_kernels.quantised_linear import (
 )
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, MXFP4, QuantisedWeight, pack, run_of, unpack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
-from tests.scale import one_in
+from tests.support.scale import one_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Rows, columns, and how many of them share a scale.

@@ -25,7 +25,7 @@ from dflash_kernels.quantised_moe import (
 from dflash_kernels.quantised_weight import QuantisedWeight, WeightStack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
 from tests.kernels.test_quantised_linear import TOLERANCE, fp8, int4, int8, mxfp4
-from tests.scale import one_in
+from tests.support.scale import one_in
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 128, 64
 Make = Callable[..., QuantisedWeight]

@@ -14,7 +14,7 @@ from dflash_kernels.log_odds import log_odds, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
 from dflash_kernels.sample import noisy_scores, noisy_scores_reference, sample, sample_reference
 from tests.kernels.inputs import DEVICE
-from tests.scale import one_in, scaled
+from tests.support.scale import one_in, scaled
 
 TILE = 64
 SIZES = [(3, 63), (2, 64), (5, 65), (3, 500)]

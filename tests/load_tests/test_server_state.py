@@ -7,7 +7,7 @@ import sys
 import time
 
 from load_tests.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 RUNNING, STEPS, REASONS = "dflash:num_requests_running", "dflash:step_seconds_count", "dflash:request_success_total"
 PAGE = f"""# HELP {RUNNING} Requests that run

@@ -9,7 +9,7 @@ from dflash_backend.attention import AttentionBatch
 from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
-from tests.paged import BLOCK_SIZE
+from tests.support.paged import BLOCK_SIZE
 
 
 class KeepsLogits(DraftSampler):

@@ -19,9 +19,9 @@ from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, read_target
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.recurrent_state import StatePool
-from tests.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
-from tests.scale import by_night, others_by_night
-from tests.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
+from tests.support.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
+from tests.support.scale import by_night, others_by_night
+from tests.support.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CPU = torch.device("cpu")

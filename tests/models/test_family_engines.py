@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.engine.build import BuiltEngine
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

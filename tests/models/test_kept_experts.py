@@ -42,10 +42,10 @@ from tests.models.test_kept_weights import (
     assert_same,
 )
 from tests.models.test_text_parts import stack_experts
-from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.oracle.compressed_tensors_library import config, library
-from tests.paged import block_tables, caches, context, noisy_pool
-from tests.quantised import (
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.paged import block_tables, caches, context, noisy_pool
+from tests.support.quantised import (
     FP8_BLOCK,
     GPTQ,
     Packer,
@@ -57,8 +57,8 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.scale import by_night, others_by_night
-from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_target
+from tests.support.scale import by_night, others_by_night
+from tests.support.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 MOE = "Qwen3MoeForCausalLM"

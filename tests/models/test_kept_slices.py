@@ -20,8 +20,8 @@ from dflash_backend.models.ops import select_ops
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import SummedLinear, load_shard
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.quantised import (
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
@@ -35,7 +35,7 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}

@@ -23,8 +23,8 @@ from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import load_shard
 from dflash_kernels.quantised_weight import FP8, INT4, INT8
 from tests.oracle.compressed_tensors_library import config, library
-from tests.paged import block_tables, caches, context
-from tests.quantised import (
+from tests.support.paged import block_tables, caches, context
+from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
@@ -39,8 +39,8 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.scale import by_night, others_by_night
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.scale import by_night, others_by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS, TORCH = select_ops(DEVICE, "triton"), select_ops(DEVICE, "torch")

@@ -13,7 +13,7 @@ from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import TargetWeights
 from tests.models.sources import TensorSource
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 CPU = torch.device("cpu")

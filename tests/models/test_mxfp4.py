@@ -17,9 +17,9 @@ from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.gpt_oss import dequantise, in_products
 from tests.models.test_families import CPU, MAX_POSITIONS, NUM_TOKENS, TOLERANCE, Pair, Reference
-from tests.mxfp4_checkpoint import make_mxfp4_target, put
-from tests.paged import block_tables, caches
-from tests.tiny_models import VOCAB_SIZE
+from tests.support.mxfp4_checkpoint import make_mxfp4_target, put
+from tests.support.paged import block_tables, caches
+from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

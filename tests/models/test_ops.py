@@ -21,8 +21,8 @@ from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
-from tests.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
-from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
+from tests.support.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
+from tests.support.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,8 +18,8 @@ from dflash_backend.checkpoints import read_target
 from dflash_backend.models import load_target
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows, pool_bytes
 from dflash_kernels.delta_rule import DeltaInputs, advance, chunked, delta_block, recurrent
-from tests.paged import block_tables, caches, context
-from tests.tiny_models import VOCAB_SIZE, make_target
+from tests.support.paged import block_tables, caches, context
+from tests.support.tiny_models import VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CPU = torch.device("cpu")

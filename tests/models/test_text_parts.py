@@ -23,8 +23,8 @@ from transformers import (
 from dflash_backend.checkpoints import read_target
 from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.models import load_target
-from tests.paged import block_tables, caches, context, noisy_pool
-from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, target_config
+from tests.support.paged import block_tables, caches, context, noisy_pool
+from tests.support.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, target_config
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 VISION = {

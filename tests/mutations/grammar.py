@@ -9,7 +9,7 @@ COMPILER_FILE = "dflash_backend/structured_output/compiler.py"
 WORKER_FILE = "dflash_backend/worker/grammars.py"
 KERNEL_FILE = "kernels/dflash_kernels/token_bitmask.py"
 MATCHER = ("tests/structured_output/test_matcher.py", "tests/structured_output/test_compiler.py")
-ENGINE = ("tests/test_structured_output.py",)
+ENGINE = ("tests/structured_output/test_structured_output.py",)
 
 GRAMMAR_MUTANTS = (
     *mutants_of(
@@ -42,7 +42,7 @@ GRAMMAR_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/text/sampling_params.py",
-        ("tests/test_structured_output.py", "tests/text/test_structured_outputs.py"),
+        ("tests/structured_output/test_structured_output.py", "tests/text/test_structured_outputs.py"),
         ("a grammar is called by another parameter's name", "(grammar, parameter=name)", "(grammar)"),
     ),
     *mutants_of(

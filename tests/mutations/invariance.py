@@ -103,13 +103,13 @@ INVARIANCE_MUTANTS = (
         "dflash_backend/engine/build.py",
         "backend.batch_invariant() if config.batch_invariant else backend",
         "backend",
-        ("tests/test_batch_invariance.py",),
+        ("tests/invariants/test_batch_invariance.py",),
     ),
     Mutant(
         "the head multiplies by the number of rows",
         "dflash_backend/models/decoder.py",
         "self._head = weights.lm_head.with_product(self.ops.product_of)",
         "self._head = weights.lm_head",
-        ("tests/test_batch_invariance.py",),
+        ("tests/invariants/test_batch_invariance.py",),
     ),
 )

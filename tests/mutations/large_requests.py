@@ -73,7 +73,7 @@ LARGE_REQUEST_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/settings.py",
-        ("tests/test_config.py",),
+        ("tests/engine/test_config.py",),
         ("a number may be as large as a float can", "return bool(value <= self.high)", "return True"),
     ),
 )

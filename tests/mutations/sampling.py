@@ -87,7 +87,7 @@ SAMPLING_MUTANTS = (
         STEP_OPS_FILE,
         "self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)",
         "self._sample(logits, temperature, sampling.seeds, positions)",
-        ("tests/test_filtered_sampling.py",),
+        ("tests/invariants/test_filtered_sampling.py",),
     ),
     Mutant(
         "one draft more than the target's own is accepted",

@@ -10,7 +10,7 @@ TRITON = "dflash_backend/triton"
 DETOKENIZER = ("tests/text/test_detokenizer.py",)
 LATENCIES = ("tests/triton/test_latencies.py",)
 METRICS = ("tests/triton/test_metrics.py",)
-SETTINGS = ("tests/test_settings.py",)
+SETTINGS = ("tests/engine/test_settings.py",)
 
 COUNTED = '        self._metrics.count("dflash:request_errors_total", 1, status)\n'
 
@@ -82,7 +82,7 @@ SERVING_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/heap.py",
-        ("tests/test_heap.py",),
+        ("tests/engine/test_heap.py",),
         ("modules are looked through for garbage while they are imported", "    gc.disable()\n", ""),
         ("steps give their buffers back to the system", "            mallopt(option, size)\n", "            pass\n"),
         ("what the operator says of buffers is set aside", "is not None and name not in os.environ", "is not None"),

@@ -405,7 +405,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/engine/build.py",
-        ("tests/test_settings.py",),
+        ("tests/engine/test_settings.py",),
         (
             "the setting adaptive_speculation does nothing",
             "adaptive_speculation=config.adaptive_speculation",

@@ -59,7 +59,7 @@ WORKER_MUTANTS = (
         f"{WORKER}/logits.py",
         "            self._raw = logits.index_select(0, self.flat)\n",
         "            self._raw = self.processed(logits.index_select(0, self.flat), ops)\n",
-        ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
+        ("tests/invariants/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
     ),
     *mutants_of(
         f"{WORKER}/state.py",
@@ -82,7 +82,7 @@ WORKER_MUTANTS = (
     ),
     *mutants_of(
         f"{WORKER}/logits.py",
-        ("tests/test_prompt_logprobs.py",),
+        ("tests/invariants/test_prompt_logprobs.py",),
         (
             "a prompt's log-probabilities are those of the token before",
             "behind = int(self._start[i]) + begin + 1",
@@ -99,7 +99,7 @@ WORKER_MUTANTS = (
         "dflash_backend/core/kv/manager.py",
         "if not self._caching or request.wants_prompt_logprobs:",
         "if not self._caching:",
-        ("tests/test_prompt_logprobs.py",),
+        ("tests/invariants/test_prompt_logprobs.py",),
     ),
     Mutant(
         "a prompt's log-probabilities come again after a preemption",
@@ -157,7 +157,7 @@ WORKER_MUTANTS = (
         f"{WORKER}/state.py",
         "(state.top_p, self.top_p),",
         "(state.top_p, np.ones_like(self.top_p)),",
-        ("tests/test_device_lossless.py::test_each_filter_of_these_requests_changes_what_is_drawn",),
+        ("tests/invariants/test_device_lossless.py::test_each_filter_of_these_requests_changes_what_is_drawn",),
         (
             (f"{WORKER}/state.py", "(state.min_p, self.min_p),", "(state.min_p, np.zeros_like(self.min_p)),"),
             (f"{WORKER}/state.py", "(state.top_k, self.top_k),", "(state.top_k, np.zeros_like(self.top_k)),"),
@@ -170,7 +170,7 @@ WORKER_MUTANTS = (
         "        self.records[new.request_id] = record\n"
         "        self.state.resumed = getattr(self.state, 'resumed', {})\n"
         "        self.state.resumed[index] = len(new.token_ids) > new.num_prompt_tokens\n",
-        ("tests/test_same_seed.py",),
+        ("tests/invariants/test_same_seed.py",),
         (
             (
                 f"{WORKER}/step.py",
@@ -242,7 +242,7 @@ WORKER_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/huge_pages.py",
-        ("tests/test_huge_pages.py",),
+        ("tests/engine/test_huge_pages.py",),
         ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
         (
             "memory in huge pages is shared",

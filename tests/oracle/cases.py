@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.tiny_models import HIDDEN, TARGET_LAYERS, decoder_config, drafter_shapes, layer_shapes, save_checkpoint
+from tests.support.tiny_models import (
+    HIDDEN,
+    TARGET_LAYERS,
+    decoder_config,
+    drafter_shapes,
+    layer_shapes,
+    save_checkpoint,
+)
 
 VOCAB_SIZE = 64
 DRAFT_VOCAB = [i for i in range(VOCAB_SIZE) if i % 3 != 1][:24]

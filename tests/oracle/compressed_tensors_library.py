@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quantised import Packer, Tensors
+from tests.support.quantised import Packer, Tensors
 
 NOT_INSTALLED = "compressed-tensors is not installed; run make setup"
 FP8 = {"num_bits": 8, "type": "float"}

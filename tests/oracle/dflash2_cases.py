@@ -9,7 +9,7 @@ import torch
 
 from tests.oracle import cases
 from tests.oracle.cases import FULL, MASK_TOKEN_ID, SLIDING, TARGET_LAYER_IDS, VOCAB_SIZE, Step, hashed
-from tests.tiny_models import HIDDEN, TARGET_LAYERS, save_checkpoint
+from tests.support.tiny_models import HIDDEN, TARGET_LAYERS, save_checkpoint
 
 BLOCK_SIZE = 8
 RANK, TOP_K = 8, 6

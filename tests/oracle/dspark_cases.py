@@ -8,7 +8,7 @@ import torch
 
 from tests.oracle import cases
 from tests.oracle.cases import Step, hashed
-from tests.tiny_models import HIDDEN
+from tests.support.tiny_models import HIDDEN
 
 BLOCK_SIZE = 7
 RANK = 8

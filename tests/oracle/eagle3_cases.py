@@ -9,7 +9,7 @@ import torch
 
 from tests.oracle import cases
 from tests.oracle.cases import INTERMEDIATE, VOCAB_SIZE, Step, hashed
-from tests.tiny_models import HIDDEN, eagle3_shapes, save_checkpoint
+from tests.support.tiny_models import HIDDEN, eagle3_shapes, save_checkpoint
 
 K = 4
 BOUNDARY_IDS = [i + 1 for i in cases.TARGET_LAYER_IDS]

@@ -24,8 +24,8 @@ from dflash_backend.worker.batch import spans
 from tests.models.drafting import KeepsLogits, draft_batch, slots
 from tests.oracle import cases
 from tests.oracle.cases import Step
-from tests.paged import BLOCK_SIZE, block_tables, caches, context
-from tests.tiny_models import save_checkpoint
+from tests.support.paged import BLOCK_SIZE, block_tables, caches, context
+from tests.support.tiny_models import save_checkpoint
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 512

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from tests.oracle import cases, dflash2_cases, dspark_cases, eagle3_cases
 from tests.oracle.cases import SpeculatorsCase
-from tests.tiny_models import HIDDEN
+from tests.support.tiny_models import HIDDEN
 
 
 def build(case: SpeculatorsCase, target: Path) -> Any:

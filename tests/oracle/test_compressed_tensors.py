@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from dflash_kernels.fp8_activations import quantise_activations_reference
 from tests.oracle.compressed_tensors_library import FORMATS, NOT_INSTALLED, config, golden_weight, results
 from tests.oracle.write_golden import GOLDEN, golden_json
-from tests.quantised_logits import weight_of
-from tests.tiny_models import save_checkpoint
+from tests.support.quantised_logits import weight_of
+from tests.support.tiny_models import save_checkpoint
 
 TENSORS = load_file(GOLDEN / "compressed_tensors.safetensors")
 

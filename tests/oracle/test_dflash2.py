@@ -20,7 +20,7 @@ from tests.oracle import cases, ours
 from tests.oracle import dflash2_cases as dflash2
 from tests.oracle.cases import Step
 from tests.oracle.write_golden import GOLDEN, as_text, golden_json
-from tests.tiny_models import save_checkpoint
+from tests.support.tiny_models import save_checkpoint
 
 # Logits have a standard deviation of about 1.5; other machines sum in another order.
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}

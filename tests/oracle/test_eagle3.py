@@ -14,7 +14,7 @@ from dflash_backend.drafters.registry import read_draft
 from tests.oracle import cases, ours
 from tests.oracle import eagle3_cases as eagle3
 from tests.oracle.write_golden import GOLDEN, as_text, golden_json
-from tests.tiny_models import save_checkpoint
+from tests.support.tiny_models import save_checkpoint
 
 # Logits have a standard deviation of about 2; other machines sum in another order.
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}

@@ -17,7 +17,7 @@ from dflash_backend import LLM
 from dflash_backend.drafters.registry import read_draft
 from tests.oracle import cases, ours
 from tests.oracle.write_golden import FEATURE_LAYERS, GOLDEN, NUM_FEATURE_TOKENS, golden_json
-from tests.tiny_models import HIDDEN, TARGET_LAYERS, save_checkpoint
+from tests.support.tiny_models import HIDDEN, TARGET_LAYERS, save_checkpoint
 
 # Logits have a standard deviation of about 1.5; other machines sum in another order.
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}

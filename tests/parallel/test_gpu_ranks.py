@@ -19,7 +19,7 @@ from dflash_backend.parallel.target import ForwardPass
 from dflash_backend.worker.transfers import Download
 from tests.parallel.test_ranks import SETTINGS, end, group, texts
 from tests.parallel.thread_ranks import GIB, Memory, as_on_gpus, thread_links, with_graphs
-from tests.tiny_models import make_pair
+from tests.support.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from dflash_backend.parallel.shard import Shard
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import CapturedStep
-from tests.tiny_models import make_target
-from tests.waiting import eventually
+from tests.support.tiny_models import make_target
+from tests.support.waiting import eventually
 
 GPU_1 = torch.device("cuda", 1)
 

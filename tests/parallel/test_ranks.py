@@ -19,12 +19,12 @@ from dflash_backend.parallel.group import RankGroup
 from dflash_backend.parallel.links import HANG_S
 from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.target import TensorParallelTarget
-from tests.batch_invariance import differing, random_prompts, run
 from tests.parallel.rank_forks import fork_ranks
-from tests.quantised import GPTQ, gptq, write
-from tests.scale import SCALE, by_night, scaled
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
-from tests.waiting import eventually
+from tests.support.batch_invariance import differing, random_prompts, run
+from tests.support.quantised import GPTQ, gptq, write
+from tests.support.scale import SCALE, by_night, scaled
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
+from tests.support.waiting import eventually
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -17,8 +17,8 @@ from dflash_backend.parallel import ray_ranks
 from dflash_backend.parallel.links import RemoteRank
 from tests.parallel.test_ranks import SETTINGS, end, group, texts, texts_until_lost
 from tests.parallel.test_remote_ranks import RAY
-from tests.tiny_models import make_pair
-from tests.waiting import eventually
+from tests.support.tiny_models import make_pair
+from tests.support.waiting import eventually
 from tests.worker.engines import engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -38,9 +38,9 @@ from tests.parallel.test_ranks import (
     texts,
     texts_until_lost,
 )
-from tests.scale import by_night
-from tests.tiny_models import make_pair
-from tests.waiting import eventually
+from tests.support.scale import by_night
+from tests.support.tiny_models import make_pair
+from tests.support.waiting import eventually
 from tests.worker.engines import Outputs, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

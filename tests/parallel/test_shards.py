@@ -25,9 +25,9 @@ from dflash_backend.parallel.shard import Shard, unsupported
 from dflash_backend.parallel.target import load_shard
 from dflash_backend.parallel.vocabulary import Lookup, VocabularyPart
 from tests.models.test_text_parts import stack_experts
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.paged import block_tables, caches, context, noisy_pool
-from tests.quantised import (
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.paged import block_tables, caches, context, noisy_pool
+from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
@@ -40,8 +40,8 @@ from tests.quantised import (
     write,
     write_by_name,
 )
-from tests.scale import others_by_night
-from tests.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
+from tests.support.scale import others_by_night
+from tests.support.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.parallel.group import vocabulary_bytes
 from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.parallel.vocabulary import SlicedHead
-from tests.batch_invariance import differing, random_prompts, run
 from tests.drafters.drafts import make_dspark, make_eagle3
 from tests.parallel.rank_forks import fork_ranks, over_the_network
 from tests.parallel.test_ranks import (
@@ -32,8 +31,9 @@ from tests.parallel.test_ranks import (
     mixed_texts,
 )
 from tests.parallel.test_remote_ranks import RAY
-from tests.scale import SCALE, by_night
-from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_pair, make_target
+from tests.support.batch_invariance import differing, random_prompts, run
+from tests.support.scale import SCALE, by_night
+from tests.support.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
 pytestmark = pytest.mark.usefixtures("single_thread")

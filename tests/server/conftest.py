@@ -14,8 +14,8 @@ from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
-from tests.servers import clean_environ, local_server
-from tests.waiting import eventually
+from tests.support.servers import clean_environ, local_server
+from tests.support.waiting import eventually
 
 # With a number of drafts that does not depend on the time of steps.
 SETTINGS = {

@@ -14,8 +14,8 @@ import httpx
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, send
 from dflash_cli.launcher.triton_install import TritonInstall
-from tests.servers import answers, clean_environ
-from tests.waiting import eventually
+from tests.support.servers import answers, clean_environ
+from tests.support.waiting import eventually
 
 READY_S = 120.0
 

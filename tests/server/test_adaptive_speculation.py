@@ -8,7 +8,7 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
 from tests.server.conftest import new_server
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (12, 9), (25, 31), (7, 70)]]
 EXPECTED = "expected_tokens_per_pos"

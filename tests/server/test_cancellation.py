@@ -12,7 +12,7 @@ import pytest
 from dflash_client import DFlashClient
 from dflash_client.errors import Cancelled, RequestTimeout
 from tests.server.conftest import SETTINGS, settle
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MAX_NUM_SEQS = int(SETTINGS["max_num_seqs"])

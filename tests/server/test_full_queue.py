@@ -13,9 +13,9 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient, Unavailable
 from dflash_client.errors import QueueFull
 from load_tests.server_state import MetricsPage
-from tests.frontends import local_frontend
 from tests.server.conftest import SETTINGS, new_server
-from tests.waiting import eventually
+from tests.support.frontends import local_frontend
+from tests.support.waiting import eventually
 
 ROWS, WAITING = int(SETTINGS["max_num_seqs"]), 2
 

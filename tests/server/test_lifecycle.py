@@ -10,9 +10,9 @@ from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
-from tests.scale import by_night
 from tests.server.conftest import new_server
-from tests.waiting import eventually
+from tests.support.scale import by_night
+from tests.support.waiting import eventually
 
 
 def test_a_bad_setting_in_the_file_stops_the_load(tmp_path):

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import settle
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.smoke
 

@@ -10,7 +10,7 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
 from tests.server.conftest import new_server
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 LOG: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 from dflash_cli.launcher.server import TritonServer
 from tests.frontend.playground.chromium import chromium
 from tests.frontend.playground.page import Playground
-from tests.frontends import local_frontend
+from tests.support.frontends import local_frontend
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 

@@ -13,7 +13,7 @@ import pytest
 from dflash_client import ClientError, DFlashClient
 from load_tests.server_state import engine_pids
 from tests.server.conftest import new_server
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 QUESTIONS = [
     "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?",

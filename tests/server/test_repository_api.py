@@ -18,10 +18,10 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from load_tests.server_state import MetricsPage, engine_pids
-from tests.scale import SCALE, scaled
 from tests.server.conftest import new_server
-from tests.servers import answers, change_model
-from tests.waiting import eventually
+from tests.support.scale import SCALE, scaled
+from tests.support.servers import answers, change_model
+from tests.support.waiting import eventually
 
 # Each starts an engine; `make nightly` has eight. The tests before have reloaded the model as well.
 RELOADS = scaled(2) if SCALE > 1 else 1

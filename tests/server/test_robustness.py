@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from checks import malformed, mixed
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 
 
 def test_each_malformed_request_is_refused_and_the_valid_ones_between_them_are_not(server):

@@ -13,8 +13,8 @@ from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import Internal
-from tests.servers import answers, clean_environ
-from tests.waiting import eventually
+from tests.support.servers import answers, clean_environ
+from tests.support.waiting import eventually
 
 PRIVATE = ["unshare", "--mount", "--propagation", "private"]
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm"

@@ -19,9 +19,9 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
 from load_tests.server_state import MetricsPage, engine_pids, processes_by_role
-from tests.scale import scaled
 from tests.server.conftest import new_server
-from tests.waiting import eventually
+from tests.support.scale import scaled
+from tests.support.waiting import eventually
 
 ROUNDS = scaled(1)  # an engine of each; `checks.chaos` has 20 in `make nightly`
 STORY = "Tell me a story."

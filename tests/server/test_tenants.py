@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from dflash_client import DFlashClient
-from tests.scale import by_night
 from tests.server.raw_grpc import infer, inputs_of
-from tests.waiting import eventually
+from tests.support.scale import by_night
+from tests.support.waiting import eventually
 
 FLOOD = 14
 LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 6

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import TritonServer
-from tests.frontends import local_frontend
+from tests.support.frontends import local_frontend
 
 # As Qwen's and Hermes' templates, with the marks by which the front end knows the form of calls.
 TEMPLATE = (

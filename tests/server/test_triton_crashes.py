@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_cli.launcher.server import TritonServer
 from tests.cli.test_restarts import kept
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 def send_grpc(server: TritonServer, message: service_pb2.ModelInferRequest) -> None:

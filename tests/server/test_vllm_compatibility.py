@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from tests.scale import SCALE
 from tests.server.conftest import settle
 from tests.server.raw_grpc import WAIT_S, infer, inputs_of, text_of
-from tests.waiting import eventually
+from tests.support.scale import SCALE
+from tests.support.waiting import eventually
 
 PROMPT = "The most dangerous animal is"
 GREEDY = {"temperature": "0", "top_p": "1"}

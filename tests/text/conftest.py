@@ -5,7 +5,7 @@ import pytest
 
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401
+from tests.support.byte_tokenizer import model_dir, tokenizer  # noqa: F401
 
 
 @pytest.fixture(scope="session")

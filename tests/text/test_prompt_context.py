@@ -14,7 +14,7 @@ from dflash_backend.text.detokenizer import CONTEXT, Detokenizer, context_of
 from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import ParsedRequest, ReturnFlags
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.sentencepiece_tokenizer import ID, WORDS, byte_ids, write_sentencepiece_tokenizer
+from tests.support.sentencepiece_tokenizer import ID, WORDS, byte_ids, write_sentencepiece_tokenizer
 
 HELLO, WORLD, COMMA, SPACE, UNK = ID["▁Hello"], ID["▁world"], ID[","], ID["▁"], ID["<unk>"]
 

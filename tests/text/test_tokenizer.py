@@ -19,7 +19,7 @@ from dflash_backend.text import time_limit as time_limits
 from dflash_backend.text.prompt_size import PromptTooLong, check_fits, most_chars
 from dflash_backend.text.time_limit import OutOfTime, time_limit
 from dflash_backend.text.tokenizer import InputError, PromptError, Tokenizer
-from tests.sentencepiece_tokenizer import ID, write_sentencepiece_tokenizer
+from tests.support.sentencepiece_tokenizer import ID, write_sentencepiece_tokenizer
 
 
 def test_text_survives_encode_and_decode(tokenizer):

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.triton.service import TritonService, end_process
-from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401
+from tests.support.byte_tokenizer import model_dir, tokenizer  # noqa: F401
 from tests.triton.fake_triton import FakeTriton
 from tests.triton.serving import COMMAND
 

@@ -9,7 +9,7 @@ from dflash_backend.engine_client.client import engine_command
 from dflash_backend.triton.service import TritonService
 from tests.triton.fake_triton import InferenceResponse, Request, Sender
 
-COMMAND = engine_command("tests.engine_client.toy_engine")
+COMMAND = engine_command("tests.engine_client.toy_process")
 TEXT = "漢字🙂 é"
 
 

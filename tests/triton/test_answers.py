@@ -9,10 +9,10 @@ import pytest
 from dflash_backend.messages import AbortRequests
 from dflash_backend.triton import reporter
 from dflash_backend.triton.running_requests import MAX_SEPARATE_DELTAS
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
+from tests.support.waiting import eventually
 from tests.triton.fake_triton import Request
 from tests.triton.serving import TEXT, joined, returning, submit
-from tests.waiting import eventually
 
 
 def test_streamed_deltas_join_to_the_text_that_comes_at_once(service):
@@ -103,7 +103,7 @@ def test_steps_that_arrive_together_have_a_response_each_unless_they_are_many(se
     assert (max(sizes) > MAX_SEPARATE_DELTAS) == shared
 
 
-@pytest.mark.parametrize(("prompt", "n"), [(toy_engine.REFUSE, 1), (toy_engine.REFUSE_SECOND, 3)])
+@pytest.mark.parametrize(("prompt", "n"), [(toy_process.REFUSE, 1), (toy_process.REFUSE_SECOND, 3)])
 def test_what_the_engine_refuses_of_one_or_several_completions_ends_once_with_its_status(service, prompt, n):
     (response,) = submit(service, [prompt], 10**9, sampling={"n": n}).all()
     assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
@@ -166,7 +166,7 @@ def test_requests_are_counted_by_how_they_ended(service, triton):
     submit(service, "ab", max_tokens=6).all()
     submit(service, "abcd", max_tokens=6, sampling={"n": 3, "stop": "b"}).all()
     submit(service, "").all()
-    submit(service, [toy_engine.REFUSE_SECOND], sampling={"n": 3}).all()
+    submit(service, [toy_process.REFUSE_SECOND], sampling={"n": 3}).all()
     service.close()
     assert triton.values["dflash:request_success_total", "length"] == 1
     assert triton.values["dflash:request_success_total", "stop"] == 3
@@ -209,7 +209,7 @@ def test_the_metrics_page_has_a_cancelled_request_without_waiting_for_the_next_r
 ):
     monkeypatch.setattr(reporter, "BUSY_S", 1000.0)
     monkeypatch.setattr(reporter, "IDLE_S", 1000.0)
-    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender = submit(service, [toy_process.QUIET], max_tokens=10**9)
     sender.cancelled = True
     assert sender.all()[0].error.code == "CANCELLED"
     eventually(lambda: triton.values.get(("dflash:request_errors_total", "CANCELLED")) == 1)

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_backend.triton.server_memory import ServerMemory
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
+from tests.support.waiting import WAIT_S, eventually
 from tests.triton.fake_triton import Request
 from tests.triton.serving import joined, submit
-from tests.waiting import WAIT_S, eventually
 
 
-@pytest.mark.parametrize(("prompt", "stream", "n"), [([toy_engine.QUIET], False, 3), ("ab", False, 1), ("ab", True, 4)])
+@pytest.mark.parametrize(
+    ("prompt", "stream", "n"), [([toy_process.QUIET], False, 3), ("ab", False, 1), ("ab", True, 4)]
+)
 def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tokens_or_not(service, prompt, stream, n):
     sender = submit(service, prompt, max_tokens=10**9, sampling={"n": n}, stream=stream)
     if stream:
@@ -28,7 +30,7 @@ def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tok
 
 def test_a_cancelled_request_is_in_the_log_as_tests_of_the_vllm_backend_look_for_it(serve, triton):
     service = serve(as_vllm=True)
-    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender = submit(service, [toy_process.QUIET], max_tokens=10**9)
     sender.cancelled = True
     assert sender.all()[-1].error.code == "CANCELLED"
     said = ["dflash: [vllm] Cancelling the request", "dflash: [vllm] Successfully cancelled the request"]
@@ -97,7 +99,7 @@ def test_an_answer_that_does_not_fit_the_shared_memory_is_refused_while_that_can
 
 def test_a_request_that_triton_cannot_be_asked_about_ends_and_no_other(service):
     other = submit(service, "ab", max_tokens=1500, stream=True)
-    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender = submit(service, [toy_process.QUIET], max_tokens=10**9)
     sender.unreachable = True
     (response,) = sender.all()
     assert (response.error.code, "could not be asked" in response.error.message) == ("INTERNAL", True)
@@ -222,7 +224,7 @@ def test_a_server_that_holds_much_for_other_reasons_keeps_its_streams(service, t
 
 
 def test_a_request_that_is_taken_out_while_triton_is_asked_about_it_affects_no_other(service):
-    sender = submit(service, [toy_engine.QUIET])
+    sender = submit(service, [toy_process.QUIET])
     taken = threading.Event()
 
     def vanish() -> bool:

@@ -18,9 +18,9 @@ import zmq
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine_client.kv_publisher import KVEventPublisher, at_rank
 from dflash_backend.messages import BlocksRemoved, BlocksStored
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
+from tests.support.waiting import eventually
 from tests.triton.serving import submit
-from tests.waiting import eventually
 
 
 # As vLLM declares them (distributed/kv_events.py), fields that have come since its 0.11 left out.
@@ -228,7 +228,7 @@ def test_a_service_publishes_what_its_engines_report_and_that_a_cache_is_gone(se
     subscribers = [Subscriber(at_rank(endpoint, rank), "kv@toy") for rank in range(2)]
 
     def evict() -> list[int]:
-        submit(service, [toy_engine.EVICT, *range(1, 40)], max_tokens=2).all()
+        submit(service, [toy_process.EVICT, *range(1, 40)], max_tokens=2).all()
         heard = [any(isinstance(event, BlockRemoved) for event in one.read()) for one in subscribers]
         return [rank for rank in range(2) if heard[rank]]
 

@@ -14,9 +14,9 @@ import pytest
 
 from dflash_backend.engine_client.client import EngineError
 from dflash_backend.triton.service import TritonService
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
+from tests.support.waiting import eventually
 from tests.triton.serving import joined, submit
-from tests.waiting import eventually
 
 NUM = 3
 
@@ -45,7 +45,8 @@ def where(service: TritonService, token_ids: list[int], **inputs) -> int:
 
 def start_streams(service: TritonService, count: int) -> list:
     """Streams that go on for ever, of prompts that share no block."""
-    senders = [submit(service, [toy_engine.SLOW, *prompt(10 + n)], max_tokens=10**9, stream=True) for n in range(count)]
+    slow = toy_process.SLOW
+    senders = [submit(service, [slow, *prompt(10 + n)], max_tokens=10**9, stream=True) for n in range(count)]
     for sender in senders:
         sender.next()
     return senders
@@ -92,10 +93,10 @@ def test_what_an_engine_has_evicted_draws_no_request(serve):
     assert where(service, prompt(1)) == first
     blocks = service._engines._router.index
     held = blocks.num_blocks(first)
-    assert where(service, [*prompt(1)[:32], *range(100, 116), toy_engine.EVICT]) == first
+    assert where(service, [*prompt(1)[:32], *range(100, 116), toy_process.EVICT]) == first
     assert blocks.num_blocks(first) > held
     # The prompt shares a beginning, so it goes where that is; all blocks of that engine are reported as evicted.
-    submit(service, [toy_engine.EVICT, *prompt(1)], max_tokens=3, sampling={"cache_salt": ""}).all()
+    submit(service, [toy_process.EVICT, *prompt(1)], max_tokens=3, sampling={"cache_salt": ""}).all()
     eventually(lambda: 0 in (blocks.num_blocks(0), blocks.num_blocks(1)))
 
 
@@ -120,7 +121,7 @@ def test_a_killed_engine_loses_its_own_streams_alone_and_comes_back(serve, trito
     assert 1 not in engines._router.engines_up or engines.supervisors[1].engine is not None
     assert service.ready
     # Nothing waits for the engine that restarts, also not the prompts that it had.
-    after = [where(service, [toy_engine.SLOW, *prompt(10 + number)]) for number in range(2 * NUM)]
+    after = [where(service, [toy_process.SLOW, *prompt(10 + number)]) for number in range(2 * NUM)]
     assert 1 not in after or engines.supervisors[1].engine is not None
     eventually(lambda: engines.up == [0, 1, 2])
     assert engines.supervisors[1].engine is not dead
@@ -185,8 +186,8 @@ def test_the_model_is_ready_while_one_engine_is_and_refuses_when_none_is(serve, 
 
 
 def test_a_full_engine_is_left_out_and_a_full_fleet_refuses(serve):
-    service = serve(data_parallel_size=2, max_num_seqs=toy_engine.NUM_ROWS, max_queue_size=1)
-    quiet = [toy_engine.QUIET, *range(1, 64)]
+    service = serve(data_parallel_size=2, max_num_seqs=toy_process.NUM_ROWS, max_queue_size=1)
+    quiet = [toy_process.QUIET, *range(1, 64)]
     waiting = []
     salt = {"cache_salt": "one"}
     for _ in range(3):  # two wait for two rows, the third in the queue; the salt keeps them together
@@ -207,9 +208,9 @@ def test_a_full_engine_is_left_out_and_a_full_fleet_refuses(serve):
 
 def test_a_request_that_ends_leaves_no_load_with_the_router(serve):
     service = serve(data_parallel_size=2)
-    broken, cancelled = (submit(service, [toy_engine.QUIET, number], sampling={"n": 2}) for number in (1, 2))
+    broken, cancelled = (submit(service, [toy_process.QUIET, number], sampling={"n": 2}) for number in (1, 2))
     broken.unreachable = cancelled.cancelled = True
-    refused = submit(service, [toy_engine.REFUSE, 5])
+    refused = submit(service, [toy_process.REFUSE, 5])
     whole = submit(service, prompt(4), max_tokens=30, sampling={"n": 2})
     for sender in (broken, cancelled, refused, whole):
         sender.all()

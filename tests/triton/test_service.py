@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.engine_client.client import EngineError
-from tests.engine_client import toy_engine
+from tests.engine_client import toy_process
+from tests.support.waiting import WAIT_S, eventually
 from tests.triton.serving import joined, submit
-from tests.waiting import WAIT_S, eventually
 
 
 def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
-    running = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
+    running = [submit(service, [toy_process.QUIET]) for _ in range(3)]
     eventually(lambda: not service._engines.supervisors[0].engine._unconfirmed)
     os.kill(service._engines.supervisors[0].engine.pid, signal.SIGKILL)
     errors = [sender.all()[0].error for sender in running]
@@ -28,7 +28,7 @@ def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_i
 
 
 def test_the_metrics_say_that_the_engine_is_gone_before_its_clients_do(service, triton):
-    sender = submit(service, [toy_engine.QUIET])
+    sender = submit(service, [toy_process.QUIET])
     gauge = ("dflash:engine_ready", "dflash_0_0")
     ready: list[float] = []
     sender.before_last = lambda: ready.append(triton.values[gauge])
@@ -47,7 +47,7 @@ def test_an_error_in_the_engines_step_reaches_the_client_in_words(service, monke
         monkeypatch.setattr(
             type(service._engines.supervisors[0].engine), "is_unconfirmed", lambda engine, request_id: True
         )
-    (response,) = submit(service, [toy_engine.BREAK]).all()
+    (response,) = submit(service, [toy_process.BREAK]).all()
     assert response.error.code == "INTERNAL"
     if confirmed:
         assert response.error.message == "INTERNAL: the engine stopped: RuntimeError: the toy broke"
@@ -62,7 +62,7 @@ def test_an_engine_that_ends_while_a_request_is_handed_over_is_blamed_on_it(serv
         eventually(lambda: service._engines.supervisors[0].engine is not engine)
 
     monkeypatch.setattr(engine, "send", send_slowly)
-    (response,) = submit(service, [toy_engine.BREAK]).all()
+    (response,) = submit(service, [toy_process.BREAK]).all()
     assert response.error.code == "INTERNAL"
 
 
@@ -83,8 +83,8 @@ def test_a_question_whether_requests_are_taken_is_none_that_was_refused(service,
 
 
 def test_a_full_queue_refuses_at_once_and_takes_requests_again_when_it_empties(serve):
-    service = serve(max_num_seqs=toy_engine.NUM_ROWS, max_queue_size=1)
-    waiting = [submit(service, [toy_engine.QUIET]) for _ in range(2)]
+    service = serve(max_num_seqs=toy_process.NUM_ROWS, max_queue_size=1)
+    waiting = [submit(service, [toy_process.QUIET]) for _ in range(2)]
     # Two wait for the two rows, whether or not the engine has confirmed it: one more fits, two do not.
     refused = submit(service, "ab", sampling={"n": 2})
     assert refused.answered
@@ -104,7 +104,7 @@ def test_a_load_that_fails_is_an_error_with_the_engines_sentence(serve, triton):
     """It has made no metric: Triton 2.51 crashes later when a model that made some fails to load while it replaces one
     that serves."""
     with pytest.raises(EngineError, match="the toy cannot load with 13"):
-        serve(max_model_len=toy_engine.FAIL_AT)
+        serve(max_model_len=toy_process.FAIL_AT)
     assert "dflash: loading 50%: toy" in triton.lines
     assert not triton.values
 
@@ -112,7 +112,7 @@ def test_a_load_that_fails_is_an_error_with_the_engines_sentence(serve, triton):
 def test_an_output_thread_that_dies_answers_all_requests_logs_why_and_ends_the_process(serve, triton, capsys):
     ended = threading.Event()
     service = serve(abandon=ended.set)
-    senders = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
+    senders = [submit(service, [toy_process.QUIET]) for _ in range(3)]
     senders[0].failures = 10**9
     pid = service._engines.supervisors[0].engine.pid
     service._reporter._activity.line = lambda now: 1 / 0
@@ -135,7 +135,7 @@ def test_a_service_that_is_closed_does_not_end_the_process(serve):
 
 def test_closing_waits_for_what_runs_and_takes_nothing_new(serve, triton):
     service = serve()
-    running = submit(service, [toy_engine.SLOW, 5, 6], max_tokens=120, stream=True)
+    running = submit(service, [toy_process.SLOW, 5, 6], max_tokens=120, stream=True)
     running.next()
     closing = threading.Thread(target=service.close)
     closing.start()

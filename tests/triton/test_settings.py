@@ -1,5 +1,5 @@
 """Every setting of the Triton side changes what a client gets, or what the engine is asked, through the whole service:
-a setting that is parsed and not used fails here. `tests/test_settings.py` does the same for those of the engine."""
+a setting that is parsed and not used fails here. `tests/engine/test_settings.py` does so for those of the engine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_models import VOCAB_SIZE, make_pair
+from tests.support.tiny_models import VOCAB_SIZE, make_pair
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from dflash_backend.models.ops import Fp8ActivationsLayerOps, TritonLayerOps, se
 from dflash_kernels import quantised_linear, scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT8, QuantisedWeight
 from dflash_kernels.scaled_linear import LEAST_TOKENS
-from tests.quantised import AWQ, awq, write
-from tests.tiny_models import MASK_TOKEN_ID, make_pair, make_target
+from tests.support.quantised import AWQ, awq, write
+from tests.support.tiny_models import MASK_TOKEN_ID, make_pair, make_target
 from tests.worker.engines import engine, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

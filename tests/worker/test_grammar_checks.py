@@ -11,7 +11,7 @@ import pytest
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.worker.grammars import STEPS_WITH_MASKS, Filled
-from tests.scale import by_night
+from tests.support.scale import by_night
 from tests.worker.engines import Outputs, engine
 
 EOS = (2,)

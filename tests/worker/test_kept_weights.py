@@ -13,10 +13,10 @@ import pytest
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import QuantisedLinear
 from dflash_kernels.quantised_weight import MXFP4, QuantisedWeight
-from tests.mxfp4_checkpoint import make_mxfp4_target
-from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
-from tests.scale import by_night
-from tests.tiny_models import MASK_TOKEN_ID, make_pair
+from tests.support.mxfp4_checkpoint import make_mxfp4_target
+from tests.support.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
+from tests.support.scale import by_night
+from tests.support.tiny_models import MASK_TOKEN_ID, make_pair
 from tests.worker.engines import engine, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -18,10 +18,10 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
-from tests.batch_invariance import differing, random_prompts, run
 from tests.parallel.test_ranks import end
-from tests.scale import by_night, others_by_night
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
+from tests.support.batch_invariance import differing, random_prompts, run
+from tests.support.scale import by_night, others_by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -10,7 +10,7 @@ import pytest
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.memory import decode_step, prefill_step
-from tests.tiny_models import make_pair
+from tests.support.tiny_models import make_pair
 from tests.worker.engines import device_runner, engine
 
 

@@ -22,9 +22,9 @@ from dflash_backend.models import load_target
 from dflash_backend.worker.batch import spans
 from tests.drafters.test_dflash import dense_drafter
 from tests.models.drafting import KeepsLogits, draft_batch, slots
-from tests.paged import BLOCK_SIZE
-from tests.scale import SCALE
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.paged import BLOCK_SIZE
+from tests.support.scale import SCALE
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import engine, outputs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_thread", "inference_mode")]

@@ -13,7 +13,7 @@ from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan
 from dflash_backend.worker.batch import HostBatch
 from dflash_backend.worker.graphs import MIXED_TOKENS, PaddedStep, mixed_shapes, replay, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
-from tests.scale import SCALE
+from tests.support.scale import SCALE
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged, unpacked
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")

@@ -14,7 +14,7 @@ import pytest
 from checks.lossless import pool_of
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.graphs import capture_shapes
-from tests.scale import SCALE, scaled
+from tests.support.scale import SCALE, scaled
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -22,8 +22,8 @@ from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
 from tests.models.test_family_engines import expected
-from tests.scale import by_night, scaled
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.scale import by_night, scaled
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine, unchanged
 from tests.worker.test_random_overlap import play, workload
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.recurrent_state import StatePool
 from tests.models.test_family_engines import expected as expected_tokens
-from tests.scale import SCALE, by_night
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.scale import SCALE, by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -11,7 +11,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, DeviceLen
 from dflash_backend.attention.cascade import CascadeCost
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
-from tests.scale import SCALE, by_night
+from tests.support.scale import SCALE, by_night
 from tests.worker.engines import Outputs, engine, triton_engine
 
 pytest.importorskip("triton")

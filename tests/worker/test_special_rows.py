@@ -15,7 +15,7 @@ from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import EagerStep, PaddedStep, capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
-from tests.scale import by_night
+from tests.support.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -18,8 +18,8 @@ from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.models.test_family_engines import MAX_TOKENS, expected
-from tests.scale import by_night
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.scale import by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -5,7 +5,7 @@ jit'd function by another, where the second finds all replaced and looks through
 its table of element types at each look into it, reckons shapes anew for each value, and looks for integers that
 overflow by six more operations of its own, and asks of each pair of operands what type and shape they have in common,
 which nearly all have from the start. Together that is most of the time of the tests with kernels. The operations that
-kernels use most are done in one step: `tests/fast_operations.py` and `tests/fast_memory.py`.
+kernels use most are done in one step: `tests/support/fast_operations.py` and `tests/support/fast_memory.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests import fast_operations as fast
-from tests.fast_memory import loaded, stored
+from tests.support import fast_operations as fast
+from tests.support.fast_memory import loaded, stored
 
 # What another version of Triton may not have; its interpreter then stays as it is.
 NEEDED = (

@@ -13,7 +13,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_timestamp.py::", "needs an NVIDIA GPU", "the timer that it reads is a register of the GPU"),
-    ("tests/test_real_weights.py::", "is not set", "published weights of many gigabytes, named by the caller"),
+    (
+        "tests/evaluation/test_real_weights.py::",
+        "is not set",
+        "published weights of many gigabytes that the caller names",
+    ),
     (
         "tests/deploy/test_chart.py::",
         "needs (helm|kubernetes-validate)",

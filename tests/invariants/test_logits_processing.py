@@ -23,7 +23,7 @@ from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
 from dflash_backend.messages import TokenLogprobs
-from tests.scale import SCALE, by_night, scaled
+from tests.support.scale import SCALE, by_night, scaled
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STORY = "<|im_start|>user\nTell me something about Norway and Japan<|im_end|>\n<|im_start|>assistant\n"

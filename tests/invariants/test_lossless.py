@@ -22,7 +22,7 @@ from dflash_backend.worker.step_ops import HostStepOps
 from dflash_kernels.sample import sample_reference
 from load_tests.prompts import load_prompts
 from tests.gpu.test_engine import logits_in_float32
-from tests.scale import SCALE, by_night, scaled
+from tests.support.scale import SCALE, by_night, scaled
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(24 if SCALE >= 4 else 16, at_least=16)

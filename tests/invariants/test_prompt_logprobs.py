@@ -13,7 +13,7 @@ from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.worker import logits
-from tests.scale import scaled
+from tests.support.scale import scaled
 
 TEXT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep? " * 3
 NUM_TOP = 3

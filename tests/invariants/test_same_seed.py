@@ -9,14 +9,14 @@ import pytest
 from checks.sampled_text import Request, answers, partings, random_drafter, requests, target_alone, ways
 from dflash_backend import LLM
 from load_tests.prompts import load_prompts
-from tests.scale import SCALE, by_night, scaled
+from tests.support.scale import SCALE, by_night, scaled
 from tests.worker.engines import Outputs, triton_engine
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(16, at_least=16)
 MAX_TOKENS = 48 if SCALE >= 4 else 32
 KERNEL_TOKENS = 8 if SCALE >= 4 else 5  # under the interpreter: a step with drafts and its next one at least
-LEFT = ("alone", "k = 3", "always all of k", "n-grams")  # tests/test_lossless.py has such, of greedy text
+LEFT = ("alone", "k = 3", "always all of k", "n-grams")  # tests/invariants/test_lossless.py has such, of greedy text
 NAMES = [by_night(way.name) if way.name in LEFT else way.name for way in ways(Path())]
 
 

@@ -14,8 +14,8 @@ from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation
 from load_tests.prompts import load_prompts
 from tests.oracle.compressed_tensors_library import config, library
-from tests.quantised import FP8_BLOCK, fp8_block, write
-from tests.scale import SCALE, by_night
+from tests.support.quantised import FP8_BLOCK, fp8_block, write
+from tests.support.scale import SCALE, by_night
 
 INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 32}
 TARGET, DRAFT = asset_path("demo", "pair", "target"), asset_path("demo", "pair", "draft")

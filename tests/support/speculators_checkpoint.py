@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.tiny_models import save_checkpoint
+from tests.support.tiny_models import save_checkpoint
 
 # What surrounds the decoder in a z-lab config; the rest is the Qwen3 part.
 ZLAB_FIELDS = ("architectures", "block_size", "num_target_layers", "dflash_config", "dtype")

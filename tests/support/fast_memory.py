@@ -8,7 +8,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.fast_operations import (
+from tests.support.fast_operations import (
     KINDS,
     Function,
     Sizes,

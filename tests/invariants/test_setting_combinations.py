@@ -19,8 +19,8 @@ import pytest
 
 from dflash_backend.engine.build import BuiltEngine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
-from tests.scale import SCALE, scaled
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_draft, make_target
+from tests.support.scale import SCALE, scaled
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

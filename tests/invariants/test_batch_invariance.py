@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dflash_backend.attention import BackendError
-from tests.batch_invariance import differing, random_prompts, run
-from tests.scale import SCALE, by_night
-from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_draft, make_target
+from tests.support.batch_invariance import differing, random_prompts, run
+from tests.support.scale import SCALE, by_night
+from tests.support.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import engine
 
 # Rows that run together, k, and the most tokens of a step: whole prompts, or chunks of them.

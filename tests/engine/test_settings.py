@@ -16,7 +16,7 @@ from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
 from dflash_kernels.dependent_launch import wants_dependent_launch
 from dflash_kernels.scaled_linear import ScaledProduct
-from tests.tiny_models import make_pair, make_target
+from tests.support.tiny_models import make_pair, make_target
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
@@ -137,4 +137,4 @@ def test_a_setting_changes_what_it_says(
 def test_every_setting_is_in_the_table_or_tested_elsewhere() -> None:
     assert {setting.name for setting in SETTINGS} == TABLE.keys() | ELSEWHERE.keys()
     for name, file in ELSEWHERE.items():
-        assert name in (Path(__file__).parents[1] / file).read_text(encoding="utf-8"), f"{file} never names {name}"
+        assert name in (Path(__file__).parents[2] / file).read_text(encoding="utf-8"), f"{file} never names {name}"

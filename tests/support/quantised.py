@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 Tensors = dict[str, torch.Tensor]
 # A weight `[out, in]` -> its tensors by what follows the projection's name, and the weight that they stand for.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.server import TritonServer
-from tests.servers import clean_environ
+from tests.support.servers import clean_environ
 
 HOST = "127.0.0.1"
 

@@ -1,8 +1,8 @@
 """The demo pair in FP8 and in INT4, its weights kept quantised, through interpreted kernels: a GPU's path, on a CPU.
 
-`python -m tests.kept_pair` runs a few prompts greedily and sampled, with drafts and without, and prints how many texts
-are those of the same checkpoint dequantised, and both acceptance lengths. Exits with 1 when a text differs or when
-acceptance is less than 0.9 of the dequantised pair's.
+`python -m tests.support.kept_pair` runs a few prompts greedily and sampled, with drafts and without, and prints how
+many texts are those of the same checkpoint dequantised, and both acceptance lengths. Exits with 1 when a text
+differs or when acceptance is less than 0.9 of the dequantised pair's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.spec_stats import SpecDecodingStats
 from load_tests.prompts import load_prompts
-from tests import fast_interpreter
-from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
+from tests.support import fast_interpreter
+from tests.support.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
 
 TARGET, DRAFT = (asset_path("demo", "pair", name) for name in ("target", "draft"))
 SCHEMES = {"fp8": (fp8_block(), FP8_BLOCK), "int4": (awq(32), AWQ | {"group_size": 32})}

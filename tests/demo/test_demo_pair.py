@@ -13,7 +13,7 @@ from checks.prefix import misses as prefix_misses
 from dflash_backend import LLM
 from dflash_backend.evaluation import Evaluation, Question
 from load_tests.prompts import load_prompts
-from tests.scale import SCALE, by_night
+from tests.support.scale import SCALE, by_night
 
 pytestmark = pytest.mark.slow
 

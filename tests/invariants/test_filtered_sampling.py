@@ -14,7 +14,7 @@ from checks.sampling import PROMPT
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from tests.kernels.test_sampling import by_hand
-from tests.scale import SCALE, by_night
+from tests.support.scale import SCALE, by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 SAMPLING = {"temperature": 4.0, "top_k": 5, "top_p": 0.8, "min_p": 0.1}

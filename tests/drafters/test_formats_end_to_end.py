@@ -23,9 +23,9 @@ from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
 from load_tests.prompts import held_out_dir, load_prompts
-from tests.scale import SCALE, by_night, scaled
 from tests.server.conftest import new_server
-from tests.speculators_checkpoint import frequent_tokens, rewrite
+from tests.support.scale import SCALE, by_night, scaled
+from tests.support.speculators_checkpoint import frequent_tokens, rewrite
 
 DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
 VOCAB_SIZE = 1536

@@ -18,7 +18,7 @@ from dflash_backend.messages import FinishReason
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker.graphs import capture_shapes
 from load_tests.prompts import load_prompts
-from tests.tiny_models import GEMMA4_EXPERTS, make_pair
+from tests.support.tiny_models import GEMMA4_EXPERTS, make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

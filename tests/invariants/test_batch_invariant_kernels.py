@@ -11,11 +11,11 @@ import pytest
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import QuantisedLinear
 from dflash_kernels.quantised_weight import QuantisedWeight
-from tests.batch_invariance import differing, random_prompts, run
 from tests.kernels.inputs import multiply_as_tensor_cores_do
-from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, gptq, write
-from tests.scale import SCALE, by_night
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.batch_invariance import differing, random_prompts, run
+from tests.support.quantised import FP8_BLOCK, GPTQ, fp8_block, gptq, write
+from tests.support.scale import SCALE, by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import triton_engine
 
 MAX_TOKENS = 2

@@ -14,9 +14,9 @@ from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.stored import quantised
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 from dflash_backend.models import TargetModel, load_target
-from tests.paged import block_tables, caches, context
-from tests.quantised import Copies
-from tests.tiny_models import VOCAB_SIZE
+from tests.support.paged import block_tables, caches, context
+from tests.support.quantised import Copies
+from tests.support.tiny_models import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 29

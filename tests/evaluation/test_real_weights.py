@@ -8,10 +8,11 @@
 - DFLASH_REAL_WEIGHTS_LIMIT: how many rows of GSM8K are run (default 200); of the other two all are.
 
 Asserted, greedy and with thinking off, is what vLLM's tests of the same weights assert, with their tolerances
-(`tests.published`): of the published pair, on the first turns of three sets, the mean over requests of the acceptance
-length; of the speculators checkpoint, on GSM8K with five examples before each question, accuracy, acceptance length and
-the acceptance rates of the first four positions. (vLLM asks the b16 drafter for 16 drafts and the speculators
-checkpoint for 8; here it is 15 and 7, as the anchor takes a place of the block.) The programs of HumanEval are not run.
+(`tests.support.published`): of the published pair, on the first turns of three sets, the mean over requests of the
+acceptance length; of the speculators checkpoint, on GSM8K with five examples before each question, accuracy,
+acceptance length and the acceptance rates of the first four positions. (vLLM asks the b16 drafter for 16 drafts and the
+speculators checkpoint for 8; here it is 15 and 7, as the anchor takes a place of the block.) The programs of HumanEval
+are not run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dflash_backend.evaluation.engine import EngineAnswerer
 from dflash_backend.evaluation.hub_sets import HUB_SETS
 from dflash_backend.evaluation.questions import Row, read_rows
 from dflash_backend.evaluation.report import tables
-from tests.published import (
+from tests.support.published import (
     NUM_EXAMPLES,
     QWEN3_8B_B16,
     QWEN3_8B_SPECULATORS,

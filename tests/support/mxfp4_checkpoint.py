@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.tiny_models import make_target
+from tests.support.tiny_models import make_target
 
 GPT_OSS = "GptOssForCausalLM"
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
