@@ -53,6 +53,7 @@ ANSWERS = {
     "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?": SAM,
     "Thank you!": "You are welcome!",
     "Hello": "Hello! How can I help you?",
+    "How are you?": "I am fine, thank you! How can I help you?",
     "What is the weather in Oslo?": None,
     "A city in Spain, as JSON: ": None,
     "Is 7 a prime number? ": None,

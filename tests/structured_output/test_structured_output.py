@@ -119,7 +119,7 @@ def test_a_row_verifies_no_more_drafts_than_the_grammar_allows():
     def watch(plan):
         nonlocal verified, cut
         for row in plan.rows:
-            answer = runner.grammars._answers.get(row.request_id)
+            answer = runner.grammars.answers.get(row.request_id)
             if answer is not None and not plan.new_requests:
                 assert row.num_draft <= len(answer.drafts)
                 verified += row.num_draft
