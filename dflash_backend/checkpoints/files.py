@@ -65,8 +65,7 @@ def check_files(directory: Path) -> None:
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     if gguf and not any(directory.glob("*.safetensors")):
         raise CheckpointError(
-            f"{directory} has weights in GGUF ({gguf[0]}), which is not supported; take a checkpoint of the same model "
-            "in safetensors, in FP8, in INT4 (compressed-tensors, GPTQ or AWQ) or in bfloat16"
+            f"{directory} has weights in GGUF alone: give the file itself, as in {directory / gguf[0]}"
         )
     for path in _readable(directory):
         try:

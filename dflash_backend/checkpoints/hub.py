@@ -19,16 +19,22 @@ INCOMPLETE = ".incomplete"
 Report = Callable[[str], None]
 
 
-def from_hub(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:
+def from_hub(
+    name: str,
+    setting: str,
+    revision: str = "",
+    report: Report | None = None,
+    patterns: tuple[str, ...] = READ_PATTERNS,
+) -> Path:
     """The snapshot of a model, fetched or, without the network, what the local cache has. `revision` is a branch, a tag
-    or a commit, by default the main branch. `report` gets a line every few seconds while files are fetched. Raises
-    `CheckpointError`."""
+    or a commit, by default the main branch. `report` gets a line every few seconds while files are fetched. patterns:
+    of the names of the files. Raises `CheckpointError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        with _reported(name, revision, report):
-            return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(READ_PATTERNS)))
+        with _reported(name, revision, report, patterns):
+            return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         of = f" in revision '{revision}'" if revision else ""
         raise CheckpointError(
@@ -63,13 +69,14 @@ def _duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _reported(name: str, revision: str, report: Report | None) -> Iterator[None]:
+def _reported(name: str, revision: str, report: Report | None, patterns: tuple[str, ...]) -> Iterator[None]:
     """While the block runs, a thread reports how much has arrived."""
     if report is None:
         yield
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_follow, args=(name, revision, report, ended), name="hub-progress", daemon=True)
+    arguments = (name, revision, report, ended, patterns)
+    thread = threading.Thread(target=_follow, args=arguments, name="hub-progress", daemon=True)
     thread.start()
     try:
         yield
@@ -78,8 +85,8 @@ def _reported(name: str, revision: str, report: Report | None) -> Iterator[None]
         ended.set()
 
 
-def _follow(name: str, revision: str, report: Report, ended: threading.Event) -> None:
-    total = _bytes_to_fetch(name, revision)
+def _follow(name: str, revision: str, report: Report, ended: threading.Event, patterns: tuple[str, ...]) -> None:
+    total = _bytes_to_fetch(name, revision, patterns)
     before = _bytes_here(name, whole_files_only=True)
     if not total:
         return
@@ -89,13 +96,13 @@ def _follow(name: str, revision: str, report: Report, ended: threading.Event) ->
         ended.wait(REPORT_S)
 
 
-def _bytes_to_fetch(name: str, revision: str) -> int:
+def _bytes_to_fetch(name: str, revision: str, patterns: tuple[str, ...]) -> int:
     """What the cache lacks; 0 also when the hub does not answer, since the download then fails with the reason."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = snapshot_download(name, revision=revision or None, allow_patterns=list(READ_PATTERNS), dry_run=True)
+        files = snapshot_download(name, revision=revision or None, allow_patterns=list(patterns), dry_run=True)
     except (OSError, HFValidationError, TypeError):  # TypeError: an older library.
         return 0
     return sum(int(file.file_size or 0) for file in files if file.will_download)

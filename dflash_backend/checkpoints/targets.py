@@ -53,7 +53,7 @@ def read_target(directory: Path) -> TargetSpec:
         eos_token_ids=read_eos(directory),
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
-        notes=head_notes + dtype_notes,
+        notes=head_notes + dtype_notes + config.object("gguf").strings("notes"),
     )
 
 

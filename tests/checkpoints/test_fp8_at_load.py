@@ -164,5 +164,5 @@ def test_other_values_are_refused_with_what_would_work(value: str, expected: str
 
 def test_a_folder_of_gguf_is_refused_with_what_would_work(tmp_path: Path) -> None:
     (tmp_path / "model-q4_k_m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"weights in GGUF \(model-q4_k_m.gguf\).*take a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"weights in GGUF alone: give the file itself.*/model-q4_k_m.gguf"):
         check_files(tmp_path)

