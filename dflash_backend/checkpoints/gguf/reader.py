@@ -37,7 +37,7 @@ INSTALL = "GGUF needs the package gguf, which is not installed: pip install gguf
 @dataclass(frozen=True)
 class GgufTensor:
     """One tensor. shape: rows first, as numpy and torch have it. kind: the name of its type, such as `Q4_1`. offset:
-    where it begins in its file. block, block_bytes: so many numbers of a row lie together, in so many bytes."""
+    where it begins in its file. block: how many numbers of a row lie together, in block_bytes bytes."""
 
     file: Path
     name: str
