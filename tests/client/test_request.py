@@ -1,5 +1,7 @@
 """URLs, requests and results: what needs no server."""
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from dflash_client import (
     RequestTimeout,
     Step,
     Unavailable,
+    stream,
 )
 from dflash_client.address import Location, parse_url
 from dflash_client.request import Request
@@ -165,3 +168,34 @@ def test_log_probabilities_of_the_prompt_join_over_responses() -> None:
     assert [delta.prompt_logprobs for delta in deltas if delta.index == 1] == [None] * 3
     result = GenerationResult.from_deltas(deltas)
     assert result.prompt_logprobs == (None, {5: Logprob(-1.0)}, {6: Logprob(-2.0)})
+
+
+class Refuses:
+    """A transport whose server refuses each call after a second. deadlines: of each call."""
+
+    def __init__(self) -> None:
+        self.now, self.deadlines = 50.0, list[float]()
+
+    def call(self, request: Request, deadline: float) -> "Refuses":
+        self.deadlines.append(deadline)
+        return self
+
+    def responses(self) -> Iterator[Any]:
+        self.now += 1.0
+        raise Unavailable("the queue is full")
+        yield
+
+    def cancel(self) -> None:
+        """Nothing is left."""
+
+
+def test_the_time_out_is_that_of_all_attempts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport: Any = Refuses()
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: transport.now))
+    policy = RetryPolicy(3, first_wait_s=0.001, longest_wait_s=0.001)
+    for timeout_s, num_calls in ((10.0, 4), (2.5, 3)):
+        transport.deadlines.clear()
+        begun = transport.now
+        with pytest.raises(Unavailable):
+            next(stream.Stream(transport, stream.Plan(Request("dflash", True, "Hello"), timeout_s, policy)))
+        assert transport.deadlines == [begun + timeout_s] * num_calls

@@ -10,8 +10,11 @@ import pytest
 
 from dflash_backend.core import grammar_queue
 from dflash_backend.core.admission import RequestError
+from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.grammar_queue import GrammarQueue
 from dflash_backend.messages import StructuredOutputs
+from tests.core.toy_engine import make_config, make_request
+from tests.core.toy_worker import ToyWorker
 
 
 class ScriptedCompiler:
@@ -84,3 +87,31 @@ def test_a_grammar_is_only_blamed_for_what_is_wrong_with_it(
         refusal = found
     assert refusal.status == status
     assert words in str(refusal)
+
+
+def test_the_grammar_of_a_request_that_is_taken_out_is_not_compiled() -> None:
+    """Its turn is for the grammars of clients that wait."""
+    compiler = ScriptedCompiler()
+    queue = GrammarQueue(compiler, 8)
+    gone = request()
+    assert queue.add(gone)
+    assert not queue.remove(request()), "another request of the same id"
+    assert not compiler.future.cancelled()
+    assert queue.remove(gone)
+    assert compiler.future.cancelled()
+    assert queue.num_waiting == 0
+
+
+def test_those_that_wait_for_their_grammars_are_among_the_waiting() -> None:
+    config, compiler = make_config(max_num_seqs=1), ScriptedCompiler()
+    core = EngineCore(config, ToyWorker(config), grammars=compiler)
+    grammar = StructuredOutputs("regex", "a+")
+    for name in ("a", "b", "c"):
+        core.add_request(make_request(name, [1, 2, 3], structured_outputs=grammar))
+    core.add_request(make_request("runs", [4, 5]))
+    core.add_request(make_request("queued", [6, 7]))
+    core.step()
+    counts = core.stats()
+    assert (counts.num_requests_running, counts.num_requests_waiting, core.num_waiting) == (1, 1 + 3, 1 + 3)
+    core.abort(["b"])
+    assert core.stats().num_requests_waiting == 1 + 2

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.core import step_time
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import (
     AUTO_LIGHT_STEPS,
     AUTO_LONG_STEP_S,
@@ -17,8 +20,9 @@ from dflash_backend.core.step_time import (
     StepTime,
 )
 from tests.core.slow_toy import flood, slow_engine
-from tests.core.toy_engine import make_request
-from tests.core.toy_model import expected_output
+from tests.core.toy_engine import Clock, make_config, make_request
+from tests.core.toy_model import NONE_ACCEPTED, expected_output
+from tests.core.toy_worker import OverlappingToy
 
 
 @pytest.mark.parametrize("max_step_s", [None, 0.1])
@@ -239,3 +243,36 @@ def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(mo
     engine.core.finish_step()
     assert asked[:20] == told[1:21]
     assert told[-1] > 3 * 61
+
+
+class Device(OverlappingToy):
+    """Runs a step in a second, when the host waits for it."""
+
+    def __init__(self, config: SchedulerConfig, clock: Clock, overlaps: bool) -> None:
+        super().__init__(config, 1 if overlaps else 0)
+        self.clock, self.overlaps = clock, overlaps
+
+    def collect(self) -> StepResult:
+        self.clock.advance(1.0)
+        return super().collect()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_times_of_steps_add_up_to_the_time_that_passed(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step behind another in flight, the wait for that one is not its own."""
+    clock, config, seen = Clock(), make_config(), list[float]()
+    core = EngineCore(config, Device(config, clock, overlap), clock, overlap=overlap)
+    observe = core.scheduler.observe
+
+    def observed(plan: StepPlan, result: StepResult, seconds: float, draft_seconds: float) -> None:
+        seen.append(seconds)
+        observe(plan, result, seconds, draft_seconds)
+
+    monkeypatch.setattr(core.scheduler, "observe", observed)
+    core.add_request(make_request("a", [1, 2, 3], max_tokens=12, seed=NONE_ACCEPTED))
+    while core.has_unfinished():
+        core.step()
+    core.finish_step()
+    assert len(seen) == 12
+    assert seen == [1.0] * 12
+    assert (sum(seen), core.stats().step_seconds) == (clock.now, clock.now)

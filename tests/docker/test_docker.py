@@ -130,6 +130,65 @@ def test_prometheus_reads_the_front_ends_own_metrics_alone_with_a_key_if_there_i
     assert compose["secrets"][secret]["file"] == "${METRICS_KEY_FILE:-/dev/null}"
 
 
+# Growth per second of each counter, as if: 10 steps of 4 rows with drafts, of which some tokens were accepted.
+RATES = {
+    "spec_decode_num_steps_total": 10, "spec_decode_num_drafts_total": 40, "spec_decode_num_accepted_tokens_total": 80,
+    "spec_decode_num_accepted_tokens_per_pos_total": 30, "spec_decode_num_proposed_tokens_total": 280,
+    "spec_decode_num_draft_tokens_total": 240, "spec_decode_num_budgeted_steps_total": 5,
+    "spec_decode_num_steps_without_drafts_total": 1, "spec_decode_num_expected_tokens_per_pos_total": 18,
+    "spec_decode_num_draft_tokens_per_pos_total": 36, "prefix_cache_hits_total": 25, "prefix_cache_queries_total": 100,
+    "grammar_mask_seconds_total": 0.5, "grammar_steps_total": 8, "grammar_compile_seconds_total": 3,
+    "grammars_compiled_total": 12,
+}  # fmt: skip
+# What panels show then; means of histograms apart.
+RATIOS = {
+    ("Acceptance length", "{{model}}"): 3.0,
+    ("Acceptance by position", "{{position}}"): 0.75,
+    ("Drafts per step", "proposed {{model}}"): 28.0,
+    ("Drafts per step", "verified {{model}}"): 24.0,
+    ("Drafts per step", "accepted {{model}}"): 8.0,
+    ("Steps with a budget", "{{model}}"): 0.5,
+    ("Steps without drafts", "{{model}}"): 0.1,
+    ("Expected acceptance by position", "{{position}}"): 0.5,
+    ("Prefix cache hit rate", "{{model}}"): 0.25,
+    ("Time for grammars", "masks of a step {{model}}"): 0.0625,
+    ("Time for grammars", "compiling one {{model}}"): 0.25,
+}
+RATE = re.compile(r"sum by \([^)]*\) \(rate\(dflash:(\w+?)(_sum|_count)?\{[^}]*\}\[[^]]*\]\)\)")
+
+
+def test_a_panel_of_a_ratio_shows_what_its_title_says() -> None:
+    found, means = {}, []
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace(" on (model) group_left ()", "")
+            if " / " not in expression:
+                continue
+            # A histogram's four values add up to 6.
+            numbers = RATE.sub(lambda m: {"_sum": "6", "_count": "4"}.get(m[2]) or str(RATES[m[1]]), expression)
+            more, above, below = re.fullmatch(r"(1 \+ )?([\d.]+) / ([\d.]+)", numbers).groups()  # type: ignore[union-attr]
+            value = (more is not None) + float(above) / float(below)
+            if RATE.search(expression)[2]:  # type: ignore[index]
+                assert len({match[1] for match in RATE.finditer(expression)}) == 1, "the mean of one histogram"
+                means.append(value)
+            else:
+                found[panel["title"], target["legendFormat"]] = value
+                assert value <= panel["fieldConfig"]["defaults"].get("max", value)
+    assert found == pytest.approx(RATIOS)
+    assert len(means) >= 9
+    assert set(means) == {1.5}
+
+
+def test_a_percentile_is_the_one_that_its_legend_names() -> None:
+    shown = {
+        (target["legendFormat"].split()[0], *re.findall(r"histogram_quantile\(([\d.]+), ", target["expr"]))
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+        if "histogram_quantile" in target["expr"]
+    }
+    assert shown == {("p50", "0.5"), ("p99", "0.99")}
+
+
 def test_panels_do_not_overlap() -> None:
     positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert len({(at["x"], at["y"]) for at in positions}) == len(positions)

@@ -43,7 +43,8 @@ class Script:
 
     With `endless`, the texts come over and over until the request is cancelled. With `ends_with_text`, the last text
     comes together with the end; with `stats_apart` the statistics of each completion come after the end of all, as
-    where one goes on longer than the others. encode: gives the token ids of a text.
+    where one goes on longer than the others. encode: gives the token ids of a text. stats_of: what the statistics of a
+    completion have in place of `stats`, by its index.
     """
 
     texts: Sequence[str] = ("Hel", "lo", "!")
@@ -59,6 +60,10 @@ class Script:
     prompt_logprobs: tuple[Any, ...] | None = None
     encode: Callable[[str], Sequence[int]] = str.encode
     stop_reason: str | int | None = None
+    stats_of: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def spec_stats(self, index: int) -> dict[str, Any]:
+        return {**self.stats, **self.stats_of.get(index, {})}
 
 
 class ScriptedRequest:
@@ -99,13 +104,13 @@ class ScriptedRequest:
             yield Delta(
                 text,
                 finish_reason=script.finish_reason,
-                spec_stats=None if script.stats_apart else dict(script.stats),
+                spec_stats=None if script.stats_apart else script.spec_stats(index),
                 index=index,
                 stop_reason=script.stop_reason,
             )
         if script.stats_apart:
             for index in range(n):
-                yield Delta("", spec_stats=dict(script.stats), index=index)
+                yield Delta("", spec_stats=script.spec_stats(index), index=index)
 
     def _delta(self, text: str, place: int, index: int) -> Delta:
         ids = tuple(self._script.encode(text))

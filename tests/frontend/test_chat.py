@@ -86,6 +86,29 @@ def test_cached_tokens_are_in_the_usage_where_the_server_tells_them(client: open
     assert answer.usage.prompt_tokens_details.cached_tokens == 5
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_answers_the_usage_has_the_prompt_once_and_all_output(
+    stream: bool, apart: bool, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    """Their prompt is one, of which each answer found another part in the cache: no more than the most."""
+    cached = {index: {"num_cached_tokens": count} for index, count in enumerate((4, 7, 0))}
+    pool.script = Script(stats_of=cached, stats_apart=apart)
+    if stream:
+        options: Any = {"include_usage": True}
+        chunks = client.chat.completions.create(
+            model="dflash", messages=HELLO, n=3, stream=True, stream_options=options
+        )
+        usage = [chunk.usage for chunk in chunks][-1]
+    else:
+        usage = client.chat.completions.create(model="dflash", messages=HELLO, n=3).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 7
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 3 * len("Hello!"))
+    assert usage.total_tokens == len(PROMPT) + 18
+
+
 SPECULATION = {
     "num_spec_tokens": 3,
     "num_spec_steps": 3,

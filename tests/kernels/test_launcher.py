@@ -24,6 +24,15 @@ def test_every_kernel_has_the_decorator() -> None:
     assert [name for name, cached in found if not cached] == []
 
 
+def test_of_equal_values_every_kernel_takes_the_first() -> None:
+    """The interpreter does so whatever the flag says; a GPU takes any without it."""
+    sources = "".join(path.read_text() for path in sorted(Path(dflash_kernels.__path__[0]).glob("*.py")))
+    asked = re.findall(r"return_indices=True(?:,\s*return_indices_tie_break_left=(\w+))?", sources)
+    assert len(asked) >= 2
+    assert set(asked) == {"True"}
+    assert "tie_break_left=False" not in sources
+
+
 def test_the_launcher_knows_every_option_that_launches_have() -> None:
     """A launch with another one is looked up by Triton each time, which takes twice as long."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")

@@ -13,6 +13,7 @@ from dflash_kernels.moe import (
     experts_mlp,
     experts_mlp_reference,
     invariant_experts_mlp_reference,
+    sum_of_parts,
     tile_for,
 )
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference
@@ -259,3 +260,17 @@ def test_a_captured_graph_holds_for_another_routing() -> None:
     case.experts.copy_(torch.tensor([[5, 0]] * 7, dtype=torch.int32))
     graph.replay()
     torch.testing.assert_close(captured, case.expected(), **FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_sum_over_experts_is_rounded_once(dtype: torch.dtype) -> None:
+    """Ten parts, each less than half of the last place of their sum: rounded after each, none but the first counts."""
+    small = torch.finfo(dtype).eps / 4
+    parts = torch.full((2 * 10, 5), small, dtype=dtype, device=DEVICE)
+    parts[::10] = 1.0
+    exact = parts.double().view(2, 10, 5).sum(1)
+    assert float(exact[0, 0]) == 1.0 + 9 * small
+    found = sum_of_parts(parts, 2, 10)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() <= torch.finfo(dtype).eps
+    assert (found > 1.0 + torch.finfo(dtype).eps / 2).all()

@@ -51,6 +51,7 @@ from tests.mutations.snapshots import SNAPSHOT_MUTANTS
 from tests.mutations.special_rows import SPECIAL_MUTANTS
 from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.text import TEXT_MUTANTS
+from tests.mutations.values import VALUE_MUTANTS
 from tests.mutations.vocabulary import VOCABULARY_MUTANTS
 from tests.mutations.windows import WINDOW_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
@@ -78,7 +79,7 @@ MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
 MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
-MUTANTS += DEPLOYMENT_MUTANTS
+MUTANTS += DEPLOYMENT_MUTANTS + VALUE_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

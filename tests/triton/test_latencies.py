@@ -9,6 +9,8 @@ import pytest
 
 from dflash_backend.messages import TokenDelta
 from dflash_backend.text.output import AddedTokens, RequestState
+from dflash_backend.triton.metrics import Metrics
+from dflash_backend.triton.request_metrics import count_finished
 from tests.triton.serving import submit
 
 
@@ -51,3 +53,27 @@ def test_of_several_completions_the_first_to_run_ends_the_wait(service, triton):
     submit(service, "ab", max_tokens=6, sampling={"n": 3}).all()
     service.close()
     assert triton.observed("dflash:request_queue_time_seconds") == (1, 0.5)
+
+
+def test_of_completions_of_unlike_lengths_the_longest_has_the_time_of_a_token(triton):
+    """It began with the first token and ended at the end: eight tokens later, here in 4 s."""
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    completions = [
+        SimpleNamespace(num_tokens=count, finish_reason=reason)
+        for count, reason in ((1, "stop"), (9, "length"), (4, "stop"))
+    ]
+    parsed = SimpleNamespace(prompt_token_ids=[7] * 20)
+    state = SimpleNamespace(
+        completions=completions, parsed=parsed, arrived_at=100.0, first_token_at=101.5, queue_time_s=0.25
+    )
+    count_finished(metrics, state, now=105.5)
+    metrics.flush()
+    assert triton.observed("dflash:request_time_per_output_token_seconds") == (1, 4.0 / 8)
+    assert triton.observed("dflash:time_to_first_token_seconds") == (1, 1.5)
+    assert triton.observed("dflash:e2e_request_latency_seconds") == (1, 5.5)
+    assert triton.observed("dflash:request_queue_time_seconds") == (1, 0.25)
+    assert triton.observed("dflash:request_generation_tokens") == (3, 1 + 9 + 4)
+    assert triton.observed("dflash:request_prompt_tokens") == (1, 20)
+    assert triton.observed("dflash:request_params_n") == (1, 3)
+    ended = {key[1]: value for key, value in triton.values.items() if key[0] == "dflash:request_success_total"}
+    assert (ended["stop"], ended["length"]) == (2, 1)

@@ -8,11 +8,14 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from dflash_backend.engine_client.client import EngineError
+from dflash_backend.engine_client.replicas import Replicas
+from dflash_backend.messages import EngineReady
 from dflash_backend.triton.service import TritonService
 from tests.engine_client import toy_process
 from tests.support.waiting import eventually
@@ -258,3 +261,11 @@ def test_engines_seed_requests_differently(serve):
     assert len(seeds) == NUM
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert service._engines.supervisors[0]._config.seed == 2**63 - 1
+
+
+def test_the_engine_with_the_least_room_bounds_requests():
+    """A request may go to any of them."""
+    engines = object.__new__(Replicas)
+    made = [EngineReady(length, 5, blocks, 16, 300, "toy") for length, blocks in ((900, 10), (600, 90), (800, 5))]
+    engines.supervisors = [SimpleNamespace(ready=ready) for ready in made]
+    assert engines.ready is made[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dflash_backend.core.plan import StepFailed, StepPlan
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.worker.grammars import STEPS_WITH_MASKS, Filled
@@ -103,3 +104,26 @@ def test_what_follows_the_end_of_an_answer_is_not_looked_at() -> None:
     ended = matcher()
     ended.advance([token, EOS[0]])
     assert ended.allows([77])
+
+
+def test_the_grammar_of_a_request_that_failed_is_not_that_of_its_ids_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = engine(kv_cache_gb=0.2, max_num_seqs=2)
+    plain: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    outputs, submit = Outputs(built), built.runner.submit
+    outputs.add("before", **plain)
+    expected = outputs.finish()["before"]
+
+    def failing(plan: StepPlan) -> None:
+        submit(plan)
+        built.runner._in_flight.pop()
+        raise StepFailed("TypeError: something about a row")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(built.runner, "submit", failing)
+        outputs.add("again", **plain, eos_token_ids=EOS, structured_outputs=LETTERS)
+        outputs.finish()
+    (failed,) = outputs.failed
+    assert "a step with this request failed" in failed.message
+    assert built.runner.grammars.answers == {}
+    outputs.add("again", **plain)
+    assert outputs.finish()["again"] == expected

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import SpecialRows
-from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step import PHASES
+from dflash_backend.worker.runner import ModelRunner, evenly_truncated
 from tests.worker.engines import (
     device_runner,
     engine,
@@ -70,7 +70,7 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Mod
     assert [row.request_id for row in results[0].rows] == ["b", "a"]
     assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
     for each in phases:
-        assert set(each) == set(PHASES)
+        assert set(each) == {"verify", "accept", "inject", "draft"}
         assert all(0.0 < seconds < 60.0 for seconds in each.values())
 
 
@@ -220,3 +220,49 @@ def test_outputs_survive_steps_that_do_not_fit(
         outputs.append(outputs_of(built, [[*PROMPT, i] for i in range(4)], sampling).tokens)
     assert outputs[0] == outputs[1]
     assert built.core.stats().num_preemptions > 0
+
+
+def test_each_phase_has_the_time_of_its_own_work(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what passes between verifying and drafting, where the host sends tokens, is no phase's."""
+    step, passed = runner.step, 0
+    assert step.drafter is not None
+
+    def takes(milliseconds: int, owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            nonlocal passed
+            passed += milliseconds * 1_000_000
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    clock = SimpleNamespace(perf_counter_ns=lambda: passed)
+    monkeypatch.setattr("dflash_backend.worker.step.time", clock)
+    takes(1, step.target, "forward")
+    takes(2, type(step.ops), "accept")
+    takes(4, step.drafter, "inject")
+    takes(8, type(step), "_propose")
+    takes(16, type(step), "inject")
+    runner.submit(prefill(1, "a", [0, 1, 2, 3, 4, 5]))
+    runner.collect()
+    found = runner.collect_drafts(()).phase_seconds
+    assert found == {"verify": 0.001, "accept": 0.002, "inject": 0.004, "draft": 0.008}
+
+
+@pytest.mark.parametrize(
+    ("num_draft", "budget", "kept"),
+    [
+        ([7, 7, 7], 4, [1, 1, 1]),
+        ([7, 7, 7], 2, [0, 0, 0]),
+        ([7, 0, 7], 5, [2, 0, 2]),
+        ([7, 1, 7], 9, [3, 1, 3]),
+        ([0, 0, 0], 5, [0, 0, 0]),
+        ([3, 2, 1], 60, [3, 2, 1]),
+    ],
+)
+def test_rows_that_are_cut_alike_keep_within_the_budget(num_draft: list[int], budget: int, kept: list[int]) -> None:
+    rows = [ScheduledRequest(str(i), 9, 1, count, True, K, []) for i, count in enumerate(num_draft)]
+    cut = evenly_truncated(rows, DraftBudget(budget, 1.0, [0.0] * K, [0.0] * len(rows)))
+    assert [row.num_draft for row in cut] == kept
+    assert sum(kept) <= budget

@@ -174,21 +174,21 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     from dflash_cli.launcher.server import LauncherError
 
     settings = dict(arguments.settings)
-    for name in SETTING_OPTIONS:
-        value = getattr(arguments, name)
-        if value is not None and name in settings:
-            raise LauncherError(f"{name} is given twice: by --{name.replace('_', '-')} and by --set")
-        if value is not None:
-            settings[name] = str(value)
     if arguments.model is not None and arguments.target is not None:
         raise LauncherError(f"the model is given twice: {arguments.model} and --target {arguments.target}")
     given = {
-        "target_model": arguments.model if arguments.model is not None else arguments.target,
-        "draft_model": arguments.draft,
-        "target_revision": arguments.revision,
-        "draft_revision": arguments.draft_revision,
+        "target_model": ("MODEL", arguments.model) if arguments.model is not None else ("--target", arguments.target),
+        "draft_model": ("--draft", arguments.draft),
+        "target_revision": ("--revision", arguments.revision),
+        "draft_revision": ("--draft-revision", arguments.draft_revision),
+        **{name: (f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in SETTING_OPTIONS},
     }
-    return settings | {name: value for name, value in given.items() if value is not None}
+    for name, (option, value) in given.items():
+        if value is not None and name in settings:
+            raise LauncherError(f"{name} is given twice: by {option} and by --set")
+        if value is not None:
+            settings[name] = str(value)
+    return settings
 
 
 def warnings(arguments: argparse.Namespace) -> Iterator[str]:

@@ -164,7 +164,7 @@ export function figures(answer) {
   else if (answer.speculative && numLater > 0) acceptanceLength = laterTokens / numLater;
   let draftsPerStep = null;
   if (numDrafted) draftsPerStep = numDrafts / numDrafted;
-  else if (server?.num_spec_steps) draftsPerStep = server.num_spec_tokens / server.num_spec_steps;
+  else if (server?.num_spec_steps) draftsPerStep = server.num_draft_tokens / server.num_spec_steps;
   return {
     numTokens: numTokens || answer.usage?.completion_tokens || 0,
     numSteps: steps.length,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from types import SimpleNamespace
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from dflash_openai.middleware import access_log
 from dflash_openai.middleware.access_log import AccessLogMiddleware
 from dflash_openai.middleware.api_keys import ApiKey
 from dflash_openai.middleware.authentication import AuthenticationMiddleware
@@ -25,8 +28,18 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return written
 
 
-def test_a_line_tells_of_the_request_and_nothing_that_is_secret(lines: list[str]) -> None:
-    app = AccessLogMiddleware(AuthenticationMiddleware(echo, [ApiKey.of("alice", KEY)]))
+def test_a_line_tells_of_the_request_and_nothing_that_is_secret(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 10.0
+    monkeypatch.setattr(access_log, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def quarter_of_a_second(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal now
+        now += 0.25
+        await echo(scope, receive, send)
+
+    app = AccessLogMiddleware(AuthenticationMiddleware(quarter_of_a_second, [ApiKey.of("alice", KEY)]))
     response = call(
         app,
         path="/v1/completions?token=in-the-query",
@@ -39,7 +52,7 @@ def test_a_line_tells_of_the_request_and_nothing_that_is_secret(lines: list[str]
     assert line.startswith(
         'request_id=run-7 client=127.0.0.1 key=alice POST "/v1/completions" status=200 ended=complete'
     )
-    assert f"bytes={size} ms=" in line
+    assert re.search(rf"bytes={size} ms=250\.0(?: |$)", line)
     assert not any(word in line for word in (KEY, "private", "query"))
 
 

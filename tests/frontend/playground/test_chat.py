@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.frontend.playground.page import Playground
-from tests.frontend.playground.standin import ACCEPTED, ANSWER, HTML, MARKDOWN, PARTY, Control, words
+from tests.frontend.playground.standin import (
+    ACCEPTED,
+    ANSWER,
+    HTML,
+    MARKDOWN,
+    MAX_MODEL_LEN,
+    PARTY,
+    Control,
+    words,
+)
 
 
 def test_an_answer_streams_and_its_steps_are_coloured(page: Playground, standin: Control) -> None:
@@ -32,10 +41,33 @@ def test_the_live_figures_are_those_of_the_stream(page: Playground) -> None:
     assert page.figure("drafts") == 7
     assert page.figure("ttft") > 0
     assert f"{num_tokens} tokens in {num_steps} steps" in page.text(".summary")
-    assert "16 from the prefix cache" in page.text("#context-text")
+    used = f"Context: {30 + num_tokens} of {MAX_MODEL_LEN:,} tokens, 16 from the prefix cache"
+    assert page.text("#context-text") == used
+    meter = page.page.locator("#context-meter").evaluate("meter => meter.value")
+    assert meter == pytest.approx((30 + num_tokens) / MAX_MODEL_LEN)
     # An answer of a second: the page tells no speed of one that came within a few milliseconds.
     page.send("slow 60")
     assert page.figure("speed") > 0
+
+
+def test_a_server_that_tells_no_steps_has_its_own_counts_shown(page: Playground) -> None:
+    """k is no count: 20 steps verified 130 drafts, most of them 7 each."""
+    found = page.page.evaluate(
+        """async () => {
+            const { Answer, figures } = await import(new URL("static/answer.js", location.href));
+            const answer = new Answer({});
+            answer.add({ choices: [{ delta: { content: "one" } }] }, 10);
+            answer.add({ choices: [{ delta: { content: " two" } }] }, 20);
+            answer.add({
+                choices: [], usage: { prompt_tokens: 30, completion_tokens: 61 },
+                metrics: { speculative_decoding: {
+                    num_spec_tokens: 7, num_spec_steps: 20, num_draft_tokens: 130, num_accepted_draft_tokens: 40 } },
+            }, 30);
+            return figures(answer);
+        }"""
+    )
+    assert found["draftsPerStep"] == 6.5
+    assert found["numTokens"] == 61
 
 
 def test_steps_that_share_a_chunk_keep_their_own_text(page: Playground) -> None:

@@ -1,0 +1,241 @@
+"""Each option of `serve` against what becomes of it: one setting, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_cli.commands.serve_options import HOST_ENV, SETTING_OPTIONS
+from dflash_cli.launcher.server import LauncherError
+from dflash_cli.main import main, parser
+from tests.cli.test_security_options import pkcs8
+from tests.client.tls_servers import Certificates
+
+Found = dict[str, Any]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+# Options, their values, and what differs from a server without options. CERT, KEY and CA stand for files, as KEYS and
+# TEMPLATE do; TLS for the HTTPS of the first three.
+CASES: dict[str, tuple[list[str], Found]] = {
+    "MODEL": (["a/model"], {"setting.target_model": "a/model"}),
+    "--target": (["t"], {"setting.target_model": "t"}),
+    "--draft": (["d"], {"setting.draft_model": "d"}),
+    "--revision": (["r"], {"setting.target_revision": "r"}),
+    "--draft-revision": (["s"], {"setting.draft_revision": "s"}),
+    "--max-model-len": (["3000"], {"setting.max_model_len": "3000"}),
+    "--max-num-seqs": (["7"], {"setting.max_num_seqs": "7"}),
+    "--dtype": (["float32"], {"setting.dtype": "float32"}),
+    "--set": (["max_queue_size=9"], {"setting.max_queue_size": "9"}),
+    "--model-name": (["named"], {"server.model_name": "named", "config.model_name": "named"}),
+    "--served-model-name": (["one", "two"], {"config.served_model_names": ("one", "two")}),
+    "--tool-call-parser": (["hermes"], {"config.tool_call_parser": "hermes"}),
+    "--reasoning-parser": (["qwen3"], {"config.reasoning_parser": "qwen3"}),
+    "--chat-template": (["TEMPLATE"], {"config.chat_template": TEMPLATE}),
+    "--trust-request-chat-template": ([], {"config.trust_request_chat_template": True}),
+    "--reject-unknown-fields": ([], {"config.reject_unknown_fields": True}),
+    "--host": (["0.0.0.0"], {"server.host": "0.0.0.0", "front_end.host": "0.0.0.0", "security.allowed_hosts": None}),
+    "--triton-host": (["127.0.0.3"], {"server.host": "127.0.0.3"}),
+    "--metrics-host": (["127.0.0.4"], {"server.metrics_host": "127.0.0.4"}),
+    "--port": (["9100"], {"front_end.port": 9100}),
+    "--http-port": (["9101"], {"server.http_port": 9101}),
+    "--grpc-port": (["9102"], {"server.grpc_port": 9102}),
+    "--metrics-port": (["9103"], {"server.metrics_port": 9103}),
+    "--explicit": ([], {"server.explicit": True}),
+    "--allow-api": (["trace"], {"server.allow_apis": ["trace"]}),
+    "--load-timeout": (["11"], {"server.ready_timeout_s": 11.0}),
+    "--exit-timeout": (["12"], {"server.exit_timeout_s": 12}),
+    "--hang-timeout": (["13"], {"keeper.hang_timeout_s": 13.0, "front_end.hang_timeout_s": 13.0}),
+    "--no-restart": ([], {"keeper.restart": False}),
+    "--verbose": ([], {"log.verbose": True}),
+    "--api-key-file": (["KEYS"], {"security.api_keys": ["team-a"], "security.allowed_hosts": None}),
+    "--api-key": (["a-key-of-one"], {"security.api_keys": ["key-1"], "security.allowed_hosts": None}),
+    "--key-requests-per-minute": (["14"], {"limits.requests_per_minute": 14}),
+    "--key-prompt-tokens-per-minute": (["15"], {"limits.prompt_tokens_per_minute": 15}),
+    "--key-max-concurrency": (["16"], {"limits.max_concurrency": 16}),
+    "--open-metrics": ([], {"security.open_metrics": True}),
+    "--max-body-mb": (["2.5"], {"security.max_body_bytes": 2621440}),
+    "--body-timeout": (["17"], {"security.body_timeout_s": 17.0}),
+    "--write-timeout": (["18"], {"security.write_timeout_s": 18.0}),
+    "--ping-interval": (["0"], {"config.ping_interval_s": 0.0}),
+    "--max-prompt-tokens": (["19"], {"security.max_prompt_tokens": 19}),
+    "--allowed-origins": (["https://a.example"], {"security.allowed_origins": ("https://a.example",)}),
+    "--allowed-hosts": (["B.example"], {"security.allowed_hosts": {"b.example"}}),
+    "--no-access-log": ([], {"security.access_log": False}),
+    "--otlp-traces-endpoint": (["http://t.example"], {"config.tracer": "http://t.example"}),
+    "--tls-cert": (["CERT", "--tls-key", "KEY"], {"security.tls": ("CERT", "KEY", None)}),
+    "--tls-key": (["KEY", "--tls-cert", "CERT"], {"security.tls": ("CERT", "KEY", None)}),
+    "--tls-client-ca": (["CA", "--tls-cert", "CERT", "--tls-key", "KEY"], {"security.tls": ("CERT", "KEY", "CA")}),
+    "--": (["--log-verbose=1"], {"server.extra_options": ["--log-verbose=1"]}),
+}
+# With these the front end is left out, which cannot reach an encrypted server.
+GRPC_TLS: dict[str, tuple[list[str], Found]] = {
+    "--grpc-tls-cert": (["CERT", "--grpc-tls-key", "KEY"], {"server.tls": ("CERT", "KEY", None)}),
+    "--grpc-tls-key": (["KEY", "--grpc-tls-cert", "CERT"], {"server.tls": ("CERT", "KEY", None)}),
+    "--grpc-tls-client-ca": (
+        ["CA", "--grpc-tls-cert", "CERT", "--grpc-tls-key", "KEY"],
+        {"server.tls": ("CERT", "KEY", "CA")},
+    ),
+}
+
+
+def serve_options() -> dict[str, list[str]]:
+    """All option strings of `serve`, by the longest name of each that is not an alias."""
+    (commands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    actions = commands.choices["serve"]._actions
+    return {each.option_strings[0]: list(each.option_strings) for each in actions if each.option_strings}
+
+
+ALIASES = [(name, alias) for name, names in serve_options().items() for alias in names[1:] if name not in ("-h",)]
+
+
+def named(tls: Any) -> tuple[str | None, ...] | None:
+    """The files of TLS."""
+    return tls and tuple(path and str(path) for path in dataclasses.astuple(tls))
+
+
+class Parts:
+    """What `serve` makes of a command line, and the front end of what it is handed. Nothing starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: Found = {}
+        self._front_end: tuple[list[str], dict[str, str]] | None = None
+        for name in (HOST_ENV, "DFLASH_API_KEYS"):
+            monkeypatch.delenv(name, raising=False)
+        self._monkeypatch = monkeypatch
+        for place, stand_in in {
+            "launcher.server.TritonServer": self._server,
+            "launcher.frontend.FrontendProcess": self._process,
+            "launcher.restarts.Keeper": self._keeper,
+            "launcher.triton_install.find_triton": lambda environ: SimpleNamespace(is_embedded=False),
+            "commands.serve.ServeLog": self._log,
+            "commands.openai._tracer": lambda endpoint: endpoint,
+        }.items():
+            monkeypatch.setattr(f"dflash_cli.{place}", stand_in)
+        monkeypatch.setattr("dflash_openai.app.create_app", self._app)
+
+    def _server(self, settings: dict[str, str], **given: Any) -> Any:
+        given["tls"] = named(given["tls"])
+        for name in ("environ", "on_progress", "on_log"):
+            given.pop(name)
+        self.found |= {f"setting.{name}": value for name, value in settings.items()}
+        self.found |= {f"server.{name}": value for name, value in given.items()}
+        return SimpleNamespace()
+
+    def _process(
+        self, host: str, port: int, options: list[str], environ: dict[str, str], say: Any, tls: Any, hang_s: float
+    ) -> Any:
+        self.found |= {"front_end.host": host, "front_end.port": port, "front_end.hang_timeout_s": hang_s}
+        self._front_end = ["--host", host, "--port", "0", *options], environ
+        return SimpleNamespace(ready_url="ready", keep=None, drain=lambda: None, stop=lambda: None)
+
+    def _keeper(self, server: Any, **given: Any) -> Any:
+        self.found |= {f"keeper.{name}": given[name] for name in ("restart", "hang_timeout_s")}
+        return SimpleNamespace(run=self._end, stop=lambda: None, signalled=lambda: None)
+
+    def _log(self, lines: Any, verbose: bool) -> Any:
+        self.found["log.verbose"] = verbose
+        return SimpleNamespace(progress=None)
+
+    def _end(self, on_ready: Callable[[], None]) -> None:
+        raise LauncherError("as far as this")
+
+    def _app(self, config: Any) -> Any:
+        security = config.security
+        left_out = ("security", "host", "port", "triton_tls")
+        self.found |= {f"config.{name}": value for name, value in vars(config).items() if name not in left_out}
+        of_security = dict(vars(security))
+        self.found |= {f"limits.{name}": value for name, value in vars(of_security.pop("key_limits")).items()}
+        of_security["api_keys"] = [key.name for key in security.api_keys]
+        of_security["tls"] = named(security.tls)
+        self.found |= {f"security.{name}": value for name, value in of_security.items()}
+        raise ValueError("as far as this")
+
+    def of(self, words: list[str]) -> Found:
+        """By name, from the server, the front end and all that is between."""
+        self.found, self._front_end = {}, None
+        assert main(["serve", *words]) == 1
+        if self._front_end is not None:
+            options, environ = self._front_end
+            with self._monkeypatch.context() as patch:
+                for name in set(environ) - set(os.environ):
+                    patch.setenv(name, environ[name])
+                assert main(["openai", *options]) == 2
+        return self.found
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("options")
+    made = Certificates.make(folder)
+    pkcs8(made.server_key)
+    (folder / "keys").write_text("team-a key-of-team-a\n")
+    (folder / "template").write_text(TEMPLATE)
+    paths = {"CERT": made.server, "KEY": made.server_key, "CA": made.ca}
+    return {name: str(Path(path)) for name, path in paths.items()} | {
+        "KEYS": str(folder / "keys"),
+        "TEMPLATE": str(folder / "template"),
+    }
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[int, Found]:
+    """What there is without an option, by the number of words that each case has beside."""
+    return {}
+
+
+def with_files(value: Any, files: dict[str, str]) -> Any:
+    """The value with the names of files in place."""
+    if isinstance(value, list | tuple):
+        return type(value)(with_files(each, files) for each in value)
+    return files.get(value, value) if isinstance(value, str) else value
+
+
+def words_of(option: str, case: str) -> list[str]:
+    values = (CASES | GRPC_TLS)[case][0]
+    return values if case == "MODEL" else [option, *values]
+
+
+def test_every_option_has_a_case() -> None:
+    assert {*serve_options(), "MODEL", "--"} - {"-h", "--version"} == set(CASES | GRPC_TLS)
+
+
+@pytest.mark.parametrize(
+    ("option", "case"), [*((name, name) for name in (*CASES, *GRPC_TLS)), *((alias, name) for name, alias in ALIASES)]
+)
+def test_an_option_becomes_its_setting_and_no_other(
+    option: str, case: str, files: dict[str, str], bases: dict[int, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(monkeypatch)
+    alone = ["--port", "0"] if case in GRPC_TLS else []
+    without = bases.get(len(alone)) or bases.setdefault(len(alone), parts.of(alone))
+    found = parts.of([*alone, *with_files(words_of(option, case), files)])
+    differs = {name: value for name, value in found.items() if name not in without or without[name] != value}
+    assert without.keys() <= found.keys()
+    assert differs == {name: with_files(value, files) for name, value in (CASES | GRPC_TLS)[case][1].items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        *((["--" + name.replace("_", "-"), "7", "--set", f"{name}=8"], name) for name in SETTING_OPTIONS),
+        (["--target", "a", "--set", "target_model=b"], "target_model"),
+        (["a", "--set", "target_model=b"], "target_model"),
+        (["--draft", "a", "--set", "draft_model=b"], "draft_model"),
+        (["--revision", "a", "--set", "target_revision=b"], "target_revision"),
+        (["--draft-revision", "a", "--set", "draft_revision=b"], "draft_revision"),
+        (["a", "--target", "b"], "the model"),
+    ],
+)
+def test_a_setting_that_is_given_twice_is_refused(
+    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever won, the other would be lost without a word."""
+    Parts(monkeypatch)
+    assert main(["serve", *words]) == 2
+    assert f"{name} is given twice" in capsys.readouterr().err

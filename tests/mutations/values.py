@@ -1,0 +1,203 @@
+"""Defects of a value where something is there all the same: a count, a time, a label, a ratio, who decides of two."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CORE = "dflash_backend/core"
+WORKER = "dflash_backend/worker"
+FRONTEND = "frontend/dflash_openai"
+QUEUE = ("tests/core/test_grammar_queue.py",)
+RUNNER = ("tests/worker/test_runner.py",)
+TRANSFERS = ("tests/worker/test_transfers.py",)
+STEP_TIME = ("tests/core/test_step_time.py::test_the_times_of_steps_add_up_to_the_time_that_passed",)
+DOCKER = "tests/docker/test_docker.py"
+COPY = "    host.copy_(tensor, non_blocking=True)\n"
+HITS, QUERIES = "rate(dflash:prefix_cache_hits_total", "rate(dflash:prefix_cache_queries_total"
+BETWEEN = '{model=~\\"$model\\"}[$__rate_interval])) / sum by (model) ('
+
+VALUE_MUTANTS = (
+    Mutant(
+        "requests that wait for their grammars are none of the waiting",
+        f"{CORE}/engine.py",
+        "num_requests_waiting=self.num_waiting",
+        "num_requests_waiting=len(scheduler.waiting)",
+        QUEUE,
+    ),
+    Mutant(
+        "the grammar of a request that has left is compiled",
+        f"{CORE}/grammar_queue.py",
+        "        entry[1].cancel()\n",
+        "",
+        QUEUE,
+    ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        STEP_TIME,
+        (
+            "a step's time has the wait for the step before it",
+            "seconds = finished - max(step.planned, self._last_finished)",
+            "seconds = finished - step.planned",
+        ),
+        (
+            "without overlap a step's time is that of drafting alone",
+            "seconds = step.executed - step.planned + finished - begun",
+            "seconds = finished - begun",
+        ),
+    ),
+    *mutants_of(
+        f"{WORKER}/transfers.py",
+        TRANSFERS,
+        (
+            "the event of a download is recorded before its copy",
+            f"{COPY}    event = torch.cuda.Event()\n    event.record()\n",
+            f"    event = torch.cuda.Event()\n    event.record()\n{COPY}",
+        ),
+        (
+            "the event of a step's results is recorded before their copy",
+            "        host.copy_(numbers, non_blocking=self._pinned)\n"
+            "        if event is not None:\n            event.record()\n",
+            "        if event is not None:\n            event.record()\n"
+            "        host.copy_(numbers, non_blocking=self._pinned)\n",
+        ),
+        ("a buffer is written while its last copy may run", "        turn.wait()\n", ""),
+    ),
+    *mutants_of(
+        f"{WORKER}/step.py",
+        RUNNER,
+        (
+            "accepting and injecting have each other's time",
+            '("verify", "accept", "inject", "draft")',
+            '("verify", "inject", "accept", "draft")',
+        ),
+        (
+            "the time between accepting and injecting is injecting's",
+            "seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]",
+            "seconds = [(times[end] - times[max(0, start)]) / 1e9 for start, end in ((0, 1), (1, 2), (2, 4), (4, 5))]",
+        ),
+    ),
+    Mutant(
+        "a budget that is shared evenly is rounded up for each row",
+        f"{WORKER}/runner.py",
+        "most = budget.num_drafts // max(1, sum(row.num_draft > 0 for row in rows))",
+        "most = -(-budget.num_drafts // max(1, sum(row.num_draft > 0 for row in rows)))",
+        RUNNER,
+    ),
+    Mutant(
+        "after a failed step grammars of ended requests stay",
+        f"{WORKER}/runner.py",
+        "            self.step.pending.clear()\n        self.grammars.clear()\n",
+        "            self.step.pending.clear()\n",
+        ("tests/worker/test_grammar_checks.py",),
+    ),
+    Mutant(
+        "of equal logits in two tiles the later one may win",
+        "kernels/dflash_kernels/argmax.py",
+        "_, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)",
+        "_, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=False)",
+        ("tests/kernels/test_launcher.py",),
+    ),
+    Mutant(
+        "the sum over experts is rounded after each",
+        "kernels/dflash_kernels/moe.py",
+        "total += part.to(tl.float32)",
+        "total = (total + part.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)",
+        ("tests/kernels/test_moe.py::test_the_sum_over_experts_is_rounded_once",),
+    ),
+    Mutant(
+        "the shortest completion has the time of a token",
+        "dflash_backend/triton/request_metrics.py",
+        "longest = max(completion",
+        "longest = min(completion",
+        ("tests/triton/test_latencies.py",),
+    ),
+    Mutant(
+        "the engine with the most room bounds requests",
+        "dflash_backend/engine_client/replicas.py",
+        "return min((one.ready for one",
+        "return max((one.ready for one",
+        ("tests/triton/test_replicas.py::test_the_engine_with_the_least_room_bounds_requests",),
+    ),
+    Mutant(
+        "cached tokens of several answers add up",
+        f"{FRONTEND}/usage.py",
+        '{"cached_tokens": max(self._cached)}',
+        '{"cached_tokens": sum(self._cached)}',
+        ("tests/frontend/test_chat.py",),
+    ),
+    Mutant(
+        "the access log has seconds for milliseconds",
+        f"{FRONTEND}/middleware/access_log.py",
+        "ms={(time.monotonic() - self._began) * 1000:.1f}",
+        "ms={time.monotonic() - self._began:.1f}",
+        ("tests/frontend/middleware/test_access_log.py",),
+    ),
+    Mutant(
+        "each attempt has a time-out of its own",
+        "client/dflash_client/stream.py",
+        "        if self._deadline is None:\n            self._deadline = ",
+        "        if True:\n            self._deadline = ",
+        ("tests/client/test_request.py",),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/serve.py",
+        ("tests/cli/test_serve_options.py",),
+        (
+            "the drafter has the target's revision",
+            '("--draft-revision", arguments.draft_revision)',
+            '("--draft-revision", arguments.revision)',
+        ),
+        ("an option holds over --set without a word", "if value is not None and name in settings:", "if False:"),
+        (
+            "what has a load's time has a stop's",
+            "ready_timeout_s=arguments.load_timeout",
+            "ready_timeout_s=arguments.exit_timeout",
+        ),
+        ("the front end is not told of the watchdog", "security.tls, arguments.hang_timeout)", "security.tls, 30.0)"),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/security_options.py",
+        ("tests/cli/test_serve_options.py",),
+        (
+            "a body may take as long as an answer",
+            "body_timeout_s=arguments.body_timeout",
+            "body_timeout_s=arguments.write_timeout",
+        ),
+        ("pings are not handed on", '        "ping_interval",\n', ""),
+    ),
+    Mutant(
+        "an option holds over --set-param",
+        "cli/dflash_cli/commands/client_options.py",
+        "sampling[name] = _value(name, text)",
+        "sampling.setdefault(name, _value(name, text))",
+        ("tests/cli/test_sampling_options.py",),
+    ),
+    Mutant(
+        "the hit rate is queries of hits",
+        "docker/grafana/write_dashboard.py",
+        "{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}",
+        "{rate('prefix_cache_queries_total')} / {rate('prefix_cache_hits_total')}",
+        (f"{DOCKER}::test_a_panel_of_a_ratio_shows_what_its_title_says",),
+        (
+            (
+                "docker/grafana/dashboards/dflash.json",
+                f"{HITS}{BETWEEN}{QUERIES}",
+                f"{QUERIES}{BETWEEN}{HITS}",
+            ),
+        ),
+    ),
+    Mutant(
+        "an alert fires where acceptance is high",
+        "docker/prometheus/alerts.yml",
+        "> 0.1) < 1.5",
+        "> 0.1) > 1.5",
+        (f"{DOCKER}::test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen",),
+    ),
+    Mutant(
+        "a miss's acceptance length over a hit's",
+        "benchmarks/report.py",
+        "prefix.hit_acceptance_length / prefix.miss_acceptance_length",
+        "prefix.miss_acceptance_length / prefix.hit_acceptance_length",
+        ("tests/benchmarks/test_report.py",),
+    ),
+)
