@@ -11,6 +11,7 @@ QUEUE = ("tests/core/test_grammar_queue.py",)
 RUNNER = ("tests/worker/test_runner.py",)
 TRANSFERS = ("tests/worker/test_transfers.py",)
 STEP_TIME = ("tests/core/test_step_time.py::test_the_times_of_steps_add_up_to_the_time_that_passed",)
+EXIT_STATUS = ("tests/checks/test_exit_status.py",)
 DOCKER = "tests/docker/test_docker.py"
 COPY = "    host.copy_(tensor, non_blocking=True)\n"
 HITS, QUERIES = "rate(dflash:prefix_cache_hits_total", "rate(dflash:prefix_cache_queries_total"
@@ -199,5 +200,40 @@ VALUE_MUTANTS = (
         "prefix.hit_acceptance_length / prefix.miss_acceptance_length",
         "prefix.miss_acceptance_length / prefix.hit_acceptance_length",
         ("tests/benchmarks/test_report.py",),
+    ),
+    *(
+        Mutant(f"only the last {what} decides", f"checks/{name}.py", before, after, EXIT_STATUS)
+        for name, what, before, after in (
+            ("sampling", "fit", "failed = failed or result", "failed = result"),
+            ("chaos", "kill", "kept = kept and result.kept", "kept = result.kept"),
+            ("abusive_clients", "kind of client", "kept = kept and outcome.kept", "kept = outcome.kept"),
+            ("key_fairness", "limit", "kept = kept and not found", "kept = not found"),
+            ("silent_stream", "stream", "kept = kept and whole", "kept = whole"),
+            ("event_loop", "request", "missed = missed or not kept", "missed = not kept"),
+            ("parse_cost", "attack", "missed = missed or bool(found)", "missed = bool(found)"),
+            ("structured", "way", "failed = failed or bool(bad) or parted > 0", "failed = bool(bad) or parted > 0"),
+            ("sampled_text", "way of sampling", "num_wrong += sum(", "num_wrong = sum("),
+            ("lossless", "case", "different += result", "different = result"),
+            ("hybrid", "part", "num_missed += pair.prefix", "num_missed = pair.prefix"),
+            ("acceptance", "drafter", "words += misses_shifted", "words = misses_shifted"),
+        )
+    ),
+    *mutants_of(
+        f"{FRONTEND}/static/answer.js",
+        ("tests/frontend/playground/test_chat.py",),
+        (
+            "drafts of a step are k of all steps",
+            "server.num_draft_tokens / server.num_spec_steps",
+            "server.num_spec_tokens / server.num_spec_steps",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/static/live.js",
+        ("tests/frontend/playground/test_chat.py",),
+        (
+            "an answer takes no room of the context",
+            "const used = usage.prompt_tokens + usage.completion_tokens;",
+            "const used = usage.prompt_tokens;",
+        ),
     ),
 )
