@@ -12,6 +12,7 @@ RUNNER = ("tests/worker/test_runner.py",)
 TRANSFERS = ("tests/worker/test_transfers.py",)
 STEP_TIME = ("tests/core/test_step_time.py::test_the_times_of_steps_add_up_to_the_time_that_passed",)
 EXIT_STATUS = ("tests/checks/test_exit_status.py",)
+OF_BENCHMARKS = ("tests/benchmarks/test_exit_status.py",)
 DOCKER = "tests/docker/test_docker.py"
 COPY = "    host.copy_(tensor, non_blocking=True)\n"
 HITS, QUERIES = "rate(dflash:prefix_cache_hits_total", "rate(dflash:prefix_cache_queries_total"
@@ -216,6 +217,20 @@ VALUE_MUTANTS = (
             ("lossless", "case", "different += result", "different = result"),
             ("hybrid", "part", "num_missed += pair.prefix", "num_missed = pair.prefix"),
             ("acceptance", "drafter", "words += misses_shifted", "words = misses_shifted"),
+        )
+    ),
+    *(
+        Mutant(f"only the last {what} decides", f"benchmarks/{name}.py", before, after, OF_BENCHMARKS)
+        for name, what, before, after in (
+            ("cpu_products", "product", "missed |= pays and", "missed = pays and"),
+            ("invariance", "dtype", "num_differing += differing", "num_differing = differing"),
+            ("compare_trees", "bound", "return int(bool(different or slow))", "return int(bool(slow))"),
+            (
+                "ngram",
+                "answer",
+                "differ = sum(len(each) > 1 for each in answers.values())",
+                "differ = sum(len(each) > 1 for each in list(answers.values())[-1:])",
+            ),
         )
     ),
     *mutants_of(
