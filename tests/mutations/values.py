@@ -223,7 +223,12 @@ VALUE_MUTANTS = (
         Mutant(f"only the last {what} decides", f"benchmarks/{name}.py", before, after, OF_BENCHMARKS)
         for name, what, before, after in (
             ("cpu_products", "product", "missed |= pays and", "missed = pays and"),
-            ("invariance", "dtype", "num_differing += differing", "num_differing = differing"),
+            (
+                "invariance",
+                "dtype",
+                "rows += more\n            num_differing += differing",
+                "rows += more\n            num_differing = differing",
+            ),
             ("compare_trees", "bound", "return int(bool(different or slow))", "return int(bool(slow))"),
             (
                 "ngram",
