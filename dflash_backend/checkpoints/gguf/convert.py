@@ -190,7 +190,8 @@ def rotation_of_neighbours(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndar
     that are rotated together beside one another."""
     head, within = rows // head_dim, rows % head_dim
     half = head_dim // 2
-    return head * head_dim + 2 * (within % half) + within // half
+    where: np.ndarray[Any, Any] = head * head_dim + 2 * (within % half) + within // half
+    return where
 
 
 def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
