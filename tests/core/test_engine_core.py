@@ -338,3 +338,32 @@ def test_an_answer_that_does_not_fit_its_row_ends_that_request_alone(wrong: Requ
     (failed,) = engine.failed
     assert (failed.request_id, failed.status) == ("a", "INTERNAL")
     assert "the worker answered" in failed.message
+
+
+def test_the_counts_of_the_engine_are_those_of_its_requests_and_of_the_worker() -> None:
+    """Unlike requests over a pool that is too small for them: what each was told adds up to what the engine counts."""
+    engine = Engine(make_config(num_blocks=24))
+    requests = [
+        make_request(f"r{i}", [*PROMPT, *range(20 + i, 20 + 2 * i)], max_tokens=5 + 4 * i, seed=i) for i in range(5)
+    ]
+    engine.add(*requests)
+    seen_usage = []
+    while engine.core.has_unfinished():
+        engine.step()
+        stats = engine.core.stats()
+        used = {block for request in engine.scheduler.running.values() for block in request.block_ids}
+        seen_usage.append(len(used) / 24)
+        assert stats.kv_cache_usage == pytest.approx(len(used) / 24)
+        assert (stats.num_requests_running, stats.num_requests_waiting) == (
+            len(engine.running),
+            engine.core.num_waiting,
+        )
+    total, each = engine.core.stats(), [engine.outputs[request.request_id].stats for request in requests]
+    told = [stats for stats in each if stats is not None]
+    assert len(told) == 5
+    assert total.num_generation_tokens == sum(5 + 4 * i for i in range(5)) == sum(one.num_output_tokens for one in told)
+    assert total.num_preemptions == sum(one.num_preemptions for one in told) > 0
+    assert total.num_steps == engine.worker.num_steps
+    assert max(seen_usage) > 0.9
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert getattr(total.spec_decoding, name) == sum(getattr(one.spec_decoding, name) for one in told) > 0

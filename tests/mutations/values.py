@@ -239,6 +239,39 @@ VALUE_MUTANTS = (
         )
     ),
     *mutants_of(
+        f"{FRONTEND}/metrics.py",
+        ("tests/frontend/middleware/test_metrics.py",),
+        ("a comment is an event", "elif waits_for_event and not message", "elif waits_for_event or not message"),
+        (
+            "a time at a bucket's bound is above it",
+            "self._counts[bisect_left(BUCKETS_S, seconds)] += 1",
+            "self._counts[bisect_left(BUCKETS_S, seconds + 1e-9)] += 1",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        ("tests/core/test_engine_core.py",),
+        (
+            "the KV cache's usage is what is free",
+            "kv_cache_usage=scheduler.kv.usage",
+            "kv_cache_usage=1 - scheduler.kv.usage",
+        ),
+        (
+            "a step counts once for each of its rows",
+            "            self._num_steps += 1\n",
+            "            self._num_steps += len(plan.rows)\n",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/metric_specs.py",
+        ("tests/triton/test_metrics.py",),
+        (
+            "the first token has vLLM's name of the last",
+            '"dflash:time_to_first_token_seconds": "vllm:time_to_first_token_seconds"',
+            '"dflash:time_to_first_token_seconds": "vllm:e2e_request_latency_seconds"',
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/static/answer.js",
         ("tests/frontend/playground/test_chat.py",),
         (

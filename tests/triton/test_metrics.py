@@ -193,6 +193,32 @@ def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_p
     assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
 
 
+# vLLM's own names, as its documentation lists them, and what an observation or a count of ours becomes there.
+OF_VLLM = {
+    "dflash:prompt_tokens_total": "vllm:prompt_tokens_total",
+    "dflash:generation_tokens_total": "vllm:generation_tokens_total",
+    "dflash:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "dflash:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "dflash:e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "dflash:request_prompt_tokens": "vllm:request_prompt_tokens",
+    "dflash:request_generation_tokens": "vllm:request_generation_tokens",
+    "dflash:request_params_n": "vllm:request_params_n",
+}
+
+
+def test_each_of_vllms_names_has_the_value_of_what_counts_the_same(triton):
+    """Each is another number; the engine's own counters are in the next one."""
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    for number, name in enumerate(OF_VLLM, 3):
+        (metrics.count if name.endswith("_total") else metrics.observe)(name, number)
+    metrics.flush()
+    for number, name in enumerate(OF_VLLM.values(), 3):
+        if name.endswith("_total"):
+            assert triton.values[name,] == number
+        else:
+            assert triton.observed(name) == (1, number)
+
+
 def test_what_vllms_benchmark_computes_its_acceptance_from_is_there_under_vllms_names(triton):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
     drafted = SpecDecodingStats(5, 10, 7, [4, 3])
