@@ -272,6 +272,22 @@ VALUE_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/triton/activity_log.py",
+        ("tests/triton/test_activity_log.py",),
+        ("prompts of one engine are those of all", "prompt = sum(", "prompt = max("),
+        ("hits of one engine are those of all", "hits = sum(", "hits = max("),
+    ),
+    *mutants_of(
+        "dflash_backend/engine_client/engines.py",
+        ("tests/triton/test_replicas.py::test_the_engine_with_the_least_room_bounds_requests",),
+        ("restarts are those of one engine", "return sum(one.num_restarts", "return max(one.num_restarts"),
+        (
+            "the blocks of one engine are all",
+            "return sum(one.ready.num_kv_blocks",
+            "return max(one.ready.num_kv_blocks",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/static/answer.js",
         ("tests/frontend/playground/test_chat.py",),
         (

@@ -77,6 +77,23 @@ def test_a_line_is_about_all_engines_also_when_one_begins_anew():
     assert "generated 5.0 tokens/s" in activity.line(2 * INTERVAL_S)
 
 
+def test_each_figure_of_a_line_is_of_all_engines_which_have_unlike_parts():
+    activity = ActivityLog()
+    before = EngineStats(num_prompt_tokens=7, num_generation_tokens=9, prefix_cache_queries=11, prefix_cache_hits=3)
+    activity.follow(before, 0)
+    assert activity.line(0.0) is None
+    activity.line(INTERVAL_S)
+    few, many = SpecDecodingStats(10, 70, 15), SpecDecodingStats(90, 400, 335)
+    one = EngineStats(3, 0, 0.9, 0, 11 + 50, 3 + 10, few, num_prompt_tokens=7 + 100, num_generation_tokens=9 + 25)
+    two = EngineStats(1, 5, 0.1, 0, 350, 290, many, num_prompt_tokens=300, num_generation_tokens=425)
+    activity.follow(one, 0)
+    activity.follow(two, 1)
+    assert activity.line(2 * INTERVAL_S) == (
+        "activity: prompt 40.0 tokens/s, generated 45.0 tokens/s, acceptance length 4.50, prefix hits 75.0%, "
+        "running 4, waiting 5, KV blocks in use 50.0%"
+    )
+
+
 def spoken(num_finished: int, *drafts: SpecDecodingStats) -> ActivityLog:
     """A log after so many requests, with an engine for each of `drafts`."""
     activity = ActivityLog()

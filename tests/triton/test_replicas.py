@@ -267,5 +267,9 @@ def test_the_engine_with_the_least_room_bounds_requests():
     """A request may go to any of them."""
     engines = object.__new__(Replicas)
     made = [EngineReady(length, 5, blocks, 16, 300, "toy") for length, blocks in ((900, 10), (600, 90), (800, 5))]
-    engines.supervisors = [SimpleNamespace(ready=ready) for ready in made]
+    engines.supervisors = [
+        SimpleNamespace(ready=ready, num_restarts=count, engine=None if count else object())
+        for ready, count in zip(made, (2, 0, 5), strict=True)
+    ]
     assert engines.ready is made[1]
+    assert (len(engines), engines.num_kv_blocks, engines.num_restarts, engines.up) == (3, 10 + 90 + 5, 7, [1])
