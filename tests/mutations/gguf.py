@@ -11,8 +11,8 @@ GGUF_MUTANTS = (
         TESTS,
         (
             "rows of queries and keys stay in the order of neighbours",
-            "return head * head_dim + 2 * (within % half) + within // half",
-            "return rows",
+            "= head * head_dim + 2 * (within % half) + within // half",
+            "= rows",
         ),
         ("a file that changes is not converted anew", "file.stat().st_size, file.stat().st_mtime_ns)", "0, 0)"),
         ("an expert is read from the beginning", "tensor.offset + part.start //", "tensor.offset + 0 * part.start //"),
