@@ -1,4 +1,5 @@
-"""Each sampling option of `generate` against the parameter that it becomes, and what holds where both are given."""
+"""Each sampling option of `generate` against its parameter, and what holds where both are given; and what is
+told of an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from dflash_cli.commands.client_options import SAMPLING_OPTIONS, sampling_of
+from dflash_cli.commands.timing import Report
 from dflash_cli.main import parser
+from dflash_client import Completion, GenerationResult
 
 # Options with a value each, and the parameter.
 CASES: dict[str, tuple[list[str], Any]] = {
@@ -63,3 +66,21 @@ def test_a_format_becomes_the_structured_outputs(option: str, tmp_path: Path) ->
     assert sampling(option, value, "--set-param", f"structured_outputs={given}") == {
         "structured_outputs": {"regex": "b"}
     }
+
+
+def test_speed_is_that_of_all_completions_which_have_unlike_lengths() -> None:
+    stats = {"num_drafts": 2, "acceptance_length": 2.5, "num_accepted_tokens": 3, "num_cached_tokens": 4}
+    completions = (
+        Completion("abc", "length", (1, 2, 3), 3, spec_stats=stats),
+        Completion("a", "stop", (1,), 1, spec_stats=stats),
+        Completion("abcdefgh", "stop", tuple(range(8)), 8, spec_stats=stats),
+    )
+    report = Report(GenerationResult(completions, num_input_tokens=20), 0.25, 1.5)
+    assert (report.num_output_tokens, report.tokens_per_s) == (12, 8.0)
+    told = json.loads(report.as_json())
+    assert (told["num_output_tokens"], told["num_input_tokens"], told["tokens_per_s"]) == (3, 20, 8.0)
+    assert [one["num_output_tokens"] for one in told["completions"]] == [3, 1, 8]
+    text = report.as_text()
+    assert "20 in (4 cached), 12 out, finish reason length" in text
+    assert "time to first token    250.0 ms" in text
+    assert "speed                  8.0 tokens/s over 1.500 s in all" in text

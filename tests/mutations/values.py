@@ -287,6 +287,13 @@ VALUE_MUTANTS = (
             "return max(one.ready.num_kv_blocks",
         ),
     ),
+    Mutant(
+        "speed is that of the longest completion",
+        "cli/dflash_cli/commands/timing.py",
+        "return sum(completion.num_output_tokens",
+        "return max(completion.num_output_tokens",
+        ("tests/cli/test_sampling_options.py",),
+    ),
     *mutants_of(
         f"{FRONTEND}/static/answer.js",
         ("tests/frontend/playground/test_chat.py",),
