@@ -29,8 +29,10 @@ def target_facts(spec: TargetSpec, dtype: str = "") -> Facts:
     `CheckpointError` when its files are gone."""
     embeddings = "tied: the LM head is the embedding" if spec.tie_word_embeddings else "embedding and LM head apart"
     ends = ", ".join(map(str, spec.eos_token_ids)) or "none"
+    gguf = JsonReader.load(spec.path / "config.json").object("gguf")
     return [
         ("directory", str(spec.path)),
+        *([("converted from", gguf.string("file"))] if gguf.given("file") else []),
         ("architecture", spec.architecture),
         *([("not served", f"{', '.join(spec.left_out)}: the text part alone is loaded")] if spec.left_out else []),
         *decoder_facts(spec.decoder),

@@ -42,7 +42,7 @@ def _find(name: str, setting: str, revision: str, report: Report | None) -> Path
         )
     if is_dir:
         return path
-    if exists and path.suffix == SUFFIX:
+    if exists and path.is_file() and path.suffix.lower() == SUFFIX:  # what is no plain file may never end
         return _converted(path, report)
     if exists:
         raise CheckpointError(

@@ -9,6 +9,8 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target
-from dflash_backend.checkpoints.gguf import convert, reader
+from dflash_backend.checkpoints.gguf import architectures, convert, reader
+from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.named import NAMED, named_file
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
+from dflash_backend.engine.inspection import inspect
 from dflash_backend.text.tokenizer import Tokenizer
+from dflash_cli.launcher.server_options import environment_with
 from tests.support.gguf_checkpoint import BYTES, as_converter, write_gguf
 from tests.support.scale import by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_target, target_config
@@ -131,6 +137,42 @@ def test_every_quantised_type_is_what_the_library_makes_of_it(tmp_path: Path, ki
             expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).astype("<f4")
         got = back[name].view("<f4")
         assert np.array_equal(got, expected, equal_nan=True), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "dtype"), [("F16", "f2", "float16"), ("BF16", "u2", "bfloat16"), ("F64", "f8", "float32")]
+)
+def test_floats_keep_their_type_or_become_float32(tmp_path: Path, kind: str, stored: str, dtype: str) -> None:
+    def block(name: str, tensor: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        given = torch.tensor(tensor).bfloat16().view(torch.uint16).numpy() if kind == "BF16" else tensor.astype(stored)
+        return (given.view("u1"), kind) if tensor.ndim > 1 else None
+
+    source = make_gguf(tmp_path / "m.gguf", block=block)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    assert read_target(directory).dtype == dtype
+    here = load_torch_file(directory / "model.safetensors")
+    for name, tensor in load_torch_file(source / "model.safetensors").items():
+        expected = tensor.to(getattr(torch, dtype)) if tensor.ndim > 1 else tensor
+        assert here[name].dtype == expected.dtype, name
+        assert torch.equal(here[name], expected), name
+
+
+def test_those_who_come_at_once_wait_for_one_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    conversions = []
+    real = convert._convert
+    monkeypatch.setattr(convert, "_convert", lambda *given: (conversions.append(1), time.sleep(0.2), real(*given)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: find_model(str(tmp_path / "m.gguf"), "target_model"), range(4)))
+    assert len(conversions) == len(set(found)) == 1
+
+
+def test_inspection_says_what_it_was_converted_from(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    (report,) = inspect(str(tmp_path / "m.gguf")).checkpoints
+    assert ("converted from", str(tmp_path / "m.gguf")) in report.facts
+    assert report.weights is not None
+    assert report.weights.dtypes == {"F32": 47}
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
@@ -241,6 +283,25 @@ def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path, cac
     assert conversions(cache) == []
 
 
+def test_paths_are_made_absolute_for_the_server_and_names_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.gguf", "smollm2"):
+        (tmp_path / name).write_bytes(b"")
+    found = {name: environment_with({}, {"target_model": name}) for name in ("m.gguf", "smollm2", "./smollm2")}
+    assert [environ["DFLASH_TARGET_MODEL"] for environ in found.values()] == [
+        str(tmp_path / "m.gguf"),
+        "smollm2",
+        str(tmp_path / "smollm2"),
+    ]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    refused(tmp_path / "m.gguf", "which is a file; expected a model directory")
+
+
 def test_unknown_fields_are_said(tmp_path: Path) -> None:
     make_gguf(tmp_path / "m.gguf", fields=field("llama.residual_scale", 2.0, "float32"))
     notes = read_target(find_model(str(tmp_path / "m.gguf"), "target_model")).notes
@@ -302,6 +363,7 @@ def test_byte_level_tokens(tmp_path: Path) -> None:
 def sentencepiece(add_space_prefix: bool) -> Callable[[gguf.GGUFWriter], None]:
     """Bytes, then pieces of which the one with the higher score is merged first."""
     pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("c", -4.0), ("ab", -9.0), ("bc", -5.0), ("▁a", -8.0)]
+    pieces += [("<", -10.0), ("s>", -11.0), ("s", -12.0), (">", -13.0)]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *(piece for piece, _ in pieces)]
 
     def add(writer: gguf.GGUFWriter) -> None:
@@ -324,10 +386,14 @@ def sentencepiece(add_space_prefix: bool) -> Callable[[gguf.GGUFWriter], None]:
 def test_sentencepiece_tokens(tmp_path: Path, prefix: bool) -> None:
     changes = {"vocab_size": 300}
     make_gguf(tmp_path / "m.gguf", changes=changes, fields=sentencepiece(prefix))
-    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    tokenizer = Tokenizer.load(directory)
     space, a, bc, space_a = 259, 260, 264, 265
     assert tokenizer.encode("abc é") == [1, *([space_a] if prefix else [a]), bc, space, 3 + 0xC3, 3 + 0xA9]
     assert tokenizer.encode("<s>a")[:2] == [1, 1]
+    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    assert ["<", "s>"] not in model["merges"]  # no text becomes a token of control
+    assert ["s", ">"] in model["merges"]
     assert tokenizer.eos_token_ids == (2,)
 
 
@@ -411,16 +477,23 @@ def test_smollm2_is_read(smollm2: Path) -> None:
     model = reader.read_model(smollm2)
     assert len(model.tensors) == 272
     assert model.metadata["llama.block_count"] == 30
-    pair = resolve_pair(EngineConfig.from_values({"target_model": "smollm2"}))
-    assert pair.draft is None
-    assert "served without speculation" in (pair.warning or "")
-    assert pair.target.decoder.num_layers == 30
-    assert pair.target.vocab_size == 49152
-    tokenizer = Tokenizer.load(pair.target.path)
-    assert tokenizer.encode("The answer is 42.") == [504, 2988, 314, 216, 36, 34, 30]
-    chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
-    assert chat.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert json.loads((pair.target.path / "config.json").read_text())["rms_norm_eps"] == 1e-5
+    config = architectures.read_config(model, None)
+    assert (config["vocab_size"], config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]) == (49152, 1e-5, 1e5)
+    assert len(architectures.read_parts(model, config)) == 272
+    found = read_tokenizer(model, 49152)
+    assert found.tokenizer.encode("The answer is 42.").ids == [504, 2988, 314, 216, 36, 34, 30]
+    assert found.ends == (2, 0)
+    assert "You are a helpful AI assistant named SmolLM" in found.config["chat_template"]
+
+
+@pytest.mark.nightly
+def test_smollm2_answers(smollm2: Path) -> None:
+    llm = LLM(target="smollm2", dtype="float32", kv_cache_gb=0.3)
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    assert llm.generate([prompt], max_tokens=20, temperature=0)[0].text == "The capital of France is Paris."
+    config = EngineConfig.from_values({"target_model": "smollm2", "draft_model": "ngram"})
+    assert resolve_pair(config).num_speculative_tokens > 0
+    assert "served without speculation" in (resolve_pair(replace(config, draft_model=None)).warning or "")
 
 
 def test_the_alphabet_of_the_helper_is_one_character_for_each_byte() -> None:

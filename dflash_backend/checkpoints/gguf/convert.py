@@ -40,6 +40,7 @@ NUMBERS_AT_ONCE = 1 << 20
 REPORT_S = 2.0
 SPARE_BYTES = 64 << 20  # of the disk
 MAX_ROPE_FACTORS = 1 << 16
+MAX_STEM = 60  # of a file's name, in the directory's
 
 
 def converted(path: Path, report: Report | None = None) -> Path:
@@ -47,7 +48,7 @@ def converted(path: Path, report: Report | None = None) -> Path:
     `CheckpointError`."""
     try:
         files = shards(path)
-        directory = _cache() / f"{path.name.removesuffix('.gguf')}-{_key(files)}"
+        directory = _cache() / f"{path.stem[:MAX_STEM]}-{_key(files)}"
         if (directory / "config.json").is_file():
             return directory
         with _locked(directory):
@@ -190,8 +191,8 @@ def rotation_of_neighbours(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndar
     that are rotated together beside one another."""
     head, within = rows // head_dim, rows % head_dim
     half = head_dim // 2
-    where: np.ndarray[Any, Any] = head * head_dim + 2 * (within % half) + within // half
-    return where
+    found: np.ndarray[Any, Any] = head * head_dim + 2 * (within % half) + within // half
+    return found
 
 
 def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
@@ -207,5 +208,7 @@ def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, 
     except ImportError:
         raise CheckpointError(INSTALL) from None
     with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
-        numbers: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType[tensor.kind])
-    return np.asarray(numbers, "<f4", "C")
+        numbers: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType[tensor.kind]).astype(
+            "<f4", "C", copy=False
+        )
+    return numbers

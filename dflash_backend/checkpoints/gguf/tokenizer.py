@@ -19,7 +19,7 @@ from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import first_line, shown
 
 # `tokenizer.ggml.token_type`.
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")
 # Control tokens that end an answer, whatever the file says, as in llama.cpp.
@@ -82,7 +82,7 @@ def read_tokenizer(model: GgufModel, vocab_size: int) -> GgufTokenizer:
         f"{model.path}: tokenizer.ggml",
     )
     tokens = fields.strings("tokens")
-    types = fields.integers("token_type") or (1,) * len(tokens)
+    types = fields.integers("token_type") or (NORMAL,) * len(tokens)
     if not 0 < len(tokens) <= vocab_size or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise CheckpointError(
             f"{fields.where}: there are {len(tokens)} tokens, {len(set(tokens))} of them different, and {len(types)} "
@@ -101,7 +101,7 @@ def read_tokenizer(model: GgufModel, vocab_size: int) -> GgufTokenizer:
         if kind == "gpt2":
             tokenizer, bos, notes = _byte_level(fields, ids)
         else:
-            tokenizer, bos = _sentencepiece(fields, tokens, ids, special["unk_token"])
+            tokenizer, bos = _sentencepiece(fields, types, ids, special["unk_token"])
         _add_tokens(tokenizer, tokens, types)
         _add_ends(tokenizer, fields, ids, special, bos)
     except CheckpointError:
@@ -147,14 +147,16 @@ def _byte_level(fields: JsonReader, ids: dict[str, int]) -> tuple[Tokenizer, boo
 
 
 def _sentencepiece(
-    fields: JsonReader, tokens: tuple[str, ...], ids: dict[str, int], unknown: str | None
+    fields: JsonReader, types: tuple[int, ...], ids: dict[str, int], unknown: str | None
 ) -> tuple[Tokenizer, bool]:
     scores = fields.data.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(_is_number(score) for score in scores):
+    if not isinstance(scores, list) or len(scores) != len(types) or not all(_is_number(score) for score in scores):
         raise CheckpointError(f"{fields.where}: field 'scores' has not one finite number for each of the tokens")
     merges = []
     for token, i in ids.items():
-        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        # No text is to become a token of control, or of a byte.
+        mergeable = types[i] in (NORMAL, USER_DEFINED)
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))] if mergeable else []
         known = sorted((ids[one], ids[other], one, other) for one, other in halves if one in ids and other in ids)
         merges += [(-scores[i], -len(one), -len(other), one, other) for _, _, one, other in known]
     merges.sort(key=lambda merge: merge[:3])
