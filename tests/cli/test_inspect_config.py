@@ -188,7 +188,8 @@ def test_a_targets_config_and_a_pair_need_directories(cli, tmp_path: Path) -> No
         "is a target's config, whose weights are read, too; give its directory"
         in cli("inspect", tmp_path / "config.json").err
     )
-    assert "expected a model directory or a hub id" in cli("inspect", tmp_path / "config.json", "--draft", tmp_path).err
+    told = cli("inspect", tmp_path / "config.json", "--draft", tmp_path).err
+    assert "expected a model directory, a file in GGUF (.gguf) or a hub id" in told
 
 
 def test_a_broken_config_is_refused_as_beside_its_weights(tmp_path: Path) -> None:
