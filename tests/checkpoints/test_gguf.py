@@ -352,8 +352,11 @@ def test_llama_3s_factors_are_found_again(tmp_path: Path, factor: float, origina
 
 def test_byte_level_tokens(tmp_path: Path) -> None:
     make_gguf(tmp_path / "m.gguf")
-    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    folder = find_model(str(tmp_path / "m.gguf"), "target_model")
+    tokenizer = Tokenizer.load(folder)
     end = VOCAB_SIZE - 1
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert {each["content"]: each["special"] for each in added}["<|im_end|>"] is True
     assert tokenizer.encode("abba<|im_end|>") == [end - 1, 1, 0, end]
     assert tokenizer.eos_token_ids == (end,)
     assert tokenizer.special_token_ids == {"<|im_end|>": end}

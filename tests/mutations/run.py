@@ -36,6 +36,7 @@ COPIED = (
     "tools",
     "docker",
     "deploy",
+    "Makefile",
     "pyproject.toml",
     ".dockerignore",
     "README.md",
