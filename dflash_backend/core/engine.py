@@ -194,6 +194,8 @@ class EngineCore:
                 [row.request_id for row, request in rows if not self._is_in_progress(request)]
             )
         except StepFailed as error:
+            # Blocks of the step are published, and what drafting was to write of them is missing (TOGETHER).
+            self.scheduler.kv.reset_prefix_cache()
             self._failed_step = step.plan, str(error)
             return
         finished = self._clock()

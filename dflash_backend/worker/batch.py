@@ -123,7 +123,8 @@ class Step:
     order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. budget: float32
     `[2 + k + R]`, which drafts are verified, as `dflash_kernels.verify_budget` reads it: `batch.num_draft` has how many
     there are, and where tokens and logits lie is not known yet. None: it is as `batch` says. draft_width: drafts that a
-    row proposes at most; None: k. shared: rows that read a prefix together; None for none.
+    row proposes at most; None: k. shared: rows that read a prefix together; None for none. chosen_later: no token is
+    chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
 
     `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
     padding), `attention` (the rows as attention runs them), `padded` (whether slots may be -1), `windows` (where the KV
@@ -149,6 +150,7 @@ class Step:
     budget: torch.Tensor | None = None
     draft_width: int | None = None
     shared: SharedPrefixes | None = None
+    chosen_later: bool = False
 
     token_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
@@ -445,9 +447,9 @@ def exact_layout(
     return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
 
 
-def draft_width(inputs: Step, state: StateTensors) -> int:
+def draft_width(step: Step, state: StateTensors) -> int:
     """Drafts that a row of the step proposes at most."""
-    return state.k if inputs.draft_width is None else inputs.draft_width
+    return state.k if step.draft_width is None else step.draft_width
 
 
 def draft_of_row(

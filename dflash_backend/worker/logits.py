@@ -63,6 +63,12 @@ class SpecialRows:
         self._positions = self.position.index_select(0, of_row) + number
         self._sampled = bool(requests.temperature[self.req_idx].any())
         self._num_top = requests.num_logprobs[self.req_idx]
+        index = self.req_idx
+        self._hides, self._biased = hides_stops(requests, index, self.lowest), requests.biased[index]
+        self._masked, self._penalised = requests.masked[index], requests.penalised[index]
+        self._changes = bool((self._hides | self._biased | self._masked | self._penalised).any())
+        # Whether no token of the step is chosen elsewhere.
+        self.replaces_all = self._changes and len(flat) == int(num_logits.sum())
         self._raw: torch.Tensor | None = None
 
     @classmethod
@@ -84,7 +90,7 @@ class SpecialRows:
             self._raw = logits.index_select(0, self.flat)
         # Masks come before the processors: what they hide stays hidden, whatever is added to it or counted.
         masks = None if self._grammars is None else self._grammars.masks()
-        if masks is not None or self._changes_logits:
+        if masks is not None or self._changes:
             self._choose(logits, step.target_tokens, masks, ops)
         if self._grammars is not None and (missing := self._grammars.missing_masks(step.target_tokens)) is not None:
             self._choose(logits, step.target_tokens, missing, ops)
@@ -102,30 +108,15 @@ class SpecialRows:
         tokens = ops.chosen_tokens(processed, self._req_idx, self._positions, self._requests.state, self._sampled)
         target_tokens.index_copy_(0, self.flat, tokens)
 
-    @property
-    def _hides_stops(self) -> np.ndarray:
-        """Which of the rows hide stop tokens: bool `[n]`."""
-        min_end = self._requests.min_end[self.req_idx]
-        hides: np.ndarray = (min_end > 0) & (min_end > self.lowest)
-        return hides
-
-    @property
-    def _changes_logits(self) -> bool:
-        requests, index = self._requests, self.req_idx
-        changes = self._hides_stops | requests.biased[index] | requests.masked[index] | requests.penalised[index]
-        return bool(changes.any())
-
     def processed(self, logits: torch.Tensor, ops: StepOps) -> torch.Tensor:
         """The logits that these rows choose from, for those that the target gave, `[sum(num_draft + 1), vocab]`, which
         are not changed: the same where no row asks for a change, else a float32 copy."""
-        requests, req_idx = self._requests, self.req_idx
-        hides, biased, masked = self._hides_stops, requests.biased[req_idx], requests.masked[req_idx]
-        penalised = requests.penalised[req_idx]
-        special = hides | biased | masked
-        if not (special | penalised).any():
+        if not self._changes:
             return logits
+        requests, req_idx = self._requests, self.req_idx
+        hides, biased, masked, penalised = self._hides, self._biased, self._masked, self._penalised
         processed = logits.to(torch.float32, copy=True)
-        for i in special.nonzero()[0].tolist():
+        for i in (hides | biased | masked).nonzero()[0].tolist():
             record, index = requests.records[self._request_ids[i]], int(req_idx[i])
             part = processed[self.first[i] : self.first[i] + self.num_draft[i] + 1]
             if masked[i]:
@@ -167,13 +158,19 @@ class SpecialRows:
         return PendingLogprobs.begin(ranked, self.rows[asking].tolist(), lens.tolist(), self._num_top[asking].tolist())
 
 
+def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+    """Which rows hide stop tokens, whose first logits decide position `lowest` at the least: bool `[n]`."""
+    # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
+    # request's end, and the number of drafts in flight is not.
+    min_end = requests.min_end[req_idx]
+    hides: np.ndarray = (min_end > 0) & (min_end > lowest)
+    return hides
+
+
 def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     """The rows that sample and whose requests change their logits or want log-probabilities: int64 `[n]`."""
     index = batch.req_idx
-    # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
-    # request's end, and the number of drafts in flight is not.
-    min_end = requests.min_end[index]
-    hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)
+    hides = hides_stops(requests, index, batch.start + batch.num_new - batch.num_unverified)
     changes = hides | requests.biased[index] | requests.masked[index] | requests.penalised[index]
     asks = changes | (requests.num_logprobs[index] >= 0)
     rows: np.ndarray = (batch.sample & asks).nonzero()[0]

@@ -85,7 +85,6 @@ class StepInFlight:
     """A step that was submitted: all that `collect` and `collect_drafts` need, since its requests may be gone by
     then."""
 
-    step_id: int
     plan: StepPlan
     parts: list[PartInFlight]
 
@@ -184,10 +183,10 @@ class ModelRunner:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
         with step_errors(plan, self.device), torch.inference_mode():
-            for step in [self._collected, *self._in_flight] if self._collected is not None else self._in_flight:
+            for step in filter(None, (self._collected, *self._in_flight)):
                 self._draft(step)
             self._update(plan)
-            self._in_flight.append(StepInFlight(plan.step_id, plan, self._run(plan) if plan.rows else []))
+            self._in_flight.append(StepInFlight(plan, self._run(plan) if plan.rows else []))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
@@ -227,7 +226,7 @@ class ModelRunner:
                 )
             if part.grammars is not None:
                 mask_seconds += part.grammars.mask_seconds
-        return StepResult(step.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
+        return StepResult(step.plan.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
 
     def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
         """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
@@ -261,7 +260,7 @@ class ModelRunner:
         if self._in_flight:
             self._finish_waiting(self._in_flight[0])
         ordered = [confidences[row.request_id] for row in step.plan.rows] if has_confidence else []
-        return StepDrafts(step.step_id, ordered, num_kept, errors, phases)
+        return StepDrafts(step.plan.step_id, ordered, num_kept, errors, phases)
 
     def _with_grammar(
         self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]
@@ -359,6 +358,7 @@ class ModelRunner:
                 run = EagerStep(self.step, run.inputs, guard)
         else:
             inputs = self.layouts.send_ragged(batch) if self.overlaps else batch.ragged(share)
+            inputs.chosen_later = special is not None and special.replaces_all
             run = EagerStep(self.step, inputs, guard, of_prompt, copies)
         waits = grammars is not None and grammars.waits
         part = PartInFlight(rows, run, run.verify(), special, of_prompt, grammars, waits)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import DraftBatch, Drafter
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import Step, draft_width
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import PromptLogprobs
 from dflash_backend.worker.pending_context import PendingContext
@@ -124,21 +124,24 @@ class ModelStep:
     def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
         """Write the drafter's context KV of positions that are final."""
         record(step.timestamps, 3)
-        drafter, features = self.drafter, step.features
-        if drafter is not None and features is not None:
-            context = self.ops.context(step, self.state, features) if self.pending is None else None
-            if self.pending is not None and not self.pending.keep_step(step, features, self.state):
-                context = self.pending.exchange(self.ops.context(step, self.state, features), step, self.state)
-            if context is not None and len(context.positions):
-                assert context.token_row is not None
-                if guard is not None:
-                    guard.check("inject", context.token_row, context.slots)
-                if drafter.reads_next_tokens:
-                    row = context.token_row.clamp(min=0).long()
-                    req_idx = step.batch.req_idx[row].clamp(min=0).long()
-                    context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
-                drafter.inject(context)
+        drafter, features, pending = self.drafter, step.features, self.pending
+        waits = pending is not None and features is not None and pending.keep_step(step, features, self.state)
+        if drafter is not None and features is not None and not waits:
+            context = self.ops.context(step, self.state, features)
+            if pending is not None:
+                context = pending.exchange(context, step, self.state)
+            if len(context.positions):
+                self._write_context(drafter, context, step, guard)
         record(step.timestamps, 4)
+
+    def _write_context(self, drafter: Drafter, context: ContextBatch, step: Step, guard: WriteGuard | None) -> None:
+        assert context.token_row is not None
+        if guard is not None:
+            guard.check("inject", context.token_row, context.slots)
+        if drafter.reads_next_tokens:
+            req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
+            context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
+        drafter.inject(context)
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
         """Propose the next step's drafts and leave them in the state, after the anchor. Then bring the states of
@@ -162,8 +165,8 @@ class ModelStep:
         if drafter.reads_next_tokens and step.features is not None:
             before = self.ops.features_before_anchors(step, step.features)
         batch, state = step.batch, self.state
-        most = state.k if step.draft_width is None else step.draft_width
-        draft = DraftBatch(state.tokens, state.computed, batch.req_idx, batch.num_next, most, queries, before)
+        width = draft_width(step, state)
+        draft = DraftBatch(state.tokens, state.computed, batch.req_idx, batch.num_next, width, queries, before)
         asked = self.wants_confidence and step.traits.wants_confidence
         sampler = self.ops.draft_sampler(step, self.state, self.draft_temperature_ratio, asked)
         self.ops.store_drafts(drafter.propose(draft, sampler), step.batch, self.state)

@@ -147,8 +147,9 @@ class DeviceStepOps:
 
     def target_tokens(self, step: Step, state: StateTensors) -> torch.Tensor:
         """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
-        and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, zeros."""
-        if step.logits is None:
+        and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, or all choose
+        later, zeros."""
+        if step.logits is None or step.chosen_later:
             return torch.zeros(len(step.logits_row), dtype=torch.int64, device=state.tokens.device)
         if not step.traits.sampled:
             return self.argmax(step.logits)

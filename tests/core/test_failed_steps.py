@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from dflash_backend.core.plan import StepPlan
@@ -75,3 +77,44 @@ def test_a_request_may_be_cancelled_between_a_failed_step_and_its_repetition(lag
     engine.abort("leaves")
     assert _failures(engine) == {}
     assert len(engine.outputs["stays"].token_ids) == 6
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("changes", [{}, {"num_state_snapshots": 6}], ids=["attention", "recurrent"])
+def test_a_step_that_fails_once_its_tokens_were_sent_leaves_nothing_half_written_to_be_found(
+    at: int, changes: dict[str, int]
+) -> None:
+    """On a CPU, where drafting comes last: published blocks would lack the drafter's KV, and copies of states."""
+    engine = CheckedEngine(make_config(**changes))
+    requests = [make_request(f"r{i}", [i, *PROMPT * 3], seed=i, temperature=i % 2, max_tokens=20) for i in range(4)]
+    engine.add(*requests)
+    calls = itertools.count(1)
+    engine.worker.fails_to_draft = lambda plan: next(calls) == at
+    assert _failures(engine) == {}
+    assert engine.worker.num_failed == 1
+    # The same beginnings again: what is found is whole. A request that was run again makes no copies of its state.
+    for turn in range(2):
+        engine.add(*[make_request(f"turn {turn} {i}", [i, *PROMPT * 3, 8], max_tokens=12) for i in range(4)])
+        engine.finish()
+    assert engine.core.stats().prefix_cache_hits > 0
+
+
+def test_an_answer_that_ended_with_a_step_that_fails_afterwards_is_whole() -> None:
+    engine = CheckedEngine(make_config())
+    engine.worker.fails_to_draft = lambda plan: True
+    engine.add(make_request("short", PROMPT * 2, max_tokens=1))
+    assert _failures(engine) == {}
+    engine.worker.fails_to_draft = lambda plan: False
+    engine.add(make_request("next", [*PROMPT * 2, 5], max_tokens=12))
+    engine.finish()
+    assert engine.worker.num_failed == 1
+
+
+def test_a_request_whose_drafting_fails_alone_ends_and_the_others_go_on() -> None:
+    engine = CheckedEngine(make_config())
+    engine.add(*[make_request(name, [i, *PROMPT], max_tokens=20) for i, name in enumerate(("a", "bad", "b"))])
+    engine.worker.fails_to_draft = lambda plan: _runs("bad", plan)
+    failed = _failures(engine)
+    assert list(failed) == ["bad"]
+    assert "something about a draft" in failed["bad"]
+    engine.finish()

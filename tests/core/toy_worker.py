@@ -104,6 +104,8 @@ class ToyWorker:
         self.max_tokens_in_memory: int | None = None
         # Whether a step fails, by what it runs. It fails midway: requests and blocks of the plan were taken in.
         self.fails: Callable[[StepPlan], bool] = lambda plan: False
+        # Whether injecting and drafting fail, before anything is written.
+        self.fails_to_draft: Callable[[StepPlan], bool] = lambda plan: False
         self.num_failed = 0
         # Seconds of the target's pass and of drafting, and who is told that they have passed.
         self.target_s: Callable[[StepPlan], float] = lambda plan: 0.0
@@ -227,6 +229,9 @@ class ToyWorker:
         self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]], ended: Collection[str] = ()
     ) -> StepDrafts:
         """Inject and draft."""
+        if self.fails_to_draft(plan):
+            self.num_failed += 1
+            raise StepFailed("ValueError: something about a draft")
         for _, held, start in work:
             assert held.num_computed is not None
             states = held.states[start + self._shift : held.num_computed + self._shift]

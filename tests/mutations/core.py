@@ -132,8 +132,8 @@ CORE_MUTANTS = (
         ("no reference is taken on a hit", "self._ref_counts[block_id] += 1", "self._ref_counts[block_id] += 0"),
         (
             "a block that is held stays in the eviction list",
-            "if self._ref_counts[block_id] == 0:\n                self._unlink(block_id)",
-            "if self._ref_counts[block_id] < 0:\n                self._unlink(block_id)",
+            "if self._ref_counts[block_id] == 0:\n                self._unlink(block_id)\n            self._ref_counts",
+            "if self._ref_counts[block_id] < 0:\n                self._unlink(block_id)\n            self._ref_counts",
         ),
         (
             "a freed block that is cached counts as unused",

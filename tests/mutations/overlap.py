@@ -25,6 +25,23 @@ OVERLAP_MUTANTS = (
         "                outputs = self._core.step()\n                self._core.finish_step()\n",
         EARLY,
     ),
+    *mutants_of(
+        "dflash_backend/core/engine.py",
+        ("tests/core/test_failed_steps.py",),
+        ("blocks are found whose drafting failed", "            self.scheduler.kv.reset_prefix_cache()\n", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/core/kv/groups.py",
+        ("tests/core/test_failed_steps.py", "tests/core/test_state_snapshots.py"),
+        ("copies of states are found that were never written", "        self.snapshots.clear()\n", "        pass\n"),
+    ),
+    Mutant(
+        "tokens that are chosen later are chosen twice",
+        "dflash_backend/worker/runner.py",
+        "special is not None and special.replaces_all",
+        "False",
+        ("tests/worker/test_special_rows.py",),
+    ),
     Mutant(
         "the times of the last step are never told",
         "dflash_backend/core/engine.py",

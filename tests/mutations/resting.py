@@ -149,8 +149,8 @@ RESTING_MUTANTS = (
         ("tests/worker/test_pause_in_drafting.py",),
         (
             "no context is written while drafting rests",
-            "if drafter is not None and features is not None:",
-            "if drafter is not None and features is not None and step.traits.drafts:",
+            "if drafter is not None and features is not None and not waits:",
+            "if drafter is not None and features is not None and not waits and step.traits.drafts:",
         ),
     ),
 )

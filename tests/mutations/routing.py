@@ -81,8 +81,8 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evicted blocks are not reported",
         "dflash_backend/core/kv/block_pool.py",
-        "if self._events is not None:",
-        "if False:",
+        "        self.num_evicted += 1\n        if self._events is not None:",
+        "        self.num_evicted += 1\n        if False:",
         EVENTS,
     ),
     *mutants_of(

@@ -118,10 +118,10 @@ WORKER_MUTANTS = (
     Mutant(
         "penalties come before the bias",
         f"{WORKER}/logits.py",
-        "        for i in special.nonzero()[0].tolist():\n",
+        "        for i in (hides | biased | masked).nonzero()[0].tolist():\n",
         "        if penalised.any():\n"
         "            self._penalise(processed, penalised.nonzero()[0], ops)\n"
-        "        for i in special.nonzero()[0].tolist():\n",
+        "        for i in (hides | biased | masked).nonzero()[0].tolist():\n",
         LOGITS,
         (
             (
@@ -134,8 +134,8 @@ WORKER_MUTANTS = (
     Mutant(
         "a short request is taken for one whose stop tokens are hidden",
         f"{WORKER}/logits.py",
-        "hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)",
-        "hides = min_end > batch.start + batch.num_new - batch.num_unverified",
+        "(min_end > 0) & (min_end > lowest)",
+        "min_end > lowest",
         ("tests/worker/test_short_requests.py",),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import EagerStep, PaddedStep, capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step_ops import HostStepOps
 from tests.support.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -157,3 +158,19 @@ def test_every_row_special_in_its_own_way_beside_one_that_is_not(settings: dict[
             outputs.add(str(i), [9 + i] * (1 + 2 * i), k=(None, 0, 3)[i % 3], max_tokens=10 + i, **sampling)
         texts.append((outputs.finish(), outputs.reasons))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_step_whose_rows_all_choose_later_chooses_once(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: the target's own tokens and those after penalties take a pass over the vocabulary each."""
+    widths: list[int] = []
+    argmax = HostStepOps.argmax
+    monkeypatch.setattr(HostStepOps, "argmax", lambda ops, logits: (widths.append(len(logits)), argmax(ops, logits))[1])
+    built = engine(max_num_seqs=4, max_model_len=128, kv_cache_gb=0.1)
+    outputs = Outputs(built)
+    for i in range(3):
+        penalty = {} if i < others else {"frequency_penalty": 0.3}
+        outputs.add(str(i), list(range(5 + i, 12 + i)), k=0, max_tokens=8, temperature=0.0, ignore_eos=True, **penalty)
+    outputs.finish()
+    # Of three requests' 8 tokens each: once, and with one that is not penalised the other two's again.
+    assert sum(widths) == (24 if others == 0 else 24 + 16)

@@ -200,6 +200,19 @@ class BlockPool:
             self._next_block[before] = block_id
         return True
 
+    def reset_prefix_cache(self) -> None:
+        """Take every block out of the prefix cache. Those that requests hold stay theirs."""
+        for block_hash, block_id in self._cached.items():
+            self._hashes[block_id] = None
+            if self._ref_counts[block_id] == 0:
+                self._unlink(block_id)
+                self._unused.append(block_id)
+            self._reused[block_id] = 0
+            self.num_evicted += 1
+            if self._events is not None:
+                self._events.removed(block_hash)
+        self._cached.clear()
+
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless counts and lists agree with the block tables of all live requests.
 

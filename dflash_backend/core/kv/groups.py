@@ -83,6 +83,9 @@ class KVGroup:
     def release(self, request: Request) -> None:
         """Give up all that the request holds; what it published can still be found."""
 
+    def reset_prefix_cache(self) -> None:
+        """Let nothing be found any more that was published."""
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless the group and these requests, all that hold blocks, agree. For tests."""
 
@@ -104,6 +107,9 @@ class BlockGroup(KVGroup):
 
     def has_free(self, num_blocks: int) -> bool:
         return num_blocks <= self.pool.num_free
+
+    def reset_prefix_cache(self) -> None:
+        self.pool.reset_prefix_cache()
 
     def _table(self, request: Request) -> list[int]:
         raise NotImplementedError
@@ -302,6 +308,9 @@ class RecurrentStates(KVGroup):
         for _, block_hash in request.pending_snapshots:
             self.snapshots.drop(block_hash)
         request.pending_snapshots.clear()
+
+    def reset_prefix_cache(self) -> None:
+        self.snapshots.clear()
 
     def check(self, requests: Sequence[Request]) -> None:
         self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])

@@ -149,6 +149,12 @@ class KVManager:
         request.num_published_blocks = 0
         request.num_computed = 0
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: of a step whose tokens were taken in, the drafter's KV or the copies of recurrent
+        states were not written. Requests keep their blocks."""
+        for group in self.groups:
+            group.reset_prefix_cache()
+
     def writable_blocks(self, request: Request) -> list[frozenset[int]]:
         """The blocks that a step may write for the request (invariant OWN), for each group that has blocks."""
         return [blocks for group in self.groups if (blocks := group.writable(request)) is not None]

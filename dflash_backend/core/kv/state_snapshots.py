@@ -79,6 +79,13 @@ class StateSnapshots:
         """A pending copy will not be published. The step in flight may still write it, before any other's."""
         self._free.append(self._pending.pop(block_hash))
 
+    def clear(self) -> None:
+        """No copy can be found any more. Pending ones stay."""
+        for copies in (self._unused, self._used):
+            self._free.extend(copies.values())
+            copies.clear()
+        self.version += 1
+
     def check(self, pending: Sequence[bytes]) -> None:
         """Raise AssertionError unless each slot is in one place, and `pending` are those of the requests. For tests."""
         slots = [*self._free, *self._pending.values(), *self._unused.values(), *self._used.values()]
