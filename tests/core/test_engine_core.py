@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
 from dflash_backend.core.engine import EngineCore, RequestError
-from dflash_backend.core.plan import RequestResult, StepResult
+from dflash_backend.core.plan import RequestResult, StepDrafts, StepResult
 from dflash_backend.core.request import derive_seed
 from dflash_backend.messages import ErrorStatus, RequestRejected, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
@@ -367,3 +368,26 @@ def test_the_counts_of_the_engine_are_those_of_its_requests_and_of_the_worker() 
     assert max(seen_usage) > 0.9
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(total.spec_decoding, name) == sum(getattr(one.spec_decoding, name) for one in told) > 0
+
+
+class _RefusingDrafts(ToyWorker):
+    """Says with the drafts of its second step that request "a" cannot go on."""
+
+    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+        drafts = super().collect_drafts(ended)
+        errors: dict[str, tuple[str, ErrorStatus]] = {"a": ("its grammar ends", "INVALID_ARGUMENT")}
+        return replace(drafts, errors=errors if drafts.step_id == 2 else {})
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_request_that_cannot_go_on_after_its_drafts_ends_and_the_others_do_not(ends: bool) -> None:
+    """One that has ended with the step's tokens is whole."""
+    config = make_config()
+    engine = Engine(config, worker=_RefusingDrafts(config))
+    engine.add(make_request("a", PROMPT, max_tokens=2 if ends else 30), make_request("b", [9, *PROMPT], max_tokens=12))
+    while engine.core.has_unfinished():
+        engine.step()
+    refused = [] if ends else [RequestRejected("a", "INVALID_ARGUMENT", "its grammar ends")]
+    assert engine.failed == refused
+    assert engine.outputs["a"].finish_reason == ("length" if ends else None)
+    assert engine.outputs["b"].token_ids == greedy_continuation([9, *PROMPT], 12)

@@ -128,3 +128,13 @@ def test_without_slots_nothing_is_cut_and_nothing_is_hit() -> None:
     engine = Engine(make_config(num_blocks=200, block_size=4, max_num_batched_tokens=100, num_state_snapshots=0))
     prompt = list(range(1, 39))
     assert run(engine, "first", prompt) == run(engine, "again", prompt) == [(0, 38, False)]
+
+
+def test_an_emptied_prefix_cache_has_no_copies_of_states() -> None:
+    engine = Engine(make_config(num_blocks=200, block_size=4, max_num_batched_tokens=100, num_state_snapshots=4))
+    prompt = list(range(1, 39))
+    whole = [(0, 36, True), (36, 2, False)]
+    assert run(engine, "first", prompt) == whole
+    engine.core.scheduler.kv.reset_prefix_cache()
+    assert run(engine, "second", prompt) == whole
+    assert run(engine, "third", prompt) == [(36, 2, False)]

@@ -32,8 +32,35 @@ OVERLAP_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/core/kv/groups.py",
-        ("tests/core/test_failed_steps.py", "tests/core/test_state_snapshots.py"),
+        ("tests/core/test_state_snapshots.py",),
         ("copies of states are found that were never written", "        self.snapshots.clear()\n", "        pass\n"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_runner.py",),
+        (
+            "the phases of a step are those of its last part",
+            "            if sum(seconds) > sum(phases.values()):\n                phases",
+            "            if True:\n                phases",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/core/engine.py",
+        ("tests/core/test_engine_core.py",),
+        (
+            "a request goes on whose drafts say that it cannot",
+            "        for request_id, (reason, status) in drafts.errors.items():",
+            "        for request_id, (reason, status) in ():",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/logits.py",
+        ("tests/worker/test_special_rows.py",),
+        (
+            "rows choose later whose logits nothing changes",
+            "self.replaces_all = self._changes and len(flat)",
+            "self.replaces_all = len(flat)",
+        ),
     ),
     Mutant(
         "tokens that are chosen later are chosen twice",

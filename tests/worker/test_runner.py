@@ -7,6 +7,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, 
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import SpecialRows
-from dflash_backend.worker.runner import ModelRunner, evenly_truncated
+from dflash_backend.worker.runner import ModelRunner, StepInFlight, evenly_truncated
+from dflash_backend.worker.step import PHASES
 from tests.worker.engines import (
     device_runner,
     engine,
@@ -266,3 +268,22 @@ def test_rows_that_are_cut_alike_keep_within_the_budget(num_draft: list[int], bu
     cut = evenly_truncated(rows, DraftBudget(budget, 1.0, [0.0] * K, [0.0] * len(rows)))
     assert [row.num_draft for row in cut] == kept
     assert sum(kept) <= budget
+
+
+def test_the_phases_of_a_step_are_those_of_its_slowest_part(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts run side by side."""
+    seconds = [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0], [2.0, 1.0, 1.0, 1.0]]
+    monkeypatch.setattr(
+        runner.step, "unpacked_drafts", lambda part, num_rows: (seconds[part], np.zeros((0, K))), raising=False
+    )
+    parts: Any = [
+        SimpleNamespace(
+            drafts=SimpleNamespace(wait=lambda number=number: number),
+            step=SimpleNamespace(num_rows=0), rows=[], grammars=None, proposed=None,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    runner._collected = StepInFlight(StepPlan(1, []), parts)
+    assert runner.collect_drafts(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))

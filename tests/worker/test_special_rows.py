@@ -174,3 +174,15 @@ def test_a_step_whose_rows_all_choose_later_chooses_once(others: int, monkeypatc
     outputs.finish()
     # Of three requests' 8 tokens each: once, and with one that is not penalised the other two's again.
     assert sum(widths) == (24 if others == 0 else 24 + 16)
+
+
+def test_rows_that_all_ask_for_log_probabilities_alone_have_the_tokens_of_rows_that_do_not() -> None:
+    texts = []
+    for asked in ({}, {"logprobs": 2}):
+        outputs = Outputs(engine(max_num_seqs=4, max_model_len=128, kv_cache_gb=0.1))
+        for i in range(3):
+            prompt, temperature = list(range(5 + i, 12 + i)), (0.0, 0.9, 0.0)[i]
+            outputs.add(str(i), prompt, max_tokens=8, temperature=temperature, seed=i, ignore_eos=True, **asked)
+        texts.append(outputs.finish())
+    assert texts[0] == texts[1]
+    assert any(token for tokens in texts[0].values() for token in tokens)
