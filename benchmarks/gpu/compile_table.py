@@ -177,7 +177,9 @@ def attention_launch(
         kv_dtype = torch.uint8 if fp8_kv else torch.bfloat16
         cache = torch.zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim, dtype=kv_dtype)
         scales = torch.zeros(cache.shape[:-1]) if fp8_kv else None
-        plan = torch.zeros(schedule_size(launch.num_tiles), dtype=torch.int32) if launch.num_workers else None
+        plan = None
+        if launch.num_workers:
+            plan = torch.zeros(schedule_size(launch.num_tiles, launch.num_workers), dtype=torch.int32)
         prepared = paged_attention.PreparedLaunch(launch, None, plan)
         paged_attention.paged_attention(query, cache, rows, [prepared], True, None, scales=scales)
     finally:

@@ -15,12 +15,8 @@ from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch
 from dflash_kernels.triton_import import tl, triton
 
-# Pieces and lines that a program takes at a time: few tiles have many pieces each, many tiles have few. Eight rows of
-# 2,048 positions would take 37 us in place of 45 as many tiles do, but one of 32,768 among them has nearly all pieces,
-# and a whole cycle then takes 8 % longer (H200).
-FEW_TILES, MANY_TILES = (16, 1), (2, 8)
-# Programs at most where tiles are many: of those that a captured step with prompts might have, most are not there.
-MAX_PROGRAMS = 8192
+# Pieces and lines that a program takes at a time: a warp has one line, of whose pieces nothing leaves its registers.
+BLOCK_P, BLOCK_L = 8, 8
 LOG2_E = 1.4426950408889634
 
 
@@ -73,59 +69,57 @@ def store_piece(
 
 @cached_launches
 @triton.jit(
-    do_not_specialize=["num_tiles", "lines_per_tile"],
+    do_not_specialize=["num_tiles", "num_workers", "lines_per_tile"],
     do_not_specialize_on_alignment=["start_ptr", "query_lens_ptr"],
 )
 def _merge_kernel(
     start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, num_tiles,
-    lines_per_tile,
+    num_workers, lines_per_tile,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some lines of a tile that workers share: their partial results, weighted by their shares of the softmax's
-    denominator."""
+    """Some lines of the tile that a worker shares with those after it: their partial results, weighted by their shares
+    of the softmax's denominator."""
     after_kernel_before(PDL)
-    tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    share = tl.load(schedule_ptr)
-    begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
-    end = tl.load(schedule_ptr + 1 + tile)
-    first_worker, last_worker = begin // share, (end - 1) // share
-    if (end <= begin) | (first_worker == last_worker):
-        return  # without queries, or written by its only worker
+    first_worker, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    shared_ptr = schedule_ptr + 1 + 4 * num_tiles + first_worker
+    tile = tl.load(shared_ptr)
+    last_worker = tl.load(shared_ptr + num_workers)
+    if tile < 0:
+        return
     row = tl.load(schedule_ptr + 1 + num_tiles + tile)
     first = tl.load(schedule_ptr + 1 + 2 * num_tiles + tile)
     last = tl.load(schedule_ptr + 1 + 3 * num_tiles + tile)
-    num_blocks = tl.cdiv(lines_per_tile // GROUP * GROUP, BLOCK_L)
-    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
-        m = block * BLOCK_L + tl.arange(0, BLOCK_L)
-        query = first + m // GROUP
-        # What lies behind the row's own queries belongs to the next one.
-        is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))
-        d = tl.arange(0, BLOCK_D)
-        top = tl.full([BLOCK_L], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_L], tl.float32)
-        acc = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
-        for base in range(first_worker, last_worker + 1, BLOCK_P):
-            worker = base + tl.arange(0, BLOCK_P)
-            there = (worker <= last_worker)[:, None] & is_query[None, :]
-            slot = 2 * worker + (worker == first_worker).to(tl.int32)
-            line = ((slot * KV_HEADS + kv_head) * lines_per_tile)[:, None].to(tl.int64) + m[None, :]
-            lse = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
-            mask = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
-            partial = tl.load(partial_ptr + (line * HEAD_DIM)[:, :, None] + d[None, None, :], mask=mask, other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(lse - finite_top[None, :])
-            shrink = tl.exp2(top - finite_top)
-            total = total * shrink + tl.sum(weights, 0)
-            acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], 0)
-            top = new_top
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        head = kv_head * GROUP + m % GROUP
-        acc = with_sink(acc, top, total, sinks_ptr, head)
-        token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
+    m = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    in_tile = m < lines_per_tile
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_L], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_L], tl.float32)
+    acc = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+    for base in range(first_worker, last_worker + 1, BLOCK_P):
+        worker = base + tl.arange(0, BLOCK_P)
+        there = (worker <= last_worker)[:, None] & in_tile[None, :]
+        slot = 2 * worker + (worker == first_worker).to(tl.int32)
+        line = ((slot * KV_HEADS + kv_head) * lines_per_tile)[:, None].to(tl.int64) + m[None, :]
+        lse = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
+        mask = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        partial = tl.load(partial_ptr + (line * HEAD_DIM)[:, :, None] + d[None, None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - finite_top[None, :])
+        shrink = tl.exp2(top - finite_top)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], 0)
+        top = new_top
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    query = first + m // GROUP
+    # What lies behind the row's own queries belongs to the next one, and no worker left results of it.
+    is_query = in_tile & (query < tl.minimum(last, tl.load(query_lens_ptr + row)))
+    head = kv_head * GROUP + m % GROUP
+    acc = with_sink(acc, top, total, sinks_ptr, head)
+    token = (tl.load(start_ptr + row) + query).to(tl.int64)
+    store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+    store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
 
 
 def merge(
@@ -143,9 +137,9 @@ def merge(
     line of results for each of two pieces of a worker, KV head, and line of a tile. heads: constants of kernels.
     sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
     block_m, group = launch.tiling.block_m, heads["GROUP"]
-    pieces, lines = MANY_TILES if launch.num_tiles * MANY_TILES[0] > launch.num_workers else FEW_TILES
-    num_tiles, num_blocks = launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines)
-    _merge_kernel[(num_tiles, max(1, min(num_blocks, MAX_PROGRAMS // num_tiles)))](
-        rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles, block_m,
-        **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4, **dependent_launch(),
+    grid = launch.num_workers * heads["KV_HEADS"], triton.cdiv(block_m // group * group, BLOCK_L)
+    _merge_kernel[grid](
+        rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles,
+        launch.num_workers, block_m, **heads, BLOCK_P=BLOCK_P, BLOCK_L=BLOCK_L, num_warps=BLOCK_L,
+        **dependent_launch(),
     )  # fmt: skip

@@ -50,10 +50,11 @@ def share_reference(units: np.ndarray, num_workers: int, min_units: int) -> int:
     return whole if (whole - share) * WHOLE_TILES_COST <= share else share
 
 
-def schedule_size(num_tiles: int) -> int:
+def schedule_size(num_tiles: int, num_workers: int) -> int:
     """Numbers in a schedule: the units of a worker; then of each tile that has queries the units of it and all before
-    it, its row, its first query and one past its last; behind the last one all units."""
-    return 1 + 4 * num_tiles
+    it, its row, its first query and one past its last; behind the last one all units. Then of each worker the tile that
+    it shares with the workers after it, and the last of these: -1 where there is none."""
+    return 1 + 4 * num_tiles + 2 * num_workers
 
 
 @triton.jit
@@ -125,6 +126,22 @@ def _schedule_kernel(
     whole = tl.cdiv(share, longest) * longest
     share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)
     tl.store(schedule_ptr, share)
+    shared_ptr = schedule_ptr + 1 + 4 * num_tiles
+    for base in range(0, 2 * num_workers, BLOCK):
+        number = base + tl.arange(0, BLOCK)
+        tl.store(shared_ptr + number, -1 + tl.zeros_like(number), mask=number < 2 * num_workers)
+    # Other threads read what one has written.
+    tl.debug_barrier()
+    for base in range(0, listed, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        inside = tile < listed
+        begin = tl.load(schedule_ptr + tile, mask=inside & (tile > 0), other=0)
+        end = tl.load(schedule_ptr + 1 + tile, mask=inside, other=1)
+        worker, last_worker = begin // share, (end - 1) // share
+        # A worker is the first of one such tile at most: it has the end of its share.
+        is_shared = inside & (worker < last_worker)
+        tl.store(shared_ptr + worker, tile, mask=is_shared)
+        tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)
 
 
 def schedule(
@@ -136,9 +153,10 @@ def schedule(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """The schedule of a launch with workers: int32 `[schedule_size(num_tiles)]`. tiles: those of the launch, on the
-    device. group: query heads that share a KV head."""
-    out = torch.empty(schedule_size(launch.num_tiles), dtype=torch.int32, device=rows.seq_lens.device)
+    """The schedule of a launch with workers: int32 `[schedule_size(num_tiles, num_workers)]`. tiles: those of the
+    launch, on the device. group: query heads that share a KV head."""
+    size = schedule_size(launch.num_tiles, launch.num_workers)
+    out = torch.empty(size, dtype=torch.int32, device=rows.seq_lens.device)
     tiling = launch.tiling
     _schedule_kernel[(1,)](
         rows.query_lens, rows.seq_lens, tiles, out, launch.num_tiles, launch.num_workers, launch.query_len,

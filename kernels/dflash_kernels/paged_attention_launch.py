@@ -225,11 +225,10 @@ def launch_variants(query_lens: np.ndarray, shape: HeadShape, gpu: Gpu = HOPPER)
     tile = np.array([[0], [0], [1]], dtype=np.int32)
     tallest = max_block_m(shape) // shape.group
     kinds = dict.fromkeys((tiling_of(shape, length, gpu), length <= tallest) for length in lengths)
-    # Merged as many tiles are, and as few.
-    counts = dict.fromkeys((tiling, num_workers) for tiling, _ in kinds for num_workers in (1, 2))
+    with_workers = dict.fromkeys((tiling, 1) for tiling, _ in kinds)
     return [
         Launch(tiling, num_tiles=1, num_workers=num_workers, query_len=1, tiles=tiles)
-        for tiling, num_workers in [*counts, *((tiling, 0) for tiling, is_short in kinds if not is_short)]
+        for tiling, num_workers in [*with_workers, *((tiling, 0) for tiling, is_short in kinds if not is_short)]
         for tiles in ([None] if is_uniform else [None, tile])
     ]
 

@@ -37,7 +37,19 @@ def scheduled(
     rows = PagedBatch(*lens, torch.zeros(len(seq_lens), MAX_LEN // BLOCK_SIZE, dtype=torch.int32, device=DEVICE))
     numbers = schedule(rows, launch, on_device(launch), QWEN3_8B.group, BLOCK_SIZE, causal, window).cpu().numpy()
     ends = numbers[1 : 1 + launch.num_tiles]
-    return int(numbers[0]), np.diff(ends, prepend=0), numbers[1 + launch.num_tiles :].reshape(3, -1)
+    tiles, shared = np.split(numbers[1 + launch.num_tiles :], [3 * launch.num_tiles])
+    share, units = int(numbers[0]), np.diff(ends, prepend=0)
+    assert shared.reshape(2, -1).T.tolist() == shared_tiles(share, units, launch.num_workers)
+    return share, units, tiles.reshape(3, -1)
+
+
+def shared_tiles(share: int, units: np.ndarray, num_workers: int) -> list[list[int]]:
+    """Of each worker the tile that it shares with those after it and the last of these, found unit by unit."""
+    owners: dict[int, set[int]] = {}
+    for unit, tile in enumerate(np.repeat(np.arange(len(units)), units).tolist()):
+        owners.setdefault(tile, set()).add(unit // share)
+    found = {min(workers): [tile, max(workers)] for tile, workers in owners.items() if len(workers) > 1}
+    return [found.get(worker, [-1, -1]) for worker in range(num_workers)]
 
 
 def loads(share: int, units: np.ndarray, num_workers: int) -> np.ndarray:

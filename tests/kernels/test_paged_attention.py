@@ -14,7 +14,7 @@ from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
-from tests.support.scale import SCALE, by_night, one_in
+from tests.support.scale import SCALE, one_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -196,10 +196,7 @@ def test_queries_that_see_nothing_of_a_piece_that_others_see(causal: bool, windo
     Case([34], [38], heads=(1, 1), dtype=torch.float16).check(causal, window, splits)
 
 
-@pytest.mark.parametrize("most", [by_night(1), 6, by_night(20)])
-def test_tiles_that_are_merged_by_few_programs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Programs take several parts of a tile each where tiles are many, most of them without queries."""
-    monkeypatch.setattr("dflash_kernels.attention_merge.MAX_PROGRAMS", most)
+def test_tiles_that_are_merged_among_many_without_queries() -> None:
     Case([3, 1, 0, 30], [61, 40, 0, 50], query_bounds=[30] * 4, packed=True, heads=(4, 2)).check(True, None, 3)
     Case([20, 5], [45, 37], heads=(16, 1)).check(True, 30, 3)
 

@@ -40,7 +40,7 @@ GPT_OSS_MUTANTS = (
     Mutant(
         "a context that workers share has no sink",
         MERGE,
-        "        acc = with_sink(acc, top, total, sinks_ptr, head)\n",
+        "    acc = with_sink(acc, top, total, sinks_ptr, head)\n",
         "",
         OF_SINKS,
     ),

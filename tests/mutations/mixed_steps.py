@@ -44,17 +44,13 @@ MIXED_STEP_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "kernels/dflash_kernels/attention_merge.py",
-        ("tests/kernels/test_paged_attention.py::test_tiles_that_are_merged_by_few_programs",),
-        (
-            "few programs merge the first parts of tiles alone",
-            "range(tl.program_id(1), num_blocks, tl.num_programs(1))",
-            "range(tl.program_id(1), tl.program_id(1) + 1)",
-        ),
-    ),
-    *mutants_of(
         "kernels/dflash_kernels/attention_schedule.py",
         ("tests/kernels/test_attention_schedule.py::test_the_device_schedules_what_the_reference_does",),
+        (
+            "tiles that are cut are not merged at their last worker",
+            "tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)",
+            "tl.store(shared_ptr + num_workers + worker, worker, mask=is_shared)",
+        ),
         (
             "workers go through tiles without queries",
             "place = listed + tl.cumsum(there.to(tl.int32), 0)",

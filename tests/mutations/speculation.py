@@ -211,13 +211,13 @@ SPECULATION_MUTANTS = (
         SHARED_ATTENTION,
         (
             "a row that is cut writes where the next one's tokens lie",
-            "is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))",
-            "is_query = query < last",
+            "is_query = in_tile & (query < tl.minimum(last, tl.load(query_lens_ptr + row)))",
+            "is_query = in_tile & (query < last)",
         ),
         (
             "a worker that has no part in a tile is merged",
-            "there = (worker <= last_worker)[:, None] & is_query[None, :]",
-            "there = is_query[None, :] & (worker >= 0)[:, None]",
+            "there = (worker <= last_worker)[:, None] & in_tile[None, :]",
+            "there = in_tile[None, :] & (worker >= 0)[:, None]",
         ),
     ),
     *mutants_of(
