@@ -288,6 +288,11 @@ class EngineConfig:
         "on a GPU from Hopper on with the attention backend triton, let kernels begin while the one before ends "
         "(programmatic dependent launch), where the driver has CUDA 12.3 or later; off until it has run on one",
     )
+    enable_measured_products: bool = setting(
+        False,
+        "on a GPU with CUDA graphs and one rank, time the ways that cuBLASLt has for each product of a captured step, "
+        "for 5 s of the start at most, and take the fastest; off until it has run on one",
+    )
     enable_overlap: bool = setting(True, "plan the next step while the device runs this one; takes effect on a GPU")
     seed: int = setting(0, "seeds the requests that bring no seed of their own", low=0, high=2**63 - 1)
     trace_dir: str = setting(

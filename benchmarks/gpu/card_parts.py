@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import attention, card_texts, part, quantised_products, traffic
+from benchmarks.gpu import attention, card_texts, cublas_choices, few_rows, part, quantised_products, traffic
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.build import EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import GREEDY, Cell, decoding, run_cell, worker_of
@@ -32,7 +32,7 @@ from benchmarks.gpu.floor import Ceilings, Work, matrix
 from benchmarks.gpu.part import Context
 from benchmarks.gpu.profile import step_profile
 from benchmarks.gpu.results import FP8_BOTH, Fact, KernelRun, StartRun
-from benchmarks.gpu.timing import num_copies, scale, seconds_each, synchronize
+from benchmarks.gpu.timing import measure_ceilings, num_copies, scale, seconds_each, synchronize
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.runner import ModelRunner
@@ -204,6 +204,42 @@ def _layer_products(context: Context) -> list[tuple[str, int, int]]:
     ]
 
 
+def run_products(context: Context) -> None:
+    """cuBLASLt's proposals for a layer's products, at many numbers of rows."""
+    lt = cublas_choices.library()
+    if isinstance(lt, str):
+        context.skip("proposals of cuBLASLt", lt)
+    known = None if isinstance(lt, str) else lt
+    products, device, dtype = _layer_products(context), context.device, context.dtype
+    _write(context, cublas_choices.measure(products, device, dtype, _some_ceilings(context), known))
+
+
+def run_few_rows(context: Context) -> None:
+    """Products of few rows by our kernel, beside torch's."""
+    if not use_triton(context.device):
+        context.skip("products of few rows", "there are no kernels here")
+        return
+    products, ceilings = _layer_products(context)[:-1], _some_ceilings(context)
+    _write(context, few_rows.measure(products, context.device, context.dtype, ceilings, context.skip))
+
+
+def _some_ceilings(context: Context) -> Ceilings:
+    """Those that were measured, else those of now: such a part is run alone."""
+    found = part.known_ceilings(context)
+    if found is None:
+        found = measure_ceilings(context.device, context.dtype)
+        context.recorder.write(found)
+    return found
+
+
+def _write(context: Context, runs: Iterator[KernelRun]) -> None:
+    for run in runs:
+        context.recorder.write(run)
+        if context.out_of_time():
+            context.skip(f"what comes after {run.name}", "no time was left")
+            return
+
+
 def between_products(context: Context, ceilings: Ceilings) -> Iterator[KernelRun]:
     """Norms, the gate, the rotation that writes KV, and argmax, beside torch's where torch has one."""
     if not use_triton(context.device):
@@ -366,6 +402,8 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     "environment": run_environment,
     **{f"texts {group}": partial(run_texts, group=group) for group in card_texts.GROUPS},
     "kernels": run_kernels,
+    "products": run_products,
+    "few rows": run_few_rows,
     "quantised": run_quantised,
     "quantised cycles": run_quantised_cycles,
     "profile": run_profile,

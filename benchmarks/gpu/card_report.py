@@ -57,11 +57,12 @@ REHEARSAL_TIMES = 5.0
 @dataclass(frozen=True)
 class Part:
     """One process: its name, and its share in seconds. beside: it runs at the same time as its neighbours of which that
-    is said too."""
+    is said too. on_request: it runs only where `--only` names it."""
 
     name: str
     seconds: float
     beside: bool = False
+    on_request: bool = False
 
 
 PARTS = (
@@ -77,6 +78,8 @@ PARTS = (
     Part("quantised", 40.0),
     Part("start", 60.0),
     Part("second start", 60.0),
+    Part("products", 60.0, on_request=True),
+    Part("few rows", 40.0, on_request=True),
 )
 
 
@@ -271,11 +274,12 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def chosen(only: Sequence[str] | None) -> list[Part]:
-    """The parts whose names begin with one of these, all by default. Raises ValueError for a name that is no part's."""
+    """The parts whose names begin with one of these; by default all but those that run on request. Raises ValueError
+    for a name that is no part's."""
     for name in only or ():
         if not any(part.name.startswith(name) for part in PARTS):
             raise ValueError(f"there is no part '{name}'; parts are {', '.join(part.name for part in PARTS)}")
-    return [part for part in PARTS if not only or part.name.startswith(tuple(only))]
+    return [part for part in PARTS if (part.name.startswith(tuple(only)) if only else not part.on_request)]
 
 
 def main(argv: list[str] | None = None) -> int:

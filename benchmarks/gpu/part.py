@@ -216,10 +216,16 @@ def fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell]
 
 def ceilings_of(context: Context) -> Ceilings:
     """Those that the first part measured. Raises RuntimeError when it did not."""
+    ceilings = known_ceilings(context)
+    if ceilings is None:
+        raise RuntimeError("the ceilings were not measured, so there is no floor to compare with")
+    return ceilings
+
+
+def known_ceilings(context: Context) -> Ceilings | None:
+    """Those that a part has measured."""
     results = Results({})
     results.take(context.records.read_text(encoding="utf-8"))
-    if results.ceilings is None:
-        raise RuntimeError("the ceilings were not measured, so there is no floor to compare with")
     return results.ceilings
 
 

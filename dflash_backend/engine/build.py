@@ -57,7 +57,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.heap import keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
-from dflash_backend.models.ops import select_ops, use_dependent_launch
+from dflash_backend.models.ops import select_ops, use_dependent_launch, use_measured_products
 from dflash_backend.parallel.group import (
     RankGroup,
     check_tensor_parallel,
@@ -134,6 +134,8 @@ def build_engine(
     share_cores(config, device)
     keep_step_buffers()
     use_dependent_launch(config.enable_dependent_launch)
+    # Ranks that chose by their own clocks would not have the same bits.
+    use_measured_products(config.enable_measured_products and config.tensor_parallel_size == 1)
     check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)

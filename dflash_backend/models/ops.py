@@ -24,6 +24,7 @@ from dflash_kernels import (
     grouped_conv,
     invariant_linear,
     markov_step,
+    measured_linear,
     moe,
     moe_routing,
     prompt_lookup,
@@ -36,6 +37,7 @@ from dflash_kernels import (
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dependent_launch import use_dependent_launch as use_dependent_launch
 from dflash_kernels.dispatch import use_triton
+from dflash_kernels.measured_linear import use_measured_products as use_measured_products
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 
 
@@ -154,7 +156,9 @@ class TritonLayerOps(LayerOps):
     delta_chunked = staticmethod(delta_chunks.chunked)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
-        return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear
+        if isinstance(weight, torch.Tensor):
+            return measured_linear.product_of(weight)
+        return quantised_linear.quantised_linear
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:

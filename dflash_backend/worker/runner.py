@@ -54,6 +54,7 @@ from dflash_backend.worker.step_ops import HostStepOps
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
+from dflash_kernels.measured_linear import measuring
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class ModelRunner:
             # Without graphs a step with prompts gains nothing by padding.
             make, progress, mixed = partial(EagerStep, self.step), lambda message, done: None, mixed or ()
         try:
-            with no_collection() if captures else nullcontext():
+            with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
                 self.graphs.make(make, sizes, serves, progress, shapes, finest)
                 self.graphs.make_mixed(make, mixed, serves, progress)
         except CaptureError as error:

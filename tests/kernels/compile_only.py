@@ -71,6 +71,8 @@ def compiled_for(arch: int, kernel: Any, *args: Any, **kwargs: Any) -> Any:
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):  # a descriptor of a tensor
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         else:
             signature[param.name] = "i1" if isinstance(value, bool) else "fp32"
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)

@@ -19,6 +19,7 @@ FILES = {
         "context_write",
         "conv_heads",
         "delta_chunks",
+        "few_row_linear",
         "grouped_conv",
         "invariant_attention",
         "invariant_linear",

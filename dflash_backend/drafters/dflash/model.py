@@ -60,7 +60,8 @@ class DFlashModel(DraftModel):
 
     def _layer(self, weights: DFlashWeights, index: int, pattern: AttentionPattern) -> DecoderLayer:
         """Layer `index` of the stack."""
-        return DecoderLayer(self.spec.decoder, weights.layers[index], pattern, self.ops)
+        layer = weights.layers[index].with_product(self.ops.product_of)
+        return DecoderLayer(self.spec.decoder, layer, pattern, self.ops)
 
     def inject(
         self,

@@ -1,0 +1,240 @@
+"""Products by cuBLASLt's ways: what the library is told, which way is taken, and what leads back to torch's product.
+
+The library is a stand-in that multiplies what lies at the addresses it is given, by the layouts it is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dflash_kernels import cublas_lt, measured_linear
+from dflash_kernels.cublas_lt import CublasLt, CublasLtError
+from dflash_kernels.measured_linear import BUDGET_S, MAX_ROWS, MeasuredProducts, Work, measuring, use_measured_products
+from tests.kernels.fake_cublas_lt import FakeCublasLt
+
+OUT, INNER = 24, 40
+# Of torch's product and of the ways in their order: the third is the fastest.
+TIMES = (10e-6, 9.9e-6, 9e-6, 5e-6)
+
+
+class Timer:
+    """Runs every piece of every work once, as the GPU's does, and says these times."""
+
+    def __init__(self, times: Sequence[float] = TIMES) -> None:
+        self.times, self.pieces = times, [0]
+
+    def __call__(self, works: Sequence[Sequence[Work]], repeats: int) -> list[float]:
+        for pieces in works:
+            for piece in pieces:
+                piece()
+        self.pieces.append(len(works[0]))
+        return list(self.times[: len(works)])
+
+
+@pytest.fixture(autouse=True)
+def wanted() -> Iterator[None]:
+    use_measured_products(True)
+    yield
+    use_measured_products(False)
+
+
+def numbers(*size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def measured(
+    library: FakeCublasLt, weight: torch.Tensor, rows: int = 3, times: Sequence[float] = TIMES
+) -> MeasuredProducts:
+    """Products of which that of so many rows was measured."""
+    products = MeasuredProducts(CublasLt(library), Timer(times))
+    with measuring():
+        products(numbers(rows, weight.shape[1], dtype=weight.dtype), weight)
+    library.multiplied.clear()
+    return products
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_the_library_is_told_where_rows_and_columns_lie(rows: int, dtype: torch.dtype) -> None:
+    library, weight = FakeCublasLt(), numbers(OUT, INNER, dtype=dtype)
+    products = measured(library, weight, rows)
+    x = numbers(rows, INNER, dtype=dtype, seed=1)
+    found = products(x, weight)
+    assert library.multiplied == [(2, 1, rows)]
+    torch.testing.assert_close(found, F.linear(x, weight), rtol=1e-2, atol=1e-2)
+    assert found.dtype == dtype
+    assert products(x[None], weight).shape == (1, rows, OUT)
+    # Workspace of 32 MiB; sums in float32 alone, tensors that begin at a multiple of 16 bytes.
+    assert library.asked == [{1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}]
+
+
+def test_the_structs_have_the_sizes_of_the_librarys_header() -> None:
+    assert ctypes.sizeof(cublas_lt.Algo) == 64
+    assert ctypes.sizeof(cublas_lt.HeuristicResult) == 96
+    assert cublas_lt.HeuristicResult.workspace_size.offset == 64
+    assert cublas_lt.HeuristicResult.state.offset == 72
+
+
+def test_the_fastest_of_the_ways_is_taken_where_it_is_worth_it() -> None:
+    weight = numbers(OUT, INNER)
+    for times, expected in (
+        ((10e-6, 9e-6, 12e-6, 11e-6), [(3, 1, 3)]),
+        ((10e-6, 10e-6, 9.75e-6, 9.9e-6), []),
+        ((10e-6, 10e-6, 9.65e-6, 9.9e-6), [(1, 1, 3)]),
+    ):
+        library = FakeCublasLt()
+        measured(library, weight, times=times)(numbers(3, INNER), weight)
+        assert library.multiplied == expected, times
+
+
+def test_each_number_of_rows_is_measured_once_and_only_where_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    library, weight, timer = FakeCublasLt(), numbers(OUT, INNER), Timer()
+    products = MeasuredProducts(CublasLt(library), timer)
+    products(numbers(3, INNER), weight)
+    assert (timer.pieces, library.multiplied) == ([0], [])
+    with measuring():
+        for rows in (3, 5, 3):
+            products(numbers(rows, INNER), weight)
+    assert len(timer.pieces) == 3
+    measured_linear._State.products = products
+    with caplog.at_level(logging.INFO), measuring():
+        pass
+    assert "of 2 products by shape and rows 2 take another way" in caplog.text
+    use_measured_products(False)
+    with measuring():
+        products(numbers(7, INNER), weight)
+    assert len(timer.pieces) == 3
+
+
+def test_a_way_is_measured_over_other_weights_of_its_shape_that_are_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured_linear, "COLD_BYTES", 3 * OUT * INNER * 2)
+    weights, timer = [numbers(OUT, INNER, seed=seed) for seed in range(5)], Timer()
+    products = MeasuredProducts(CublasLt(FakeCublasLt()), timer)
+    for weight in weights:
+        products.add(weight)
+    products.add(numbers(OUT + 8, INNER))
+    with measuring():
+        products(numbers(2, INNER), weights[3])
+        del weight, weights[0], weights[0], weights[1], weights[1:]
+        gc.collect()
+        products(numbers(1, INNER), weights[0])
+    assert timer.pieces == [0, 3, 1]
+
+
+def test_what_the_library_is_not_given_is_torchs() -> None:
+    library, weight = FakeCublasLt(), numbers(OUT, INNER)
+    products = measured(library, weight)
+    memory = numbers(4 * INNER)
+    bias, odd, apart = numbers(OUT), memory[1 : 1 + 3 * INNER].view(3, INNER), numbers(3, 2 * INNER)[:, :INNER]
+    many = numbers(MAX_ROWS + 1, INNER)
+    with measuring():
+        for x, offset in ((numbers(3, INNER), bias), (odd, None), (apart, None), (many, None), (many[:0], None)):
+            torch.testing.assert_close(products(x, weight, offset), F.linear(x, weight, offset), rtol=0, atol=0)
+    assert library.multiplied == []
+
+
+def test_wrong_and_failing_ways_are_left_out() -> None:
+    library, weight = FakeCublasLt(), numbers(OUT, INNER)
+    library.off, library.fails = {2: 5.0}, {1}
+    # One way is left, the first: its time is the second of the times.
+    products = measured(library, weight, times=(10e-6, 8e-6))
+    products(numbers(3, INNER), weight)
+    assert library.multiplied == [(3, 1, 3)]
+    library.off = {3: float("nan"), 2: 5.0}
+    products = measured(library, weight, times=(10e-6, 8e-6))
+    products(numbers(3, INNER), weight)
+    assert library.multiplied == []
+
+
+def test_a_way_that_fails_later_gives_way_to_torchs_product(caplog: pytest.LogCaptureFixture) -> None:
+    library, weight, x = FakeCublasLt(), numbers(OUT, INNER), numbers(3, INNER)
+    products = measured(library, weight)
+    library.fails = {2}
+    assert torch.equal(products(x, weight), F.linear(x, weight))
+    assert "Products of 3 rows by [24, 40] are torch's from here on: cublasLtMatmul gave status 15" in caplog.text
+    library.fails = set()
+    assert torch.equal(products(x, weight), F.linear(x, weight))
+    assert library.multiplied == []
+
+
+def test_what_measuring_raises_leads_to_torchs_product(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(works: Sequence[Sequence[Work]], repeats: int) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    weight, x = numbers(OUT, INNER), numbers(3, INNER)
+    products = MeasuredProducts(CublasLt(FakeCublasLt()), fails)
+    with measuring():
+        assert torch.equal(products(x, weight), F.linear(x, weight))
+    assert "are torch's: CUDA out of memory" in caplog.text
+
+
+def test_measuring_ends_where_its_time_is_up() -> None:
+    library, weight, timer, now = FakeCublasLt(), numbers(OUT, INNER), Timer(), iter(range(0, 99, 3))
+    products = MeasuredProducts(CublasLt(library), timer, lambda: float(next(now)))
+    with measuring():
+        for rows in (1, 2, 3, 4):
+            products(numbers(rows, INNER), weight)
+    # Each takes 3 s of 5.
+    assert BUDGET_S == 5.0
+    assert len(timer.pieces) == 1 + 2
+    library.multiplied.clear()
+    for rows in (2, 3):
+        products(numbers(rows, INNER), weight)
+    assert library.multiplied == [(2, 1, 2)]
+
+
+def test_a_library_of_another_version_and_none_at_all_are_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CublasLtError, match="it is cuBLASLt 120803, and this was written for version 13"):
+        CublasLt(FakeCublasLt(version=120803))
+    weight = torch.empty(OUT, INNER, dtype=torch.bfloat16)
+    assert measured_linear.product_of(weight) is F.linear  # a CPU's
+
+    class OfGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    def missing() -> object:
+        raise CublasLtError("this process has not loaded libcublasLt")
+
+    monkeypatch.setattr(measured_linear, "loaded_library", missing)
+    on_gpu = weight.as_subclass(OfGpu)
+    assert measured_linear.product_of(on_gpu) is F.linear
+    assert "Products are torch's, their ways are not measured: this process has not loaded" in caplog.text
+    use_measured_products(True)
+    monkeypatch.setattr(measured_linear, "loaded_library", FakeCublasLt)
+    first = measured_linear.product_of(on_gpu)
+    assert isinstance(first, MeasuredProducts)
+    assert measured_linear.product_of(on_gpu) is first
+    assert measured_linear.product_of(on_gpu.float()) is F.linear
+
+
+def test_sums_are_split_as_far_as_the_library_can() -> None:
+    library = FakeCublasLt()
+    problem = CublasLt(library).problem(OUT, INNER, 1, torch.bfloat16)
+    (first, *_) = problem.candidates(1)
+    assert (first.config["algo"], first.config["split"], first.describe()) == (3, 1, "algo 3, split 1")
+    found = [
+        (each.config["split"], each.config["reduction"], each.workspace) for each in problem.splits(first, (1, 2, 4, 8))
+    ]
+    assert found == [(2, 2, 1 << 20), (4, 2, 3 << 20)]
+    assert first.config["split"] == 1
+
+
+def test_descriptors_are_destroyed_with_their_problem() -> None:
+    library = FakeCublasLt()
+    problem = CublasLt(library).problem(OUT, INNER, 1, torch.bfloat16)
+    problem.candidates(2)
+    del problem
+    gc.collect()
+    # Of the product, its three matrices and the preference. The handle stays.
+    assert (library.destroyed, len(library.made)) == (5, 1)
