@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import metadata, util
 from itertools import count
@@ -24,14 +25,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import attention, card_texts, cublas_choices, few_rows, part, quantised_products, traffic
+from benchmarks.gpu import attention, card_texts, cublas_choices, few_rows, part, quantised_products, reference, traffic
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.build import EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import GREEDY, Cell, decoding, run_cell, worker_of
 from benchmarks.gpu.floor import Ceilings, Work, matrix
 from benchmarks.gpu.part import Context
 from benchmarks.gpu.profile import step_profile
-from benchmarks.gpu.results import FP8_BOTH, Fact, KernelRun, StartRun
+from benchmarks.gpu.results import DFLASH, FP8_BOTH, MEASURED, SERVING, Fact, KernelRun, StartRun
 from benchmarks.gpu.timing import measure_ceilings, num_copies, scale, seconds_each, synchronize
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.worker.graphs import capture_shapes
@@ -40,6 +41,7 @@ from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_kernels.dispatch import use_triton
+from dflash_kernels.measured_linear import describe_measured, use_measured_products
 from dflash_kernels.quantised_weight import FP8
 
 # Distributions, each with its module.
@@ -59,6 +61,8 @@ DECODE = {
 }
 CYCLE_CELLS = {"cuda": (Cell(1, 1024), Cell(8, 1024), Cell(32, 1024)), "cpu": (Cell(1, 24), Cell(2, 24))}
 PROFILED_STEPS = {"cuda": 20, "cpu": 2}
+# Tokens of prompts beside decode rows.
+MIXED_PROMPTS = {"cuda": (128, 256), "cpu": (16,)}
 # Rows and positions of a server's start, and tokens of a step.
 START = {"cuda": (64, 4096, 8192), "cpu": (4, 500, 64)}
 POSITIONS = 4096
@@ -310,6 +314,35 @@ def run_quantised_cycles(context: Context) -> None:
         context.recorder.write(run_cell(core, shape, cell, k, cycles, context.dtype, ceilings, FP8_BOTH))
 
 
+def run_measured_cycles(context: Context) -> None:
+    """Decode cycles and mixed steps with torch's products, then with those that are measured at the start."""
+    ceilings, shape, device = _some_ceilings(context), context.shape, context.device
+    sizes, k, tiny = traffic.SIZES[scale(device)], shape.num_speculative_tokens, scale(device)
+    cells = [*CYCLE_CELLS[tiny], *(each.cell for each in sizes.cells if each.system == SERVING)]
+    steps, (batch, positions, _) = traffic.NUM_MIXED[tiny], sizes.mixed
+    for system, wanted in ((DFLASH, False), (MEASURED, True)):
+        if context.out_of_time():
+            context.skip(system, "no time was left")
+            return
+        use_measured_products(wanted)
+        _, fitting = part.fitting(context, [*cells, Cell(batch + 1, positions)], part.NUM_CYCLES[tiny])
+        engine = RandomEngine(shape, replace(fitting, batches=sizes.row_sizes), device, context.dtype)
+        core, started = traffic.start(engine, context.acceptance, sizes.chunk)
+        context.recorder.write(started)
+        for cell in cells:
+            context.recorder.write(
+                run_cell(core, shape, cell, k, part.NUM_CYCLES[tiny], context.dtype, ceilings, system)
+            )
+        for tokens in MIXED_PROMPTS[tiny]:
+            mixed = batch, positions, tokens
+            run = traffic.mixed_step(core, shape, mixed, k, steps, context.dtype, ceilings)
+            context.recorder.write(replace(run, name=f"mixed, {system}"))
+        del engine, core
+        reference.release(device)
+    context.recorder.write(Fact("measured products", describe_measured()))
+    use_measured_products(False)
+
+
 def run_profile(context: Context) -> None:
     """Kernels and gaps of a step: of 1, 8 and 32 greedy rows, of sampled ones, and with a prompt beside them."""
     shape, device = context.shape, context.device
@@ -406,6 +439,7 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     "few rows": run_few_rows,
     "quantised": run_quantised,
     "quantised cycles": run_quantised_cycles,
+    "measured cycles": run_measured_cycles,
     "profile": run_profile,
     "start": run_start,
     "second start": run_start,

@@ -80,6 +80,7 @@ PARTS = (
     Part("second start", 60.0),
     Part("products", 60.0, on_request=True),
     Part("few rows", 40.0, on_request=True),
+    Part("measured cycles", 90.0, on_request=True),
 )
 
 

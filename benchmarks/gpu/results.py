@@ -14,6 +14,7 @@ from benchmarks.gpu.floor import Ceilings
 DFLASH = "DFlash"
 INVARIANT = "DFlash, batch_invariant"
 FP8_BOTH = "DFlash, FP8 weights and activations"
+MEASURED = "DFlash, measured products"
 NO_DRAFT = "k = 0"
 SERVING = "DFlash, a server's graphs"
 EQUAL = "DFlash, equal lengths"

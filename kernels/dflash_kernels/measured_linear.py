@@ -85,8 +85,13 @@ def measuring() -> Iterator[None]:
         yield
     finally:
         _State.measuring = before
-        if _State.wanted and _State.products is not None:
-            logger.info("%s", _State.products.describe())
+        if _State.wanted:
+            logger.info("%s", describe_measured())
+
+
+def describe_measured() -> str:
+    """What measuring came to in this process."""
+    return "no products were measured" if _State.products is None else _State.products.describe()
 
 
 def product_of(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash_backend.models.ops import InvariantTritonLayerOps, LayerOps, TritonLayerOps
 from dflash_kernels import cublas_lt, measured_linear
 from dflash_kernels.cublas_lt import CublasLt, CublasLtError
+from dflash_kernels.invariant_linear import invariant_linear
 from dflash_kernels.measured_linear import BUDGET_S, MAX_ROWS, MeasuredProducts, Work, measuring, use_measured_products
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 
@@ -216,6 +218,20 @@ def test_a_library_of_another_version_and_none_at_all_are_left_alone(
     assert isinstance(first, MeasuredProducts)
     assert measured_linear.product_of(on_gpu) is first
     assert measured_linear.product_of(on_gpu.float()) is F.linear
+
+
+def test_a_targets_products_are_measured_but_not_those_of_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(measured_linear, "loaded_library", FakeCublasLt)
+    weight = numbers(OUT, INNER).as_subclass(OfGpu)
+    measured_ops, invariant, torchs = TritonLayerOps(), InvariantTritonLayerOps(), LayerOps()
+    assert isinstance(measured_ops.product_of(weight), MeasuredProducts)
+    assert invariant.product_of(weight) is invariant_linear
+    assert torchs.product_of(weight) is F.linear
+    use_measured_products(False)
+    assert measured_ops.product_of(weight) is F.linear
 
 
 def test_sums_are_split_as_far_as_the_library_can() -> None:

@@ -17,6 +17,7 @@ from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, Step
 from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay, warm_up
 from dflash_backend.worker.runner import ModelRunner
+from dflash_kernels import measured_linear
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged, unpacked
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -256,10 +257,12 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     collections: list[str] = []
 
     captured: list[EagerStep] = []
+    measured: list[bool] = []
 
     def refuse(self: graphs.GraphCapturer, inputs: Step) -> EagerStep:
         """All but the first."""
         assert not gc.isenabled()
+        measured.append(measured_linear._State.measuring)
         if not captured:
             captured.append(EagerStep(runner.step, inputs))
             return captured[0]
@@ -269,12 +272,15 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     monkeypatch.setattr(graphs.GraphCapturer, "__call__", refuse)
     monkeypatch.setattr(gc, "collect", lambda: collections.append("all"))
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(measured_linear._State, "wanted", True)
     backend = runner.step.backend
     monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, capturable=True))
     runner.prepare(**prepare)
     monkeypatch.undo()
     assert gc.isenabled()
     assert collections == ["all"]
+    assert measured == [True] * 2
+    assert not measured_linear._State.measuring
     assert runner.graphs.num_steps == 0
     assert runner.graphs.find(rows_like(runner, rows, 3)) is None
     assert "cannot be captured here (operation not permitted when stream is capturing)" in caplog.text
