@@ -124,7 +124,8 @@ class EngineConfig:
     )
     attention_backend: str | None = setting(
         None,
-        "auto: the first one that can run both models, with FlashAttention for long prompts where it is installed",
+        "auto: the first one that can run both models, with FlashAttention or cuDNN for long prompts where these are "
+        "faster",
         choices=("torch", "triton", "flash_attn"),
     )
     batch_invariant: bool = setting(

@@ -94,4 +94,5 @@ def row_layout(case: AttentionCase, blocks_a_row: int, device: torch.device) -> 
         block_tables=order.view(case.batch, blocks_a_row).to(device, torch.int32),
         device=DeviceLengths(query_start, of_each_row(case.queries), of_each_row(case.context)),
         max_overestimate=case.context if case.captured else 0,
+        exact=None if case.captured else np.ones(case.batch, dtype=bool),
     )

@@ -133,10 +133,14 @@ class RandomEngine:
 
 def attention_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """The backend that a server with these models would take."""
+    return select_backend(None, attention_needs(shape, device, dtype), BLOCK_SIZE)
+
+
+def attention_needs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Requirements:
+    """What these models need of it."""
     patterns = {*target_patterns(shape.target), *draft_patterns(shape.draft)}
     head_dims = {shape.target.decoder.head_dim, shape.draft.decoder.head_dim}
-    needs = Requirements(frozenset(patterns), frozenset(head_dims), dtype, device.type)
-    return select_backend(None, needs, BLOCK_SIZE)
+    return Requirements(frozenset(patterns), frozenset(head_dims), dtype, device.type)
 
 
 def drawn_by_place(acceptance: SyntheticAcceptance, device: torch.device) -> ForcedAcceptance:

@@ -48,7 +48,7 @@ from dflash_kernels.quantised_weight import FP8
 PACKAGES = {
     "torch": "torch", "triton": "triton", "numpy": "numpy", "transformers": "transformers", "msgspec": "msgspec",
     "pyzmq": "zmq", "llguidance": "llguidance", "pytest-xdist": "xdist", "nvidia-cublas": "", "nvidia-cudnn-cu13": "",
-    "fa3-fwd": "flash_attn_interface", "flash-attn": "flash_attn", "flashinfer-python": "flashinfer",
+    "fa3-fwd": "fa3_fwd_interface", "flash-attn": "flash_attn", "flashinfer-python": "flashinfer",
 }  # fmt: skip
 NVIDIA_SMI = "name,memory.total,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
 LAUNCHES = 500

@@ -4,10 +4,10 @@
 
 runs parts, each in a process of its own with its own share of the time, in the order of what they are worth: the
 machine, the demo pair's text in every way of running and the GPU tests, all at the same time; then, one at a time,
-ceilings, decode cycles, traffic, kernels beside other ways to do the same, profiles, products by quantised weights and
-starts. What a part finds is written as it comes (`records.jsonl`), and a summary (`summary.md`) after each part. One
-that fails or outlasts its share is recorded with the reason, and the next one goes on. `--rehearse` runs all of it on a
-CPU, with tiny sizes and over a GPU that is not there: it measures nothing and says so.
+ceilings, decode cycles, traffic, prompts, kernels beside other ways to do the same, profiles, products by quantised
+weights and starts. What a part finds is written as it comes (`records.jsonl`), and a summary (`summary.md`) after each
+part. One that fails or outlasts its share is recorded with the reason, and the next one goes on. `--rehearse` runs all
+of it on a CPU, with tiny sizes and over a GPU that is not there: it measures nothing and says so.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ PARTS = (
     Part("environment", 40.0),
     *(Part(f"texts {group}", 150.0, beside=True) for group in card_texts.GROUPS),
     Part("tests", 160.0, beside=True),
-    Part("ceilings", 40.0),
+    Part("ceilings", 30.0),
     Part("engine", 70.0),
     Part("traffic", 60.0),
+    Part("prompts", 45.0),
     Part("kernels", 40.0),
     Part("profile", 40.0),
     Part("quantised cycles", 30.0),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import attention, fake_device, prompts, reference, sampling, traffic
-from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attention_backend
+from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attention_backend, attention_needs
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
 from benchmarks.gpu.profile import profile_cell
@@ -79,16 +79,37 @@ def run_ceilings(context: Context) -> None:
         if context.out_of_time():
             context.skip("more attention, and sampling", "no time was left")
             return
-    for prompt in prompts.measure(shape, backend, context.dtype, context.device):
-        context.recorder.write(prompt)
-        if context.out_of_time():
-            context.skip("more prompts, and sampling", "no time was left")
-            return
     for sampled in sampling.measure(shape, context.dtype, context.device):
         context.recorder.write(sampled)
         if context.out_of_time():
             context.skip("more sampling", "no time was left")
             return
+
+
+def run_prompts(context: Context) -> None:
+    """The attention of one layer for prompts and chunks, then whole prompts, each by every way that there is."""
+    ceilings, shape, device = ceilings_of(context), context.shape, context.device
+    backend = attention_backend(shape, device, context.dtype)
+    needs = attention_needs(shape, device, context.dtype)
+    ways = prompts.ways(backend, needs)
+    for run in prompts.measure(shape, ways, context.dtype, device):
+        context.recorder.write(run)
+        if context.out_of_time():
+            context.skip("more prompts", "no time was left")
+            return
+    sizes = traffic.SIZES[scale(device)]
+    _, engine_sizes = fitting(context, [Cell(1, max(sizes.prompts))], NUM_CYCLES[scale(device)])
+    engine = RandomEngine(shape, engine_sizes, device, context.dtype)
+    core, _ = traffic.start(engine, context.acceptance, sizes.chunk)
+    for tokens in sizes.prompts:
+        for way in ways:
+            if context.out_of_time():
+                context.skip(f"a prompt of {tokens}, {way.name}", "no time was left")
+                continue
+            name = f"prompt, {way.name}"
+            with way.taken_by(engine.backend):
+                step = traffic.prompt_step(core, shape, tokens, sizes.chunk, context.dtype, ceilings, name)
+            context.recorder.write(step)
 
 
 def run_engine_part(context: Context) -> None:
@@ -231,6 +252,7 @@ def known_ceilings(context: Context) -> Ceilings | None:
 
 PARTS: dict[str, Callable[[Context], None]] = {
     "ceilings": run_ceilings,
+    "prompts": run_prompts,
     "engine": run_engine_part,
     "traffic": run_traffic,
     "references": run_references,

@@ -88,7 +88,7 @@ def prompt_ratio(results: Results) -> float | None:
     """Our rate of a prompt's attention over FlashAttention's, at the length where it is least; None if not measured."""
     rates: dict[int, dict[str, float]] = {}
     for run in results.prompts:
-        if run.shape == TARGET_SHAPE:
+        if run.shape == TARGET_SHAPE and not run.behind:
             rates.setdefault(run.tokens, {})[run.system] = run.flops_per_s
     ratios = [
         own["triton"] / max(rate for system, rate in own.items() if system in PACKAGES)
@@ -229,13 +229,15 @@ def step_table(results: Results) -> str:
 
 
 def prompt_table(results: Results) -> str:
-    """Operations per second by each system, and their share of the matrix rate."""
+    """Operations per second by each system, their share of the matrix rate, and how far its numbers are from ours."""
     rows = []
     for run in results.prompts:
         share = "-" if results.ceilings is None else f"{run.flops_per_s / results.ceilings.matrix_rate:.0%}"
-        row = [run.shape, run.system, str(run.tokens), f"{run.seconds * 1e6:.1f}", f"{run.flops_per_s / 1e12:.1f}"]
-        rows.append([*row, share])
-    return markdown_table(["model", "system", "tokens", "time, us", "TFLOP/s", "of matrix rate"], rows)
+        row = [run.shape, run.system, str(run.tokens), str(run.behind), f"{run.seconds * 1e6:.1f}"]
+        difference = "-" if run.difference is None else f"{run.difference:.2g}"
+        rows.append([*row, f"{run.flops_per_s / 1e12:.1f}", share, difference])
+    header = ["model", "system", "tokens", "behind", "time, us", "TFLOP/s", "of matrix rate", "largest difference"]
+    return markdown_table(header, rows)
 
 
 def sampling_table(results: Results) -> str:

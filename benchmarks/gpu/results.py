@@ -106,13 +106,16 @@ class StepRun:
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """The attention of one layer for a whole prompt of `tokens`, by a system."""
+    """The attention of one layer for `tokens` of a prompt that follow `behind` others, by a system. difference: the
+    largest one of its numbers from ours; None where it was not looked at."""
 
     shape: str
     system: str
     tokens: int
     seconds: float
     flops_per_s: float
+    behind: int = 0
+    difference: float | None = None
 
 
 @dataclass(frozen=True)

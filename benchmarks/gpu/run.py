@@ -46,9 +46,10 @@ class Part:
 def parts(shapes: list[str]) -> list[Part]:
     """In the order of what matters most, should the time run out."""
     first, *others = shapes
-    result = [Part("ceilings", first, 45.0), Part("engine", first, 90.0), Part("traffic", first, 80.0)]
+    result = [Part("ceilings", first, 35.0), Part("engine", first, 90.0), Part("traffic", first, 80.0)]
+    result.append(Part("prompts", first, 40.0))
     result.append(Part("references", first, 40.0))
-    return result + [Part("engine", shape, 60.0) for shape in others] + [Part("references", s, 32.0) for s in others]
+    return result + [Part("engine", shape, 52.0) for shape in others] + [Part("references", s, 32.0) for s in others]
 
 
 def run_parts(todo: list[Part], records: Path, options: list[str], budget_s: float) -> None:

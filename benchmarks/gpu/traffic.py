@@ -103,20 +103,26 @@ def start(engine: RandomEngine, acceptance: SyntheticAcceptance, chunk: int) -> 
 
 
 def prompt_step(
-    core: EngineCore, shape: Shape, tokens: int, chunk: int, dtype: torch.dtype, ceilings: Ceilings
+    core: EngineCore,
+    shape: Shape,
+    tokens: int,
+    chunk: int,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    name: str = "prompt",
 ) -> StepRun:
     """A prompt from its arrival to its first token, the second of two, since the first may wait for a library."""
     worker = worker_of(core)
     worker.computes_prompts = True
     try:
         for number in range(2):
-            core.add_request(prompt_request(shape, f"prompt-{tokens}-{number}", tokens))
+            core.add_request(prompt_request(shape, f"{name}-{tokens}-{number}", tokens))
             seconds, device_s, host_s = _timed(core, None)
     finally:
         worker.computes_prompts = False
     floor_s = sum(prompt_floor(shape, begin, min(chunk, tokens - begin), dtype, ceilings)
                   for begin in range(0, tokens, chunk))  # fmt: skip
-    return StepRun(shape.name, "prompt", 0, tokens, seconds, device_s, host_s, floor_s)
+    return StepRun(shape.name, name, 0, tokens, seconds, device_s, host_s, floor_s)
 
 
 def mixed_step(

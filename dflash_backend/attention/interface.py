@@ -121,6 +121,7 @@ class AttentionBatch:
     A row whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past
     either end of the table, and its output is finite and not used. shared: rows that read the beginning of their KV
     together, where the backend can (`Capabilities.shares_prefixes`) and the pattern lets every query see all of it.
+    exact: bool `[num_rows]`, the rows whose lengths on the device are their bounds all the same; None for none.
     """
 
     query_lens: np.ndarray
@@ -129,6 +130,14 @@ class AttentionBatch:
     device: DeviceLengths | None = None
     max_overestimate: int = 0
     shared: SharedPrefixes | None = None
+    exact: np.ndarray | None = None
+
+    @property
+    def known_rows(self) -> np.ndarray:
+        """The rows whose lengths the host knows: bool `[num_rows]`."""
+        if self.device is None:
+            return np.ones(len(self.query_lens), dtype=bool)
+        return np.zeros(len(self.query_lens), dtype=bool) if self.exact is None else self.exact
 
 
 class AttentionMetadata:
@@ -199,9 +208,10 @@ class AttentionBackend(Protocol):
         other rows. Raises `ValueError` where it has none, which its capabilities say."""
         raise ValueError(f"the attention backend '{self.name}' has no batch-invariant form")
 
-    def every_variant(self) -> AbstractContextManager[None]:
+    def every_variant(self, max_tokens: int = 0) -> AbstractContextManager[None]:
         """In this block `attend` runs every kernel that rows up to as long as those prepared in it can need, so that
-        all are compiled. The rows must be padding alone."""
+        all are compiled. The rows must be padding alone. max_tokens: of a step, where what packages prepare for
+        chunks of prompts is to be prepared too; 0 for none."""
         return nullcontext()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +13,12 @@ def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
     """How many positions to the left and to the right of its own a query sees; -1 for all."""
     left = -1 if pattern.sliding_window is None else pattern.sliding_window - 1
     return left, 0 if pattern.causal else left
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on `device` that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def running_sum(lens: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ from dflash_backend.attention.interface import (
     Requirements,
     SharedPrefixes,
 )
-from dflash_backend.attention.long_rows import LongAttention, LongRows, installed, long_rows
+from dflash_backend.attention.long_rows import LongAttention, LongRows, installed
+from dflash_backend.attention.packed_queries import to_device
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.invariant_attention import (
     PiecesLaunch,
@@ -59,7 +60,8 @@ class TritonMetadata(AttentionMetadata):
     is planned when the first such layer asks, then kept in `launches`; and so is the output of such layers, in
     `outputs`: tokens that are no row's have to be zeroed only once.
 
-    long_attention: what attends rows of many queries in place of a launch of ours (`long_rows`).
+    known: bool, the rows whose bounds are their lengths. long_attention: what attends rows of many queries in place of
+    a launch of ours (`long_rows`), and prepares for chunks of up to `warm_up_tokens` where that is not 0.
     prefix: the groups of rows that share a prefix, as rows of their own; `rows` are then what is left of them. `parts`:
     their results and logarithms, beside one another before they are merged."""
 
@@ -69,10 +71,12 @@ class TritonMetadata(AttentionMetadata):
     pattern: AttentionPattern
     block_size: int
     max_overestimate: int
+    known: np.ndarray
     every_variant: bool = False
     prefix: TritonMetadata | None = None
     of_groups: bool = False
     long_attention: LongAttention | None = None
+    warm_up_tokens: int = 0
     launches: dict[HeadShape, list[PreparedLaunch]] = field(default_factory=dict)
     outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
     parts: dict[HeadShape, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -102,7 +106,10 @@ class TritonMetadata(AttentionMetadata):
             index = self._long_index(shape)
             self.long[shape] = None
             if len(index):
-                self.long[shape] = LongRows.of(self.rows, index, self.query_lens, self.block_size, self.pattern)
+                whole = len(self.query_lens) == 1 and bool(self.known[0])
+                self.long[shape] = LongRows.of(
+                    self.rows, index, self.query_lens, self.seq_lens, self.block_size, self.pattern, whole
+                )
         return self.long[shape]
 
     def _own_query_lens(self, shape: HeadShape) -> np.ndarray:
@@ -112,10 +119,11 @@ class TritonMetadata(AttentionMetadata):
         return lens
 
     def _long_index(self, shape: HeadShape) -> np.ndarray:
-        if self.long_attention is None or self.every_variant or self.pattern.sinks:
+        long = self.long_attention
+        if long is None or self.every_variant or not long.takes(self.pattern, shape.head_dim):
             return np.zeros(0, dtype=np.int64)
         tallest, window = max_block_m(shape) // shape.group, self.pattern.sliding_window
-        return long_rows(self.query_lens, self.seq_lens, self.max_overestimate, tallest, window)
+        return long.rows(self.query_lens, self.seq_lens, self.known, self.max_overestimate, tallest, window)
 
     def _variants(self, shape: HeadShape) -> list[Launch]:
         """A launch of each kind that rows of up to these bounds can need. Groups of rows have one bound in each step,
@@ -151,8 +159,10 @@ class TritonBackend(AttentionBackend):
     def __init__(self, block_size: int, long_attention: LongAttention | None = None) -> None:
         """long_attention: attends rows of many queries outside of graphs; None for our own kernels."""
         self.block_size = block_size
-        self._long_attention = long_attention
+        self.long_attention = long_attention
         self._every_variant = False
+        self._warm_up_tokens = 0
+        self._warm: set[HeadShape] = set()
 
     def choosing_per_launch(self, needs: Requirements) -> AttentionBackend:
         return type(self)(self.block_size, installed(needs, self.block_size))
@@ -161,12 +171,12 @@ class TritonBackend(AttentionBackend):
         return InvariantTritonBackend(self.block_size)
 
     @contextmanager
-    def every_variant(self) -> Iterator[None]:
-        self._every_variant = True
+    def every_variant(self, max_tokens: int = 0) -> Iterator[None]:
+        self._every_variant, self._warm_up_tokens = True, max_tokens
         try:
             yield
         finally:
-            self._every_variant = False
+            self._every_variant, self._warm_up_tokens = False, 0
 
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
         exact = layout.device or exact_rows(layout)
@@ -184,10 +194,12 @@ class TritonBackend(AttentionBackend):
             pattern,
             self.block_size,
             overestimate,
+            layout.known_rows,
             self._every_variant,
             prefix,
             # What rows share is merged by logarithms that a package may not give.
-            long_attention=None if prefix is not None else self._long_attention,
+            long_attention=None if prefix is not None else self.long_attention,
+            warm_up_tokens=self._warm_up_tokens,
         )
 
     def _prefix(self, groups: PagedBatch, shared: SharedPrefixes) -> TritonMetadata:
@@ -196,8 +208,8 @@ class TritonBackend(AttentionBackend):
         queries, positions = (np.full(num_groups, most) for most in (shared.num_queries, shared.num_positions))
         pattern = AttentionPattern(causal=False)
         return TritonMetadata(
-            groups, queries, positions, pattern, self.block_size, shared.num_positions, self._every_variant,
-            of_groups=True,
+            groups, queries, positions, pattern, self.block_size, shared.num_positions,
+            np.zeros(num_groups, dtype=bool), self._every_variant, of_groups=True,
         )  # fmt: skip
 
     def attend(
@@ -207,21 +219,32 @@ class TritonBackend(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         is_fp8 = layer.scales is not None
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize, is_fp8)
-        launches = metadata.launches_for(shape)
+        launches, long = metadata.launches_for(shape), metadata.long_rows_for(shape)
         if metadata.prefix is not None:
             return self._attend_parts(query, layer, metadata, shape, sinks)
+        if metadata.warm_up_tokens:
+            self._warm_up(query, layer, metadata, shape)
+        if long is not None and long.whole and len(long.source) == len(query):
+            assert metadata.long_attention is not None
+            return metadata.long_attention.attend(query, layer, long).flatten(1)
         pattern, out = metadata.pattern, metadata.outputs.get(shape)
         if out is None:
             # The first one is for what is no row's.
             out = query.new_zeros(query.shape[0] + 1, query.shape[1] * query.shape[2])
             metadata.outputs[shape] = out
         causal, window = pattern.causal, pattern.sliding_window
-        long = metadata.long_rows_for(shape)
         if long is not None:
             assert metadata.long_attention is not None
-            attended = metadata.long_attention(query.index_select(0, long.source), layer, long)
+            attended = metadata.long_attention.attend(query.index_select(0, long.source), layer, long)
             out.index_copy_(0, long.target, attended.flatten(1))
         return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out[1:], sinks, layer.scales)
+
+    def _warm_up(self, query: torch.Tensor, layer: KVLayer, metadata: TritonMetadata, shape: HeadShape) -> None:
+        long = metadata.long_attention
+        if long is None or shape in self._warm or not long.takes(metadata.pattern, shape.head_dim):
+            return
+        self._warm.add(shape)
+        long.warm_up(query, layer, metadata.warm_up_tokens, int(metadata.seq_lens.max()))
 
     @staticmethod
     def _attend_parts(
@@ -252,12 +275,6 @@ def exact_rows(layout: AttentionBatch) -> DeviceLengths:
     query_start = np.cumsum(layout.query_lens) - layout.query_lens
     columns = np.stack([query_start, layout.query_lens, layout.seq_lens]).astype(np.int32)
     return DeviceLengths(*to_device(columns, layout.block_tables.device).unbind())
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on `device` that the host does not wait for."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @functools.cache

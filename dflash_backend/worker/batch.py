@@ -47,13 +47,15 @@ class LengthBounds:
     """What the host knows of R rows whose exact positions only the device knows: int64 `[R]`.
 
     query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last draft.
-    The positions are at most `max_overestimate` too high.
+    The positions are at most `max_overestimate` too high. exact: bool `[R]`, the rows whose tokens and positions are
+    known all the same; None for none.
     """
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
     draft_lens: np.ndarray
     max_overestimate: int
+    exact: np.ndarray | None = None
 
 
 # Fields begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise.
@@ -270,11 +272,13 @@ class HostBatch:
         ends = self.start + lens
         # The anchor of the drafts follows the last draft of now if all of these are accepted.
         drafts = (ends + 1 + self.num_next) * (self.num_next > 0)
+        unknown = self.num_unverified + self.num_draft
         return LengthBounds(
             query_lens=padded(lens, num_rows),
             seq_lens=padded(ends, num_rows),
             draft_lens=padded(drafts, num_rows),
-            max_overestimate=int((self.num_unverified + self.num_draft).max()),
+            max_overestimate=int(unknown.max()),
+            exact=padded(unknown == 0, num_rows),
         )
 
     def ragged(
@@ -337,7 +341,8 @@ class HostBatch:
         end = start + num_tokens
         draft_end = end + 1 + num_next if num_next else 0
         lens, ends, draft_ends = np.array([[num_tokens], [end], [draft_end]])
-        bounds = LengthBounds(lens, ends, draft_ends, unverified + num_draft)
+        unknown = unverified + num_draft
+        bounds = LengthBounds(lens, ends, draft_ends, unknown, exact=np.array([unknown == 0]))
         every = samples and num_logits == num_tokens
         return Step(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits)
 

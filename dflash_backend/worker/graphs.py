@@ -519,7 +519,7 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
     """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
     row where that is not always k."""
     longest = min(CHUNK, max_tokens)
-    with _every_variant(step):
+    with _every_variant(step, max_tokens):
         step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
         if step.shares_prefixes:
             inputs = _padding_under_bounds(step, layouts, longest, sampled=False)
@@ -537,20 +537,21 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
 
 
 @contextmanager
-def _every_variant(step: ModelStep) -> Iterator[None]:
+def _every_variant(step: ModelStep, max_tokens: int = 0) -> Iterator[None]:
     """In this block the attention of both models, and products of quantised weights, run every kernel that they
-    have."""
+    have. max_tokens: as of `AttentionBackend.every_variant`."""
     draft_backend, peers = step.draft_backend or step.backend, step.target.peers
-    with peers.every_variant(), every_kernel(step.backend, draft_backend):
+    with peers.every_variant(), every_kernel(step.backend, draft_backend, max_tokens=max_tokens):
         yield
 
 
 @contextmanager
-def every_kernel(*backends: AttentionBackend) -> Iterator[None]:
-    """In this block attention of these backends, and products of quantised weights, run every kernel that they have."""
+def every_kernel(*backends: AttentionBackend, max_tokens: int = 0) -> Iterator[None]:
+    """In this block attention of these backends, and products of quantised weights, run every kernel that they have.
+    max_tokens: as of `AttentionBackend.every_variant`."""
     with ExitStack() as stack:
         for backend in backends:
-            stack.enter_context(backend.every_variant())
+            stack.enter_context(backend.every_variant(max_tokens))
         stack.enter_context(every_tile())
         yield
 

@@ -117,7 +117,7 @@ class DeviceStepOps:
         rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         step.windows = window_slots(batch, step.positions, step.slots, layout, state)
-        step.attention, step.padded = replace(layout, shared=step.shared), True
+        step.attention, step.padded = replace(layout, shared=step.shared, exact=bounds.exact), True
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]` in their own dtype: int64 `[n]`, the lowest id

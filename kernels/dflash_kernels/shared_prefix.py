@@ -60,12 +60,14 @@ def merge_parts_reference(
     prefix_lse: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
 ) -> None:
     """Write to `out` (`[num_tokens, num_heads * head_dim]`) the attention over two parts of a context together.
 
-    own, prefix: float32, as `out`: the attention over each. own_lse, prefix_lse: float32 `[num_tokens, num_heads]`, the
-    logarithm, of two, of each one's denominator; a part whose logarithm is -inf is not read. Where both are, the output
-    is 0. sinks: `[num_heads]`, as of `paged_attention_reference`.
+    own, prefix: of any floating dtype, as `out`: the attention over each. own_lse, prefix_lse: float32 `[num_tokens,
+    num_heads]`, the logarithm, of two, of each one's denominator; a part whose logarithm is -inf is not read. Where
+    both are, the output is 0. sinks: `[num_heads]`, as of `paged_attention_reference`. out_lse: where to write the
+    logarithm of the denominator of both together, as of each. `out` and `out_lse` may be those of a part.
     """
     num_tokens, num_heads = own_lse.shape
     lse = torch.stack([own_lse, prefix_lse])
@@ -76,15 +78,17 @@ def merge_parts_reference(
     top = together.max(dim=0).values.nan_to_num(neginf=0.0)
     weights = (together - top).exp2()
     weights = (weights / weights.sum(dim=0).clamp(min=1e-30))[:2, :, :, None]
-    parts = torch.stack([own, prefix]).view(2, num_tokens, num_heads, -1)
+    parts = torch.stack([own.float(), prefix.float()]).view(2, num_tokens, num_heads, -1)
     parts = parts.masked_fill(lse[..., None] == float("-inf"), 0.0)
     out.copy_((parts * weights).sum(dim=0).view_as(out))
+    if out_lse is not None:
+        out_lse.copy_(together.mul(1 / LOG2_E).logsumexp(dim=0) * LOG2_E)
 
 
 @cached_launches
 @triton.jit(do_not_specialize=["num_lines"])
 def _merge_parts_kernel(
-    own_ptr, own_lse_ptr, prefix_ptr, prefix_lse_ptr, out_ptr, sinks_ptr, num_lines,
+    own_ptr, own_lse_ptr, prefix_ptr, prefix_lse_ptr, out_ptr, sinks_ptr, out_lse_ptr, num_lines,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):  # fmt: skip
@@ -104,12 +108,15 @@ def _merge_parts_kernel(
     total = own_weight + prefix_weight
     if sinks_ptr is not None:
         total += tl.exp2(sink - finite_top)
-    total = tl.where(total > 0, total, 1.0)
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    if out_lse_ptr is not None:
+        tl.store(out_lse_ptr + line, tl.where(seen, finite_top + tl.log2(total), float("-inf")), mask=inside)
     offsets = (line * HEAD_DIM)[:, None] + d[None, :]
     there = inside[:, None] & (d < HEAD_DIM)[None, :]
     # A part that saw nothing may never have been written.
-    own = tl.load(own_ptr + offsets, mask=there & (own_lse > float("-inf"))[:, None], other=0.0)
-    prefix = tl.load(prefix_ptr + offsets, mask=there & (prefix_lse > float("-inf"))[:, None], other=0.0)
+    own = tl.load(own_ptr + offsets, mask=there & (own_lse > float("-inf"))[:, None], other=0.0).to(tl.float32)
+    prefix = tl.load(prefix_ptr + offsets, mask=there & (prefix_lse > float("-inf"))[:, None], other=0.0).to(tl.float32)
     out = own * (own_weight / total)[:, None] + prefix * (prefix_weight / total)[:, None]
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -121,6 +128,7 @@ def merge_parts(
     prefix_lse: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
 ) -> None:
     """As `merge_parts_reference`. All tensors are contiguous."""
     num_lines, num_heads = own_lse.numel(), own_lse.shape[1]
@@ -128,6 +136,6 @@ def merge_parts(
     block_d = triton.next_power_of_2(head_dim)
     lines = max(1, TILE // block_d)
     _merge_parts_kernel[(triton.cdiv(num_lines, lines),)](
-        own, own_lse, prefix, prefix_lse, out, sinks, num_lines,
+        own, own_lse, prefix, prefix_lse, out, sinks, out_lse, num_lines,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_L=lines, LOG2_E=LOG2_E, num_warps=WARPS,
     )  # fmt: skip

@@ -82,7 +82,7 @@ def test_traffic_is_held_to_equal_lengths_and_prompts_to_flash_attention() -> No
     empty = {target.name: target.verdict for target in report.targets(results(CYCLE))}
     assert empty["one row of 32k over equal lengths"] == "not measured"
     assert empty["prompt's attention over FlashAttention's rate"] == "not measured"
-    assert "| Qwen3-8B | FlashAttention-3 | 8192 | 1000.0 | 600.0 | 77% |" in report.markdown(measured)
+    assert "| Qwen3-8B | FlashAttention-3 | 8192 | 0 | 1000.0 | 600.0 | 77% | - |" in report.markdown(measured)
 
 
 def test_steps_with_prompts_stand_beside_their_floor() -> None:

@@ -111,6 +111,31 @@ class SharedCase:
         torch.testing.assert_close(self.run().double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_parts_of_other_dtypes_are_merged_in_place_and_leave_their_logarithm(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """As a third part would find it: results of 5 tokens and 4 heads, some of which saw nothing."""
+    generator = torch.Generator().manual_seed(1)
+    own, prefix = (torch.randn(5, 4 * HEAD_DIM, generator=generator).to(dtype) for dtype in dtypes)
+    own_lse, prefix_lse = (3 * torch.randn(5, 4, generator=generator) for _ in "ab")
+    own_lse[1], prefix_lse[3], own_lse[4], prefix_lse[4] = (float("-inf"),) * 4
+    expected, lse = torch.empty(5, 4 * HEAD_DIM), torch.empty(5, 4)
+    merge_parts_reference(own, own_lse, prefix, prefix_lse, expected, out_lse=lse)
+    weights = torch.stack([own_lse, prefix_lse]).exp2()
+    torch.testing.assert_close(lse, weights.sum(0).log2())
+    parts = torch.stack([own.float(), prefix.float()]).view(2, 5, 4, HEAD_DIM)[:, :4]
+    shares = (weights / weights.sum(0))[:, :4, :, None]
+    torch.testing.assert_close(expected[:4], (parts * shares).sum(0).flatten(1))
+    assert not expected[4].any()
+    device = [tensor.to(DEVICE) for tensor in (own, own_lse, prefix, prefix_lse)]
+    # Over the part that is in float32.
+    out = device[dtypes.index(torch.float32) * 2]
+    merge_parts(*device, out, out_lse=device[1])
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(device[1].cpu(), lse, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bounds_only", [False, True])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_groups_beside_rows_that_share_nothing(bounds_only: bool, padding: int) -> None:

@@ -82,13 +82,16 @@ PREFILL_MUTANTS = (
         PACKAGES,
         (
             "rows of a captured step go to a package",
-            "seen = seq_lens - query_lens // 2 - max_overestimate",
+            "seen = seq_lens - query_lens // 2 - np.where(known, 0, max_overestimate)",
             "seen = seq_lens - query_lens // 2",
         ),
         ("a package that gives NaN is used", "if not off <= TOLERANCE:", "if off > TOLERANCE:"),
         ("a package gets the block tables of other rows", "block_tables.index_select(0, which)", "block_tables"),
         ("FlashAttention-2 gets blocks of any size", "block_size % BLOCK_MULTIPLE == 0", "block_size"),
         ("a package reads KV in FP8", "needs.kv_dtype not in (None, needs.dtype)", "False"),
+        ("a package that gathers gets rows of unknown lengths", "is_long &= known", "is_long &= True"),
+        ("what lies past a row's end is gathered", ".clamp(max=last)", ".clamp(max=1 << 40)"),
+        ("rows are gathered together without end", "].sum()) > longest", "].sum()) > 1 << 40"),
     ),
     *mutants_of(
         "dflash_backend/attention/triton_backend.py",
@@ -100,8 +103,30 @@ PREFILL_MUTANTS = (
         ),
         (
             "a package attends layers with sinks",
-            "self.long_attention is None or self.every_variant or self.pattern.sinks",
-            "self.long_attention is None or self.every_variant",
+            "if long is None or self.every_variant or not long.takes(self.pattern, shape.head_dim):",
+            "if long is None or self.every_variant:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/cudnn_rows.py",
+        ("tests/attention/test_cudnn_rows.py",),
+        (
+            "natural logarithms are taken for those of two",
+            "return (lse.t() * LOG2_E).contiguous()",
+            "return lse.t().contiguous()",
+        ),
+        ("merges of pieces are rounded", "torch.empty_like(out, dtype=torch.float32)", "torch.empty_like(out)"),
+        ("what comes before a chunk is read from its own beginning on", "position += num_positions", "position += 0"),
+        ("plans are made without end", "time.monotonic() - began > WARM_UP_S", "False"),
+        ("a row is padded whatever that costs", "MOST_PAIRS * num_queries *", "1000 * num_queries *"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/batch.py",
+        ("tests/worker/test_one_row.py",),
+        (
+            "rows with drafts are taken for known",
+            "exact=padded(unknown == 0, num_rows),",
+            "exact=padded(unknown >= 0, num_rows),",
         ),
     ),
     *mutants_of(

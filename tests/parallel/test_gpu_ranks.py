@@ -172,7 +172,7 @@ def test_all_kernels_are_compiled_on_all_ranks(pair: dict[str, str], monkeypatch
     entered: list[str] = []
 
     @contextmanager
-    def every_variant(self: TorchBackend) -> Iterator[None]:
+    def every_variant(self: TorchBackend, max_tokens: int = 0) -> Iterator[None]:
         entered.append(threading.current_thread().name)
         yield
         entered.append("left")

@@ -40,6 +40,8 @@ def test_the_layout(
     for name in ("query_lens", "seq_lens", "draft_lens"):
         assert getattr(alone.bounds, name).tolist() == getattr(beside.bounds, name).tolist()[:1]
     assert alone.bounds.max_overestimate == beside.bounds.max_overestimate
+    known = unverified == num_draft == 0
+    assert [each.bounds.exact.tolist() for each in (alone, beside)] == [[known], [known, False]]
 
 
 @pytest.mark.parametrize("num_accepted", [0, 2, 5])
