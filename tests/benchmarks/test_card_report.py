@@ -289,11 +289,11 @@ def test_what_is_printed_ends_with_a_whole_line_and_says_where_the_rest_is() -> 
 
 def test_a_gpu_without_cudnns_attention_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "scale", lambda device: "cuda")
-    monkeypatch.setitem(prompts.TOKENS, "cuda", (16,))
+    monkeypatch.setitem(prompts.CHUNKS, "cuda", ((16, 0),))
     monkeypatch.setattr(prompts, "PACKAGES", {})
     shape, device = tiny(), torch.device("cpu")
     backend = attention_backend(shape, device, torch.float32)
-    found = [run.system for run in prompts.measure(shape, backend, torch.float32, device)]
+    found = [run.system for run in prompts.measure(shape, [prompts.Way(backend)], torch.float32, device)]
     assert found == [backend.name, "torch"]
 
 
