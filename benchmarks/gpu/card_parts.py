@@ -215,7 +215,8 @@ def run_products(context: Context) -> None:
         context.skip("proposals of cuBLASLt", lt)
     known = None if isinstance(lt, str) else lt
     products, device, dtype = _layer_products(context), context.device, context.dtype
-    _write(context, cublas_choices.measure(products, device, dtype, _some_ceilings(context), known))
+    runs = _write(context, cublas_choices.measure(products, device, dtype, _some_ceilings(context), known))
+    context.recorder.write(Fact("rows before a step of a layer's products, us", cublas_choices.steps_in(runs)))
 
 
 def run_few_rows(context: Context) -> None:
@@ -236,12 +237,16 @@ def _some_ceilings(context: Context) -> Ceilings:
     return found
 
 
-def _write(context: Context, runs: Iterator[KernelRun]) -> None:
+def _write(context: Context, runs: Iterator[KernelRun]) -> list[KernelRun]:
+    """Record them as they come, as long as there is time, and return them."""
+    written = []
     for run in runs:
         context.recorder.write(run)
+        written.append(run)
         if context.out_of_time():
             context.skip(f"what comes after {run.name}", "no time was left")
-            return
+            break
+    return written
 
 
 def between_products(context: Context, ceilings: Ceilings) -> Iterator[KernelRun]:

@@ -38,6 +38,8 @@ TIMED = {"cuda": tuple(range(16, 529, 16)), "cpu": (4, 8)}
 PROPOSALS, SPLIT_OF, SPLITS = 40, 4, (1, 2, 3, 4, 6, 8)
 # Those that are timed again, and how often each is timed at first and then.
 FINALISTS, ROUGH, FINE = 3, 3, 15
+# A number of rows that costs less than this more is no step.
+STEP = 1.02
 
 
 def library() -> CublasLt | str:
@@ -77,6 +79,15 @@ def measure(
             SECTION, f"{LAYER}, {rows} rows", sum(run.seconds for run in runs), sum(run.floor_s for run in runs),
             fastest if all(run.others for run in runs) else {},
         )  # fmt: skip
+
+
+def steps_in(runs: Sequence[KernelRun], what: str = LAYER) -> str:
+    """The numbers of rows after which the next number that was timed costs `STEP` more, with the times in microseconds:
+    fewer rows are worth padding to these."""
+    times = [(int(run.name.split()[-2]), run.seconds) for run in runs if run.name.startswith(f"{what},")]
+    following = [*(seconds for _, seconds in times[1:]), float("inf")]
+    found = [each for each, after in zip(times, following, strict=True) if after > STEP * each[1]]
+    return ", ".join(f"{rows} ({1e6 * seconds:.1f})" for rows, seconds in found)
 
 
 class Choices:

@@ -54,9 +54,14 @@ def _add_up(parts_ptr, out_ptr, num_rows, outputs, num_tiles, splits, tile,
     column, row = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     place = parts_ptr + tile * BLOCK_N * ROWS + column[:, None] * ROWS + row[None, :]
     result = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-    for split in range(0, splits):
-        # Other programs have written them: not from this multiprocessor's own cache.
-        result += tl.load(place + split * num_tiles * BLOCK_N * ROWS, cache_modifier=".cg")
+    size = num_tiles * BLOCK_N * ROWS
+    for split in range(0, splits, 4):
+        # Four are under way at a time. Other programs have written them: not from this multiprocessor's own cache.
+        first = tl.load(place + split * size, cache_modifier=".cg")
+        second = tl.load(place + (split + 1) * size, mask=split + 1 < splits, other=0.0, cache_modifier=".cg")
+        third = tl.load(place + (split + 2) * size, mask=split + 2 < splits, other=0.0, cache_modifier=".cg")
+        fourth = tl.load(place + (split + 3) * size, mask=split + 3 < splits, other=0.0, cache_modifier=".cg")
+        result = (((result + first) + second) + third) + fourth
     column += tile * BLOCK_N
     out_ptrs = out_ptr + row[None, :] * outputs + column[:, None]
     tl.store(

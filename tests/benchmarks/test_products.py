@@ -70,6 +70,13 @@ def test_a_layer_is_the_sum_of_its_products_without_the_head(monkeypatch: pytest
     assert list(runs)[-3:] == ["a layer, 1 rows", "a layer, 4 rows", "a layer, 8 rows"]
 
 
+def test_rows_are_worth_padding_to_the_next_step() -> None:
+    times = {1: 10.0, 16: 10.1, 32: 10.2, 48: 14.0, 64: 14.2}
+    runs = [KernelRun("", f"a layer, {rows} rows", 1e-6 * us, 0.0) for rows, us in times.items()]
+    runs.append(KernelRun("", "head, 80 rows", 1e-6, 0.0))
+    assert cublas_choices.steps_in(runs) == "32 (10.2), 64 (14.2)"
+
+
 def test_wrong_and_failing_ways_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeCublasLt(offers=(3, 1))
     library.off, library.fails = {3: 9.0}, {1}

@@ -15,7 +15,7 @@ from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
 from dflash_kernels.dependent_launch import wants_dependent_launch
-from dflash_kernels.measured_linear import wants_measured_products
+from dflash_kernels.measured_linear import use_measured_products, wants_measured_products
 from dflash_kernels.scaled_linear import ScaledProduct
 from tests.support.tiny_models import make_pair, make_target
 
@@ -134,6 +134,27 @@ def test_a_setting_changes_what_it_says(
     assert observe(with_it) == expected
     without = build(settings | company.get(name, {}), monkeypatch)
     assert observe(without) != expected
+
+
+@pytest.mark.parametrize(("ranks", "measures"), [(1, True), (2, False)])
+def test_ranks_do_not_measure_their_products(ranks: int, measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Enough(Exception):
+        """What comes before the models are read has been done."""
+
+    def read(config: EngineConfig) -> None:
+        raise Enough
+
+    monkeypatch.setattr("dflash_backend.engine.build.resolve_pair", read)
+    settings = {
+        "device": "cpu",
+        "target_model": "none",
+        "tensor_parallel_size": ranks,
+        "enable_measured_products": True,
+    }
+    with pytest.raises(Enough):
+        build_engine(EngineConfig.from_values(settings))
+    assert wants_measured_products() == measures
+    use_measured_products(False)
 
 
 def test_every_setting_is_in_the_table_or_tested_elsewhere() -> None:

@@ -22,7 +22,8 @@ TILES = [
 def test_a_product_is_as_torchs_and_the_next_one_too(tile: FewRowTile, dtype: torch.dtype) -> None:
     products = FewRowProducts(tile, 200, torch.device(DEVICE))
     # Whole tiles and a cut one; one part, some, the last of which has fewer pieces, and more than there are pieces.
-    for rows, outputs, inputs, splits in ((1, 128, 192, 3), (17, 200, 320, 2), (16, 72, 256, 1), (32, 128, 192, 9)):
+    sizes = (1, 128, 192, 3), (17, 200, 320, 2), (16, 72, 256, 1), (16, 72, 320, 5), (32, 128, 192, 9)
+    for rows, outputs, inputs, splits in sizes:
         x, weight = random(rows, inputs, seed=rows).to(dtype), random(outputs, inputs).to(dtype)
         expected = few_row_linear_reference(x.double(), weight.double())
         for _ in range(2):

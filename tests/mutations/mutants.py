@@ -30,6 +30,7 @@ from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
 from tests.mutations.large_requests import LARGE_REQUEST_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.many_tenants import MANY_TENANTS_MUTANTS
+from tests.mutations.measured_products import MEASURED_PRODUCTS_MUTANTS
 from tests.mutations.mixed_steps import MIXED_STEP_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parallel import PARALLEL_MUTANTS
@@ -79,7 +80,7 @@ MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
 MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
-MUTANTS += DEPLOYMENT_MUTANTS + VALUE_MUTANTS
+MUTANTS += DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
