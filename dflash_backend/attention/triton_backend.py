@@ -7,6 +7,7 @@ this module cannot be imported and the backend is not registered.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ from dflash_kernels.paged_attention_launch import (
     plan_launches,
 )
 from dflash_kernels.shared_prefix import merge_parts, split_rows
+
+logger = logging.getLogger(__name__)
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -224,27 +227,50 @@ class TritonBackend(AttentionBackend):
             return self._attend_parts(query, layer, metadata, shape, sinks)
         if metadata.warm_up_tokens:
             self._warm_up(query, layer, metadata, shape)
-        if long is not None and long.whole and len(long.source) == len(query):
-            assert metadata.long_attention is not None
-            return metadata.long_attention.attend(query, layer, long).flatten(1)
+        attended = None
+        if long is not None:
+            is_whole = long.whole and len(long.source) == len(query)
+            queries = query if is_whole else query.index_select(0, long.source)
+            attended = self._attend_long(queries, layer, metadata, long)
+            if attended is None:
+                ours = replace(metadata, long_attention=None, launches={}, outputs={}, long={})
+                return self.attend(query, layer, ours, sinks)
+            if is_whole:
+                return attended.flatten(1)
         pattern, out = metadata.pattern, metadata.outputs.get(shape)
         if out is None:
             # The first one is for what is no row's.
             out = query.new_zeros(query.shape[0] + 1, query.shape[1] * query.shape[2])
             metadata.outputs[shape] = out
         causal, window = pattern.causal, pattern.sliding_window
-        if long is not None:
-            assert metadata.long_attention is not None
-            attended = metadata.long_attention.attend(query.index_select(0, long.source), layer, long)
+        if attended is not None and long is not None:
             out.index_copy_(0, long.target, attended.flatten(1))
         return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out[1:], sinks, layer.scales)
+
+    def _attend_long(
+        self, queries: torch.Tensor, layer: KVLayer, metadata: TritonMetadata, rows: LongRows
+    ) -> torch.Tensor | None:
+        """The attention of long rows by the package; None where it fails, after which it gets no more rows."""
+        assert metadata.long_attention is not None
+        try:
+            return metadata.long_attention.attend(queries, layer, rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.long_attention is not None:
+                logger.error("%s is not used from now on, since it failed: %s", self.long_attention.name, error)
+            self.long_attention = None
+            return None
 
     def _warm_up(self, query: torch.Tensor, layer: KVLayer, metadata: TritonMetadata, shape: HeadShape) -> None:
         long = metadata.long_attention
         if long is None or shape in self._warm or not long.takes(metadata.pattern, shape.head_dim):
             return
         self._warm.add(shape)
-        long.warm_up(query, layer, metadata.warm_up_tokens, int(metadata.seq_lens.max()))
+        try:
+            long.warm_up(query, layer, metadata.warm_up_tokens, int(metadata.seq_lens.max()))
+        except RuntimeError as error:  # too little memory among others; what is needed is made when it is
+            logger.warning("%s could not prepare for prompts: %s", long.name, error)
 
     @staticmethod
     def _attend_parts(

@@ -57,9 +57,9 @@ def documented_varlen(
         seen = torch.ones(count, keys, dtype=torch.bool)
         seen &= (distance <= right) if right >= 0 else seen
         seen &= (distance >= -left) if left >= 0 else seen
-        scores = torch.einsum("qhd,khd->hqk", q[first:last], key) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key.float()) * softmax_scale
         weights = scores.masked_fill(~seen.to(q.device), float("-inf")).softmax(-1)
-        out[first:last] = torch.einsum("hqk,khd->qhd", weights, value)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, value.float())
     return out
 
 

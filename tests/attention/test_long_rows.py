@@ -384,3 +384,27 @@ def test_plans_are_made_once_for_each_shape_of_heads(stand_ins: None) -> None:
         with backend.every_variant():
             backend.attend(query[:5], layer, backend.prepare(padding, pattern, query.dtype))
     assert made == [(query.shape[1:], 100, 64)]
+
+
+@pytest.mark.parametrize("start", [0, 21])
+def test_a_package_that_fails_in_a_step_gets_no_more_rows(
+    stand_ins: None, caplog: pytest.LogCaptureFixture, start: int
+) -> None:
+    """A shape that cuDNN has no plan for, say: the step goes on with our kernel, in this layer and in the others."""
+    calls: list[int] = []
+
+    def failing(query: torch.Tensor, layer: KVLayer, rows: LongRows) -> torch.Tensor:
+        calls.append(len(query))
+        raise RuntimeError("no execution plan")
+
+    query, layer, _ = noise(32)
+    layout = AttentionBatch(np.array([32]), np.array([start + 32]), torch.from_numpy(block_tables(2))[:1])
+    backend = TritonBackend(BLOCK_SIZE, dataclasses.replace(CUDNN, attend=failing, pays=lambda start, end: True))
+    with caplog.at_level(logging.ERROR):
+        metadata = backend.prepare(layout, AttentionPattern(True), query.dtype)
+        for _ in range(2):
+            actual = backend.attend(query, layer, metadata)
+            torch.testing.assert_close(actual, reference(query, layer, layout), atol=1e-5, rtol=1e-5)
+        backend.attend(query, layer, backend.prepare(layout, AttentionPattern(True), query.dtype))
+    assert calls == [32, 32]
+    assert caplog.text.count("cuDNN is not used from now on, since it failed: no execution plan") == 1

@@ -106,6 +106,7 @@ PREFILL_MUTANTS = (
             "if long is None or self.every_variant or not long.takes(self.pattern, shape.head_dim):",
             "if long is None or self.every_variant:",
         ),
+        ("a package that failed is asked again", "self.long_attention = None\n            return", "return"),
     ),
     *mutants_of(
         "dflash_backend/attention/cudnn_rows.py",
