@@ -20,6 +20,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
 from dflash_backend.models.peers import RankLostError
+from dflash_backend.worker.graphs import MIXED_TOKENS
 
 GIB = 1024**3
 
@@ -146,25 +147,27 @@ def measure_use(
     """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
 
     `make_runner` makes a worker over a pool of one block, which the steps write all their KV to; nothing of it stays.
-    `captures`: decode steps will be captured in graphs, whose memory nothing else can use. Raises `ConfigError` when a
-    step does not fit.
+    `captures`: decode steps, and those with few tokens of prompts, will be captured in graphs, whose memory nobody else
+    can use. Raises `ConfigError` when a step does not fit.
     """
     probe.release()
     weights = probe.allocated()
     probe.reset_peak()
     try:
-        step, decode = _run_largest(probe, make_runner(), config)
+        step, captured = _run_largest(probe, make_runner(), config, captures)
     except (torch.OutOfMemoryError, StepOutOfMemory, RankLostError) as error:
         if isinstance(error, RankLostError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
         raise ConfigError(_step_does_not_fit(probe, weights, config, first_line(error))) from None
     probe.release()
-    graphs = decode + GRAPH_OVERHEAD_BYTES if captures else 0
+    graphs = captured + GRAPH_OVERHEAD_BYTES if captures else 0
     return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)
 
 
-def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig) -> tuple[int, int]:
-    """The peak of all that is allocated, and how far a decode step rises above what the runner holds."""
+def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig, captures: bool) -> tuple[int, int]:
+    """The peak of all that is allocated, and how far the largest step that is captured rises above what the runner
+    holds: one of decode rows, or of as many tokens of prompts as a graph has, by which weights may become numbers that
+    those of few decode rows leave in their codes."""
     prefill = prefill_step(config)
     run(prefill)
     decode = decode_step(config, prefill)
@@ -173,7 +176,10 @@ def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig) -> t
     held = probe.allocated()
     probe.reset_peak()
     # By now the runner holds whatever it makes at first use.
-    run(decode_step(config, decode))
+    decode = decode_step(config, decode)
+    run(decode)
+    if captures:
+        run(prefill_step(config, MIXED_TOKENS[-1], decode))
     return step, probe.peak() - held
 
 
@@ -186,18 +192,21 @@ def _step_does_not_fit(probe: MemoryProbe, weights: int, config: SchedulerConfig
     )
 
 
-def prefill_step(config: SchedulerConfig) -> StepPlan:
-    """The last chunks of as many prompts as there may be requests, with as many tokens as a step may have: the first is
-    the longest request, then come more while there are tokens left for them, each with one at least."""
+def prefill_step(config: SchedulerConfig, most: int | None = None, before: StepPlan | None = None) -> StepPlan:
+    """The last chunks of as many prompts as there may be requests, with as many tokens as a step may have, `most` at
+    most: the first is the longest request, then come more while there are tokens left for them, each with one at least.
+    before: the step before, whose requests are removed."""
     longest = config.max_model_len - 1
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    left = config.max_num_batched_tokens
+    left = min(config.max_num_batched_tokens, most or config.max_num_batched_tokens)
+    num_rows = min(config.max_num_seqs, left)
+    step_id = 0 if before is None else before.step_id + 1
     rows = []
     for index in range(num_rows):
         num_new = min(left - (num_rows - 1 - index), longest)
         left -= num_new
-        rows.append(_row(config, f"prefill-{index}", longest - num_new if index == 0 else 0, num_new, 0))
-    return StepPlan(0, rows, [_request(row) for row in rows])
+        rows.append(_row(config, f"prefill-{step_id}-{index}", longest - num_new if index == 0 else 0, num_new, 0))
+    finished = [] if before is None else [row.request_id for row in before.rows]
+    return StepPlan(step_id, rows, [_request(row) for row in rows], finished)
 
 
 def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:

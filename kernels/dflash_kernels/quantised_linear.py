@@ -3,8 +3,10 @@ of it on their way to the tensor cores, and scales multiply the sums, in float32
 
 With few tokens, reading the codes takes the time. So the weight is the first factor of a tile, whose rows are many
 whatever the number of tokens is, and where a weight has too few rows to give every multiprocessor a program, its
-columns are split among several, whose sums are added up in their order. With many tokens the same kernel runs over
-larger tiles. Nothing here waits for the device, and launches follow from shapes alone.
+columns are split among several, whose sums are added up in their order. With many tokens multiplying takes the time:
+from `LEAST_DEQUANTISED` on the weight becomes numbers of the activations' dtype, in memory of a bounded size that is
+there while it is multiplied, and torch multiplies by them. Nothing here waits for the device, and launches follow from
+shapes alone.
 
 Codes of e4m3 are read by the compiler's own conversion where it has one (compute capability 8.9 and later), else by
 integer operations. The numbers are the same. Those of MXFP4 are read as `mxfp4.py` says.
@@ -16,13 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.mxfp4 import numbers_of_e2m1, scales_at
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, INTEGERS, MIDDLE, PACKED, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, INTEGERS, MIDDLE, MXFP4, PACKED, QuantisedWeight
 from dflash_kernels.triton_import import tl, triton
 
 # How codes of e4m3 are read: by integer operations; by the compiler's conversion, in two steps, since that to bfloat16
@@ -42,12 +45,15 @@ def quantised_linear_reference(
 @dataclass(frozen=True)
 class Tile:
     """A program's part of a product: `tokens` rows of the input by `outputs` rows of the weight, a run of columns at a
-    time, with `stages` such pieces under way."""
+    time, with `stages` such pieces under way. early: scales multiply the weight's numbers, which are rounded to the
+    dtype then, and not the sums of a run, so that no sum is waited for; where tokens have scales it is without
+    effect."""
 
     tokens: int
     outputs: int
     stages: int
     warps: int
+    early: bool = False
 
 
 # Ascending in tokens, by the number of which one is chosen.
@@ -65,6 +71,14 @@ WIDE_TILE = Tile(tokens=16, outputs=32, stages=2, warps=4)
 # Programs that keep a large GPU's memory busy. Columns are split until there are as many: in 8 parts at most, of four
 # runs at least.
 WANTED_PROGRAMS, MAX_SPLITS, MIN_RUNS = 256, 8, 4
+
+# Tokens of 16 bits from which on a weight is dequantised, then multiplied by torch. By arithmetic: our largest tile
+# takes as long for 129 tokens as for 256, where it was 2 to 3.7 times as slow as bfloat16 on an H200.
+LEAST_DEQUANTISED = {FP8: 129, INT8: 129, INT4: 129, MXFP4: 129}
+# The most memory that the numbers take: a larger weight is multiplied by slices of so many bytes, one after the other.
+SCRATCH_BYTES = 256 << 20
+# Rows of a weight that a program makes numbers of, a run of columns each, and its warps. Slices are whole blocks.
+DEQUANTISED_FORM, SLICE_ROWS = (64, 4), 128
 
 _every_tile = False
 
@@ -177,24 +191,45 @@ def inputs_of_run(
 
 
 @triton.jit
-def sums_of_packed(
-    first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
-    INTEGERS: tl.constexpr, RUN: tl.constexpr, WIDEN: tl.constexpr,
+def codes_of_packed(
+    codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr, INTEGERS: tl.constexpr,
+    RUN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
-    row, half a run apart: integers of 4 bits, or e2m1."""
-    if INTEGERS:
-        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
+    """The bytes of a run of columns, `[rows, columns / 2]`, and the rows' zero points; 0 of e2m1, which has none. Both
+    halves of a byte are numbers of one row, half a run apart: integers of 4 bits, or e2m1."""
     half = tl.arange(0, RUN // 2)
     offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
     packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
     if INTEGERS:
-        sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
-        sums = tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
+        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
     else:
-        sums = tl.dot(numbers_of_e2m1(packed & 0x0F, dtype, WIDEN), first, input_precision="ieee")
-        sums = tl.dot(numbers_of_e2m1(packed >> 4, dtype, WIDEN), second, sums, input_precision="ieee")
-    return sums
+        zeros = 0
+    return packed, zeros
+
+
+@triton.jit
+def numbers_of_packed(codes, zeros, dtype: tl.constexpr, INTEGERS: tl.constexpr, WIDEN: tl.constexpr):
+    """uint8 from 0 to 15 and `zeros` of `codes_of_packed` -> numbers in `dtype`; in float32 with WIDEN."""
+    if INTEGERS:
+        numbers = number_of_int4(codes, dtype, WIDEN) - zeros
+    else:
+        numbers = numbers_of_e2m1(codes, dtype, WIDEN)
+    return numbers
+
+
+@triton.jit
+def sums_of_packed(
+    first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
+    INTEGERS: tl.constexpr, RUN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The products of a run of columns, without scales: `[rows, tokens]`."""
+    packed, zeros = codes_of_packed(
+        codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
+    )
+    numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)
+    sums = tl.dot(numbers, first, input_precision="ieee")
+    numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, WIDEN)
+    return tl.dot(numbers, second, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -209,11 +244,12 @@ def numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype: tl.constexpr, WID
 
 
 @triton.jit
-def sums_of_bytes(
-    x, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
+def numbers_of_bytes(
+    codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
     EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """As `sums_of_packed`, of codes of e4m3 or, with INTEGERS, of integers."""
+    """The numbers of a run of columns without scales, `[rows, columns]` in `dtype`, in float32 with WIDEN: of codes of
+    e4m3 or, with INTEGERS, of integers. Columns past the last are 0, or less the zero point."""
     column = run * RUN + tl.arange(0, RUN)
     codes_mask = is_row[:, None]
     if not EVEN:
@@ -224,7 +260,51 @@ def sums_of_bytes(
         numbers = numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype, WIDEN)
     else:
         numbers = numbers_of_e4m3(codes, dtype, READING, WIDEN)
-    return tl.dot(numbers, x, input_precision="ieee")
+    return numbers
+
+
+@triton.jit
+def scaled_numbers(numbers, scale, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """Numbers `[rows, columns]` times the scale of each row `[rows]`, in float32, then rounded to `dtype`; not rounded
+    with WIDEN."""
+    scaled = numbers.to(tl.float32) * scale[:, None]
+    if not WIDEN:
+        scaled = scaled.to(dtype)
+    return scaled
+
+
+@triton.jit
+def with_run(
+    result, first, second, codes_ptr, scales_ptr, zeros_ptr, of_block, run, row, outputs, inputs, is_row,
+    dtype: tl.constexpr, PACKED: tl.constexpr, INTEGERS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr,
+    READING: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Sums `[rows, tokens]` and the products of one more run of columns by numbers that have their scales."""
+    scale = scales_at(scales_ptr, of_block, is_row)
+    if PACKED:
+        packed, zeros = codes_of_packed(
+            codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
+        )
+        numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)
+        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), first, result, input_precision="ieee")
+        numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, WIDEN)
+        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), second, result, input_precision="ieee")
+    else:
+        # In float32 from the start, since the scale multiplies it there.
+        numbers = numbers_of_bytes(
+            codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING, True
+        )
+        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), first, result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def block_of(row, run, scale_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr):
+    """Where the scale of each row lies that it has in a run of columns; COLUMNS as of `sums_of_run`."""
+    of_block = row // ROWS
+    if COLUMNS:
+        of_block += run * RUN // COLUMNS * scale_stride
+    return of_block
 
 
 @triton.jit
@@ -235,18 +315,16 @@ def sums_of_run(
 ):  # fmt: skip
     """The products of a run of columns with what it meets of the input, `[rows, tokens]`, times its scales.
     COLUMNS: how many share a scale; 0 for all of them, whose scale is left to `with_scale_of_rows`."""
-    of_block = row // ROWS
-    if COLUMNS:
-        of_block += run * RUN // COLUMNS * scale_stride
+    of_block = block_of(row, run, scale_stride, ROWS, COLUMNS, RUN)
     if PACKED:
         sums = sums_of_packed(
             first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
         )
     else:
-        sums = sums_of_bytes(
-            first, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING,
-            WIDEN,
-        )  # fmt: skip
+        numbers = numbers_of_bytes(
+            codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING, WIDEN
+        )
+        sums = tl.dot(numbers, first, input_precision="ieee")
     if COLUMNS:
         sums = sums * scales_at(scales_ptr, of_block, is_row)[:, None]
     return sums
@@ -276,10 +354,11 @@ def _quantised_linear_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs,
     scale_stride, runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
-    Programs that read the same rows of the weight run one after the other."""
+    Programs that read the same rows of the weight run one after the other. EARLY: as of a `Tile`, where columns have
+    scales."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -291,13 +370,20 @@ def _quantised_linear_kernel(
     last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
     for run in range(first, last):
         x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
-        sums = sums_of_run(
-            x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
-            PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
-        )  # fmt: skip
-        if COLUMNS:
-            sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
-        result += sums
+        if EARLY:
+            of_block = block_of(row, run, scale_stride, ROWS, COLUMNS, RUN)
+            result = with_run(
+                result, x, other, codes_ptr, scales_ptr, zeros_ptr, of_block, run, row, outputs, inputs, is_row, dtype,
+                PACKED, INTEGERS, RUN, EVEN, READING, WIDEN,
+            )  # fmt: skip
+        else:
+            sums = sums_of_run(
+                x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
+                PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
+            )  # fmt: skip
+            if COLUMNS:
+                sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
+            result += sums
     result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
     if COLUMNS == 0:
         result = with_scale_of_tokens(result, x_scales_ptr, 0, num_rows, token, is_token)
@@ -327,6 +413,41 @@ def _add_parts_kernel(parts_ptr, bias_ptr, out_ptr, num_rows, num_parts, outputs
     tl.store(out_ptr + row * outputs + column, result.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
+@cached_launches
+@triton.jit(do_not_specialize=["first_row", "num_rows", "scale_stride"])
+def _dequantise_kernel(
+    codes_ptr, scales_ptr, zeros_ptr, out_ptr, first_row, num_rows, outputs, inputs, scale_stride,
+    PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, READING: tl.constexpr,
+):  # fmt: skip
+    """One program writes the numbers of a run of columns of some rows, of `num_rows` from `first_row` on."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    run = tl.program_id(0)
+    place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, row = place < num_rows, first_row + place
+    of_block = block_of(row, run, scale_stride, ROWS, COLUMNS, RUN)
+    scale = scales_at(scales_ptr, of_block, is_row)
+    out_ptrs = out_ptr + place.to(tl.int64)[:, None] * inputs + run * RUN
+    mask = is_row[:, None]
+    if PACKED:
+        packed, zeros = codes_of_packed(
+            codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, True
+        )
+        out_ptrs += tl.arange(0, RUN // 2)[None, :]
+        numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, True)
+        tl.store(out_ptrs, scaled_numbers(numbers, scale, dtype, False), mask=mask)
+        numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, True)
+        tl.store(out_ptrs + RUN // 2, scaled_numbers(numbers, scale, dtype, False), mask=mask)
+    else:
+        numbers = numbers_of_bytes(
+            codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING, True
+        )
+        column = tl.arange(0, RUN)
+        if not EVEN:
+            mask = mask & (run * RUN + column < inputs)[None, :]
+        tl.store(out_ptrs + column[None, :], scaled_numbers(numbers, scale, dtype, False), mask=mask)
+
+
 # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
 INTERPRETED = not isinstance(_quantised_linear_kernel, triton.JITFunction)
 PARTS_BLOCK = 512
@@ -340,8 +461,83 @@ def quantised_linear(
     num_rows = x.numel() // weight.shape[1]
     if _every_tile and num_rows:
         _run_every_tile(x, weight, bias, x_scales)
+    if x_scales is None and is_dequantised(num_rows, weight, x.dtype):
+        return dequantised_linear(x, weight, bias)
     tile = tile_of(num_rows, x.dtype)
     return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile), x_scales=x_scales)
+
+
+def is_dequantised(num_tokens: int, weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether the weight becomes numbers before so many tokens of `dtype` are multiplied by it."""
+    return dtype.itemsize == 2 and num_tokens >= LEAST_DEQUANTISED[weight.kind]
+
+
+def dequantised_linear(
+    x: torch.Tensor,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    form: tuple[int, int] = DEQUANTISED_FORM,
+) -> torch.Tensor:
+    """As `quantised_linear_reference`, by numbers that are rounded to x's dtype, and torch's product. scratch_bytes:
+    the most memory that the numbers take at a time. form: as of `dequantise_rows`.
+
+    The memory is the allocator's and free again after the product: a graph has it in its pool, and each stream its own.
+    """
+    outputs, inputs = weight.shape
+    rows = as_rows(x, inputs)
+    size = rows_of_slice(outputs, inputs * x.itemsize, scratch_bytes)
+    out, scratch = rows.new_empty(len(rows), outputs), rows.new_empty(size, inputs)
+    for first in range(0, outputs, size):
+        numbers = scratch[: outputs - first]
+        dequantise_rows(weight, first, numbers, form)
+        columns = slice(first, first + len(numbers))
+        if bias is None:
+            torch.mm(rows, numbers.t(), out=out[:, columns])
+        else:
+            torch.addmm(bias[columns], rows, numbers.t(), out=out[:, columns])
+    return out.view(*x.shape[:-1], outputs)
+
+
+def rows_of_slice(outputs: int, row_bytes: int, scratch_bytes: int) -> int:
+    """How many rows of a weight are numbers at a time: all of them where they fit, else slices that are about equal."""
+    num_slices = -(-outputs * row_bytes // scratch_bytes)
+    return min(outputs, -(-outputs // (num_slices * SLICE_ROWS)) * SLICE_ROWS)
+
+
+def dequantise_rows(
+    weight: QuantisedWeight,
+    first: int,
+    out: torch.Tensor,
+    form: tuple[int, int] = DEQUANTISED_FORM,
+    reading: int | None = None,
+) -> None:
+    """Write the numbers of the rows from `first` on to `out`, contiguous `[num_rows, in]` of 16 bits. form: rows of a
+    program, and its warps. reading: as of `multiply`."""
+    outputs, inputs = weight.shape
+    block_rows, warps = form
+    _dequantise_kernel[triton.cdiv(inputs, weight.run), triton.cdiv(len(out), block_rows)](
+        weight.codes, weight.scales, weight.zeros, out, first, len(out), outputs, inputs, weight.scales.shape[1],
+        **_form(weight), BLOCK_N=block_rows, READING=_reading(weight, out.device, reading), num_warps=warps,
+    )  # fmt: skip
+
+
+def _form(weight: QuantisedWeight) -> dict[str, Any]:
+    """The constants of a kernel that reads this weight."""
+    return {
+        "PACKED": weight.kind in PACKED,
+        "INTEGERS": weight.kind in INTEGERS,
+        "ROWS": weight.rows,
+        "COLUMNS": weight.columns if len(weight.scales) > 1 else 0,
+        "RUN": weight.run,
+        "EVEN": weight.shape[1] % weight.run == 0,
+    }
+
+
+def as_rows(x: torch.Tensor, inputs: int) -> torch.Tensor:
+    """`[num_tokens, inputs]`, the numbers of a row side by side."""
+    rows = x.reshape(-1, inputs)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def invariant_quantised_linear(
@@ -360,6 +556,8 @@ def _run_every_tile(
     for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
         for splits in {1, num_splits(1, weight, tile)}:
             multiply(row, weight, bias, tile, splits, x_scales=x_scales)
+    if x_scales is None and x.itemsize == 2:
+        dequantised_linear(row, weight, bias)
 
 
 def multiply(
@@ -373,23 +571,19 @@ def multiply(
 ) -> torch.Tensor:
     """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
     outputs, inputs = weight.shape
-    rows = x.reshape(-1, inputs)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = as_rows(x, inputs)
     num_rows, device = len(rows), x.device
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
     if num_rows:
-        num_runs, is_fp8 = triton.cdiv(inputs, weight.run), weight.kind == FP8
+        num_runs, in_columns = triton.cdiv(inputs, weight.run), len(weight.scales) > 1
         parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
         grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
         _quantised_linear_kernel[grid](
             rows, x_scales, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
             out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
-            triton.cdiv(num_runs, splits), PACKED=weight.kind in PACKED, INTEGERS=weight.kind in INTEGERS,
-            ROWS=weight.rows, COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
-            EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
-            READING=BY_INTEGERS if not is_fp8 else reading_on(device) if reading is None else reading,
-            WIDEN=INTERPRETED,
+            triton.cdiv(num_runs, splits), **_form(weight), SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
+            READING=_reading(weight, device, reading), WIDEN=INTERPRETED,
+            EARLY=tile.early and in_columns and x_scales is None,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if parts is not None:
@@ -397,6 +591,13 @@ def multiply(
                 parts, bias, out, num_rows, splits, outputs, BLOCK=PARTS_BLOCK
             )
     return out.view(*x.shape[:-1], outputs)
+
+
+def _reading(weight: QuantisedWeight, device: torch.device, wanted: int | None) -> int:
+    """How the codes of a weight are read on a device, or as is wanted: those of e4m3 alone have several ways."""
+    if weight.kind != FP8:
+        return BY_INTEGERS
+    return reading_on(device) if wanted is None else wanted
 
 
 @cache

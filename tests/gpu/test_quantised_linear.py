@@ -17,7 +17,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("num_tokens", [1, 16, 50, 700])
+@pytest.mark.parametrize("num_tokens", [1, 16, 50, 128, 129, 700])
 def test_a_captured_product_is_right_for_other_input(name: str, num_tokens: int) -> None:
     make, sizes = WEIGHTS[name]
     weight = make(*sizes)

@@ -6,7 +6,15 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.fp8_activations import quantise_activations
-from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, TILES, WIDE_TILE, multiply
+from dflash_kernels.quantised_linear import (
+    BY_FLOAT32,
+    BY_INTEGERS,
+    DIRECTLY,
+    TILES,
+    WIDE_TILE,
+    dequantise_rows,
+    multiply,
+)
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 from dflash_kernels.scaled_linear import columns_of_scale
 from tests.kernels.model_launches import HIDDEN, zeros
@@ -36,5 +44,7 @@ def launches() -> None:
         numbers, of_tokens = quantise_activations(x, columns_of_scale(weight), x.dtype)
         multiply(numbers, weight, None, TILES[0], 1, BY_FLOAT32, of_tokens)
     quantise_activations(x, HIDDEN)
+    for weight in (blocks, with_zeros):
+        dequantise_rows(weight, 0, zeros(HIDDEN, HIDDEN), reading=BY_FLOAT32)
     for weight in (blocks, with_zeros):
         multiply(x.float(), weight, None, WIDE_TILE, 1)

@@ -11,14 +11,18 @@ from dflash_kernels.quantised_linear import (
     BY_INTEGERS,
     DIRECTLY,
     INVARIANT_TILE,
+    LEAST_DEQUANTISED,
     TILES,
     WIDE_TILE,
+    dequantise_rows,
+    dequantised_linear,
     every_tile,
     invariant_quantised_linear,
     multiply,
     num_splits,
     quantised_linear,
     quantised_linear_reference,
+    rows_of_slice,
     tile_of,
 )
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, MXFP4, QuantisedWeight, pack, run_of, unpack
@@ -162,6 +166,87 @@ def test_a_row_has_the_same_bits_among_any_rows_where_that_is_asked_for(
         assert torch.equal(invariant_quantised_linear(x[9 : 9 + count], weight), whole[9 : 9 + count]), count
 
 
+SCHEMES = {
+    "fp8 blocks": fp8(*FP8_SHAPES["blocks"]),
+    "fp8 small blocks": fp8(*FP8_SHAPES["small blocks, the last ones cut"]),
+    "fp8 rows": fp8(*FP8_SHAPES["a scale for each row"]),
+    "int8": int8(100, 176, 24, 32),
+    "int4": int4(200, 160, 32),
+    "int4 without zero points": int4(72, 256, 128, zeros=False),
+    "mxfp4": mxfp4(72, 96),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("first", [0, 40])
+def test_the_numbers_of_some_rows_are_those_of_the_reference_to_the_bit(name: str, first: int) -> None:
+    weight = SCHEMES[name]
+    expected = weight.dequantised(torch.float16)[first:69]
+    out = torch.full((69 - first + 1, weight.shape[1]), 7.0, dtype=torch.float16, device=DEVICE)
+    dequantise_rows(weight, first, out[:-1])
+    assert torch.equal(out[:-1], expected)
+    assert bool((out[-1] == 7).all()), "a row past the last was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_products_by_slices_of_numbers_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    weight = SCHEMES[name]
+    outputs, inputs = weight.shape
+    x, bias = random(5, 2, inputs, seed=1).to(dtype), random(outputs, seed=2).to(dtype)
+    for offsets in (bias, None):
+        expected = quantised_linear_reference(x, weight, offsets)
+        for scratch in (1 << 20, 1):
+            assert_close(dequantised_linear(x, weight, offsets, scratch), expected)
+
+
+def test_a_slice_has_whole_blocks_of_rows_and_no_more_bytes_than_it_may() -> None:
+    assert rows_of_slice(24576, 8192, 256 << 20) == 24576
+    assert rows_of_slice(24576, 8192, 24576 * 8192) == 24576
+    assert rows_of_slice(24576, 8192, 24576 * 8192 - 1) == 12288
+    assert rows_of_slice(57344, 16384, 256 << 20) == 14336
+    assert rows_of_slice(200, 512, 1) == 128
+    for outputs in (300, 4096, 151936):
+        size = rows_of_slice(outputs, 8192, 64 << 20)
+        assert size == outputs or size % 128 == 0
+
+
+@pytest.mark.parametrize("kind", LEAST_DEQUANTISED)
+def test_a_weight_becomes_numbers_from_its_number_of_tokens_on_and_not_with_one_less(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = {FP8: lambda: fp8(24, 64, 1, 64), INT8: lambda: int8(24, 64, 1, 64), INT4: lambda: int4(24, 64, 64)}
+    weight, taken = make.get(kind, lambda: mxfp4(24, 64))(), []
+    for name in ("multiply", "dequantised_linear"):
+        plain = getattr(products, name)
+        monkeypatch.setattr(
+            products, name, lambda *args, name=name, plain=plain, **how: taken.append(name) or plain(*args, **how)
+        )
+    least = LEAST_DEQUANTISED[kind]
+    for count in (1, least - 1, least):
+        x = random(1, count, 64).half()
+        assert_close(quantised_linear(x, weight), quantised_linear_reference(x, weight))
+    assert taken == ["multiply", "multiply", "dequantised_linear"]
+    # Float32 is multiplied as it is, whose sums no rounding of the weight may touch; and tokens that have scales.
+    quantised_linear(random(least, 64), weight)
+    x_scales = torch.ones(len(weight.scales), least, device=DEVICE)
+    quantised_linear(random(least, 64).half(), weight, None, x_scales)
+    invariant_quantised_linear(random(least, 64).half(), weight)
+    assert taken[3:] == ["multiply"] * 3
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int8", "int4", "mxfp4", "fp8 rows"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scales_may_multiply_the_weight_and_not_the_sums(name: str, dtype: torch.dtype) -> None:
+    weight = SCHEMES[name]
+    x, tile = random(21, weight.shape[1], seed=1).to(dtype), products.Tile(32, 64, 2, 4, early=True)
+    for splits in (1, 2):
+        assert_close(multiply(x, weight, None, tile, splits), quantised_linear_reference(x, weight))
+    x_scales = numbers(len(weight.scales), 21)
+    plain = multiply(x, weight, None, products.Tile(32, 64, 2, 4), 1, x_scales=x_scales)
+    assert torch.equal(multiply(x, weight, None, tile, 1, x_scales=x_scales), plain)
+
+
 def test_columns_are_split_only_where_a_weight_has_few_rows_and_all_tokens_fit_a_tile() -> None:
     small, tall = fp8(64, 4096, 1, 4096), fp8(64 * 256, 128, 1, 128)
     assert num_splits(16, small, TILES[0]) == 8
@@ -196,11 +281,17 @@ def test_a_product_that_compiles_runs_every_tile_and_gives_its_own_result(
         run.append((tile, splits))
         return plain(x, weight, bias, tile, splits, x_scales=x_scales)
 
+    dequantised: list[int] = []
+    by_numbers = products.dequantised_linear
+    monkeypatch.setattr(
+        products, "dequantised_linear", lambda *args: dequantised.append(len(args[0])) or by_numbers(*args)
+    )
     monkeypatch.setattr(products, "multiply", noted)
     with every_tile():
         assert torch.equal(quantised_linear(x, weight), expected)
     tiles = TILES if dtype == torch.float16 else [WIDE_TILE]
     assert set(run) == {(tile, splits) for tile in tiles for splits in (1, 2)}
+    assert dequantised == ([1] if dtype == torch.float16 else [])
     run.clear()
     quantised_linear(x, weight)
     assert len(run) == 1

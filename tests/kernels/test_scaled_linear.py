@@ -13,11 +13,11 @@ from dflash_kernels.fp8_activations import CODE, quantise_activations, quantise_
 from dflash_kernels.quantised_linear import TILES, every_tile, multiply
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 from dflash_kernels.scaled_linear import (
-    LEAST_TOKENS,
     ScaledProduct,
     columns_of_scale,
     fits_torch,
     invariant_scaled_linear,
+    least_tokens,
     multiply_scaled,
     product_for,
     scaled_linear_reference,
@@ -34,7 +34,7 @@ SHAPES = {
     "small blocks, the last ones cut": (100, 176, 24, 32),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-MANY = LEAST_TOKENS + 3
+MANY = 68
 
 
 def fp8(out: int, inner: int, rows: int, columns: int) -> QuantisedWeight:
@@ -136,15 +136,33 @@ def test_torch_and_our_kernel_give_the_same_numbers(name: str, dtype: torch.dtyp
     assert float((own - (exact(x, weight) + bias.cpu().double()).to(own.device)).abs().max()) < TOLERANCE[dtype] * size
 
 
+def test_torch_multiplies_by_weights_of_many_rows_from_fewer_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [least_tokens(outputs) for outputs in (1, 4096, 6143, 6144, 24576)] == [65, 65, 65, 33, 33]
+    counts: list[tuple[int, int]] = []
+
+    def by_torch(rows: torch.Tensor, weight: QuantisedWeight, *_: Any) -> torch.Tensor:
+        counts.append((len(weight.codes), len(rows)))
+        return rows.new_zeros(len(rows), len(weight.codes))
+
+    monkeypatch.setattr(products, "LEAST_TOKENS", ((80, 3), (0, 6)))
+    monkeypatch.setattr(products, "multiply_by_torch", by_torch)
+    for outputs in (80, 79):
+        product = ScaledProduct(fp8(outputs, 32, 1, 32), by_torch=True)
+        for count in (2, 3, 5, 6):
+            product(tokens(count, 32), fp8(outputs, 32, 1, 32))
+    assert counts == [(80, 3), (80, 5), (80, 6), (79, 6)]
+
+
 def test_launches_of_many_tokens_are_torchs_and_others_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, counts = fp8(*SHAPES["a scale for each row"]), []
     product = product_for(weight, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     monkeypatch.setattr(
         products, "multiply_scaled", lambda *args: counts.append(len(args[0])) or multiply_scaled(*args)
     )
-    for count in (1, LEAST_TOKENS - 1, LEAST_TOKENS, MANY):
+    least = least_tokens(len(weight.codes))
+    for count in (1, least - 1, least, MANY):
         product(tokens(count, weight.shape[1], torch.bfloat16 if DEVICE == "cuda" else torch.float32), weight, None)
-    assert counts == [LEAST_TOKENS, MANY]
+    assert counts == [least, MANY]
 
 
 def test_a_product_that_torch_has_not_is_ours(
@@ -198,12 +216,12 @@ def test_torchs_products_of_blocks_get_a_multiple_of_four_tokens(count: int, mon
     x = tokens(count, weight.shape[1], torch.bfloat16)
     expected = ScaledProduct(weight, by_torch=False)(x, weight).float()
     monkeypatch.setattr(products.F, "scaled_mm", scaled_mm)
-    found = products._multiply_by_torch(x, weight, scales_for_torch(weight), None).float()
+    found = products.multiply_by_torch(x, weight, scales_for_torch(weight), None).float()
     assert heights == [-(-count // 4) * 4]
     torch.testing.assert_close(found, expected, atol=1e-2 * float(expected.abs().max()), rtol=0)
     heights.clear()
     assert trial(weight, torch.bfloat16) is None
-    assert heights == [4, 80, 128]
+    assert heights == [4, 48, 80, 128]
 
 
 def test_scales_of_blocks_are_laid_out_as_torch_reads_them() -> None:

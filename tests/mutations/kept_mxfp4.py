@@ -35,18 +35,24 @@ KEPT_MXFP4_MUTANTS = (
         EQUAL,
         (
             "the halves of a byte of MXFP4 change places",
-            "numbers_of_e2m1(packed & 0x0F",
-            "numbers_of_e2m1(packed >> 4",
+            (
+                "numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)\n"
+                "    sums = tl.dot(numbers, first"
+            ),
+            (
+                "numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, WIDEN)\n"
+                "    sums = tl.dot(numbers, first"
+            ),
         ),
         (
             "a group of MXFP4 has the scale of its neighbour",
-            "scales_at(scales_ptr, of_block, is_row)",
-            "scales_at(scales_ptr, tl.abs(of_block - scale_stride), is_row)",
+            "sums * scales_at(scales_ptr, of_block, is_row)",
+            "sums * scales_at(scales_ptr, tl.abs(of_block - scale_stride), is_row)",
         ),
         (
             "e2m1 is read as integers",
-            "INTEGERS=weight.kind in INTEGERS,",
-            "INTEGERS=weight.kind != FP8,",
+            '"INTEGERS": weight.kind in INTEGERS,',
+            '"INTEGERS": weight.kind != FP8,',
         ),
     ),
     *mutants_of(

@@ -12,6 +12,9 @@ FORMATS = (f"{MODELS}::test_projections_keep_their_codes_and_give_the_logits_of_
 DEQUANTISED = (f"{MODELS}::test_what_no_product_is_there_for_is_dequantised",)
 ORDERS = (f"{MODELS}::test_projections_of_several_orders_are_dequantised_where_they_are_one_product",)
 OF_ROWS = (f"{MODELS}::test_rows_of_a_weight_with_columns_in_an_order_keep_it",)
+NUMBERS = (f"{KERNELS}::test_the_numbers_of_some_rows_are_those_of_the_reference_to_the_bit",)
+SLICES = (f"{KERNELS}::test_products_by_slices_of_numbers_equal_the_reference",)
+THRESHOLD = (f"{KERNELS}::test_a_weight_becomes_numbers_from_its_number_of_tokens_on_and_not_with_one_less",)
 TAKEN = (f"{KERNELS}::test_rows_that_are_taken_have_their_scales",)
 STACKED = (f"{KERNELS}::test_parts_below_one_another_keep_their_numbers",)
 
@@ -61,16 +64,81 @@ KEPT_WEIGHTS_MUTANTS = (
         ),
         (
             "the halves of a packed byte change places",
-            "number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first",
-            "number_of_int4(packed >> 4, dtype, WIDEN) - zeros, first",
+            (
+                "numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)\n"
+                "    sums = tl.dot(numbers, first"
+            ),
+            (
+                "numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, WIDEN)\n"
+                "    sums = tl.dot(numbers, first"
+            ),
         ),
-        ("packed codes are read as bytes", "number_of_int4(packed & 0x0F", "number_of_int4(packed"),
+        (
+            "packed codes are read as bytes",
+            "numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)\n    sums",
+            "numbers_of_packed(packed, zeros, dtype, INTEGERS, WIDEN)\n    sums",
+        ),
         ("the second half of a run is the first", "tl.load(half_ptrs + RUN // 2,", "tl.load(half_ptrs,"),
         (
             "a row of packed codes is its neighbour's",
             "(tl.cast(run, tl.int64) * outputs + row)",
             "(tl.cast(run, tl.int64) * outputs + row + 1)",
         ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        NUMBERS,
+        ("each slice has the numbers of the first rows", "first_row + place", "place"),
+        (
+            "the second half of a run is written over the first",
+            "tl.store(out_ptrs + RUN // 2,",
+            "tl.store(out_ptrs,",
+        ),
+        (
+            "numbers past the last column are written into the next row",
+            "mask = mask & (run * RUN + column < inputs)[None, :]",
+            "mask = mask & (run * RUN < inputs)",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        SLICES,
+        ("a slice's product is added to the first outputs", "slice(first, first + len(numbers))", "slice(0, size)"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_a_slice_has_whole_blocks_of_rows_and_no_more_bytes_than_it_may",),
+        ("slices are a block larger than they may be", "(num_slices * SLICE_ROWS)) * SLICE_ROWS", "num_slices) + 128"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/memory.py",
+        ("tests/worker/test_memory.py::test_graphs_get_what_the_largest_captured_step_takes_beside_the_runners_state",),
+        (
+            "numbers of weights in graphs with prompts are not counted",
+            "    if captures:\n        run(",
+            "    if False:\n        run(",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        THRESHOLD,
+        (
+            "a weight becomes numbers one token too late",
+            "num_tokens >= LEAST_DEQUANTISED",
+            "num_tokens > LEAST_DEQUANTISED",
+        ),
+        (
+            "a weight becomes numbers one token too early",
+            "num_tokens >= LEAST_DEQUANTISED[weight.kind]",
+            "num_tokens >= LEAST_DEQUANTISED[weight.kind] - 1",
+        ),
+        ("float32 is multiplied by rounded numbers", "dtype.itemsize == 2 and num_tokens", "num_tokens"),
+        ("scales of tokens are lost to numbers", "if x_scales is None and is_dequantised(", "if is_dequantised("),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_scales_may_multiply_the_weight_and_not_the_sums",),
+        ("early scales leave out those of tokens", "in_columns and x_scales is None", "in_columns"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/quantised_linear.py",
@@ -88,6 +156,11 @@ KEPT_WEIGHTS_MUTANTS = (
             "the start compiles products of one part alone",
             "for splits in {1, num_splits(1, weight, tile)}:",
             "for splits in {1}:",
+        ),
+        (
+            "the start compiles no numbers",
+            "if x_scales is None and x.itemsize == 2:",
+            "if x_scales is None and x.itemsize == 1:",
         ),
     ),
     *mutants_of(

@@ -67,8 +67,19 @@ SCALED_PRODUCT_MUTANTS = (
     *mutants_of(
         "kernels/dflash_kernels/scaled_linear.py",
         (f"{KERNELS}::test_launches_of_many_tokens_are_torchs_and_others_ours",),
-        ("torch multiplies decode rows", "len(rows) >= LEAST_TOKENS", "len(rows) >= 1"),
+        ("torch multiplies decode rows", "len(rows) >= least_tokens(outputs)", "len(rows) >= 1"),
         ("torch multiplies nothing", "fits_torch(weight, dtype) and", "False and"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/scaled_linear.py",
+        (f"{KERNELS}::test_torch_multiplies_by_weights_of_many_rows_from_fewer_tokens_on",),
+        ("weights of any size have the first one's least tokens", "if outputs >= rows)", "if outputs > 0)"),
+        ("a weight of just so many rows is a smaller one", "if outputs >= rows)", "if outputs > rows or not rows)"),
+        (
+            "torch multiplies one token too late",
+            "len(rows) >= least_tokens(outputs)",
+            "len(rows) > least_tokens(outputs)",
+        ),
     ),
     *mutants_of(
         "kernels/dflash_kernels/scaled_linear.py",
@@ -101,7 +112,7 @@ SCALED_PRODUCT_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "kernels/dflash_kernels/scaled_linear.py",
+        "kernels/dflash_kernels/quantised_linear.py",
         VIEWS,
         (
             "numbers that lie apart are read as neighbours",

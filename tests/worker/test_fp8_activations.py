@@ -26,7 +26,7 @@ from tests.worker.engines import engine, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 # One prompt that torch multiplies, and one that our kernel does.
-PROMPTS = [[(7 * i) % 90 + 1 for i in range(LEAST_TOKENS + 5)], [9, 8, 7]]
+PROMPTS = [[(7 * i) % 90 + 1 for i in range(max(tokens for _, tokens in LEAST_TOKENS) + 5)], [9, 8, 7]]
 ASKED: list[dict[str, Any]] = [
     {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True},
     {"max_tokens": 2, "temperature": 0.8, "seed": 1, "ignore_eos": True},

@@ -93,10 +93,13 @@ def test_a_step_ends_the_requests_of_the_one_before_and_adds_its_own() -> None:
     bounds = limits(300, 3, 100, 7, 400)
     first, second = steps(bounds)
     third = decode_step(bounds, second)
-    assert [plan.step_id for plan in (first, second, third)] == [0, 1, 2]
+    fourth = prefill_step(bounds, 40, third)
+    assert [plan.step_id for plan in (first, second, third, fourth)] == [0, 1, 2, 3]
     assert second.finished_req_ids == [request.request_id for request in first.new_requests]
     assert third.finished_req_ids == [request.request_id for request in second.new_requests]
-    for plan in (first, second, third):
+    assert fourth.finished_req_ids == [request.request_id for request in third.new_requests]
+    assert (first.num_tokens, fourth.num_tokens) == (100, 40)
+    for plan in (first, second, third, fourth):
         assert [request.request_id for request in plan.new_requests] == [row.request_id for row in plan.rows]
         known = [row.num_computed + row.num_new for row in plan.rows]
         assert [len(request.token_ids) for request in plan.new_requests] == known
@@ -107,6 +110,7 @@ def test_a_device_runner_takes_these_steps_over_a_single_block(tmp_path: Path) -
     bounds = built.core.config
     first, second = steps(bounds)
     runner = device_runner(built, padded=False)
-    for plan in (first, second, decode_step(bounds, second)):
+    third = decode_step(bounds, second)
+    for plan in (first, second, third, prefill_step(bounds, 20, third)):
         runner.submit(plan)
         assert [len(row.token_ids) >= 1 for row in runner.collect().rows] == [True] * 3

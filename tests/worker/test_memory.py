@@ -102,9 +102,14 @@ def test_nothing_of_the_measurement_stays() -> None:
     assert (gpu.tensors, gpu.cache) == (WEIGHTS, 0)
 
 
-def test_graphs_get_what_a_decode_step_takes_beside_the_runners_state() -> None:
-    assert measure(Gpu(), captures=True).graphs == DECODE_BYTES + GRAPH_OVERHEAD_BYTES
+def test_graphs_get_what_the_largest_captured_step_takes_beside_the_runners_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_prompts = 512 * Runner.PER_TOKEN + 4 * Runner.PER_CHOICE
+    assert measure(Gpu(), captures=True).graphs == of_prompts + GRAPH_OVERHEAD_BYTES
     assert measure(Gpu(), captures=False).graphs == 0
+    monkeypatch.setattr(Runner, "PER_CHOICE", GIB)
+    assert measure(Gpu(), captures=True).graphs == 4 * 8 * (Runner.PER_TOKEN + GIB) + GRAPH_OVERHEAD_BYTES
 
 
 def test_the_kv_cache_gets_what_is_left_of_the_servers_share() -> None:
