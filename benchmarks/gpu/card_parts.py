@@ -304,6 +304,16 @@ def run_quantised(context: Context) -> None:
             return
 
 
+def run_quantised_candidates(context: Context) -> None:
+    """A layer's products by quantised weights in all ways that their constants are chosen from."""
+    tiny = scale(context.device) == "cpu"
+    for run in quantised_products.measure_candidates(quantised_products.KINDS, None, context.device, tiny):
+        context.recorder.write(run)
+        if context.out_of_time():
+            context.skip(f"candidates after {run.product}, {run.weights}, {run.tokens} tokens", "no time was left")
+            return
+
+
 def run_quantised_cycles(context: Context) -> None:
     """Decode cycles of a target whose projections and their activations are in FP8."""
     ceilings, shape, device = part.ceilings_of(context), context.shape, context.device
@@ -443,6 +453,7 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     "products": run_products,
     "few rows": run_few_rows,
     "quantised": run_quantised,
+    "candidates": run_quantised_candidates,
     "quantised cycles": run_quantised_cycles,
     "measured cycles": run_measured_cycles,
     "profile": run_profile,

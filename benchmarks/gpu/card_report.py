@@ -82,6 +82,7 @@ PARTS = (
     Part("products", 60.0, on_request=True),
     Part("few rows", 40.0, on_request=True),
     Part("measured cycles", 90.0, on_request=True),
+    Part("candidates", 40.0, on_request=True),
 )
 
 

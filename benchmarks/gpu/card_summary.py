@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from benchmarks.gpu import report
 from benchmarks.gpu.card_texts import Comparison, compare
 from benchmarks.gpu.quantised_products import FP8_BOTH as FP8_BOTH_PRODUCTS
+from benchmarks.gpu.quantised_products import candidate_tables
 from benchmarks.gpu.report import Target
 from benchmarks.gpu.results import DFLASH, FP8_BOTH, INVARIANT, NO_DRAFT, SAMPLED, SERVING, Cycle, Results
 from dflash_kernels.quantised_weight import FP8, INT4
@@ -55,6 +56,7 @@ def markdown(results: Results) -> str:
         ("Steps with prompts", report.step_table(results) if results.steps else ""),
         ("Kernels", kernel_table(results)),
         ("Products by quantised weights, times as fast as in bfloat16", product_table(results)),
+        ("Products by quantised weights in other ways", candidate_table(results)),
         ("Steps by kernels", profile_table(results)),
         ("Starts", start_table(results)),
         ("Attention of one layer for a whole prompt", report.prompt_table(results) if results.prompts else ""),
@@ -221,6 +223,12 @@ def product_table(results: Results) -> str:
         rows.setdefault((run.product, run.weights), {})[run.tokens] = f"{run.speedup:.2f} ({1e6 * run.seconds:.1f} us)"
     cells = [[*key, *(row.get(number, "-") for number in tokens)] for key, row in rows.items()]
     return markdown_table(["product", "weights", *(f"{number} tokens" for number in tokens)], cells) if cells else ""
+
+
+def candidate_table(results: Results) -> str:
+    """Those that were computed in other ways as well."""
+    runs = [run for run in results.products if run.others]
+    return candidate_tables(runs) if runs else ""
 
 
 def profile_table(results: Results) -> str:

@@ -57,8 +57,8 @@ EMPTY = {"empty", "empty_like", "new_empty", "empty_strided"}
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")}
 # Not computed over large tensors: products, random numbers, and what goes through a vocabulary.
 COSTLY = {
-    "linear", "matmul", "__matmul__", "mm", "bmm", "scaled_dot_product_attention", "_scaled_mm", "randn", "rand",
-    "randint", "zeros", "ones", "full", "sort", "softmax", "cumsum", "argmax", "masked_fill", "gather",
+    "linear", "matmul", "__matmul__", "mm", "addmm", "bmm", "scaled_dot_product_attention", "_scaled_mm", "randn",
+    "rand", "randint", "zeros", "ones", "full", "sort", "softmax", "cumsum", "argmax", "masked_fill", "gather",
     "exponential", "div", "__truediv__", "mul", "__mul__", "add", "__add__", "float", "max",
 }  # fmt: skip
 

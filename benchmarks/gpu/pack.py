@@ -36,7 +36,8 @@ MOST_BYTES = 60 << 20
 # The parts whose kernels are compiled, the longest first; others launch no others.
 PARTS = (
     "tests", "start", "texts fp8 both", "texts fp8", "texts bf16", "texts default", "texts drafts", "texts invariant",
-    "traffic", "prompts", "engine", "quantised", "quantised cycles", "kernels", "few rows", "ceilings", "environment",
+    "traffic", "prompts", "engine", "quantised", "candidates", "quantised cycles", "kernels", "few rows", "ceilings",
+    "environment",
 )  # fmt: skip
 # A part that takes longer than this has met something that does not end.
 PART_S = 1800.0

@@ -1,10 +1,12 @@
 """Products by quantised weights compiled for GPUs that need not be here: registers, shared memory and spills.
 
     python -m benchmarks.gpu.quantised_table [--out benchmarks/results/quantised_kernels.md]
+    python -m benchmarks.gpu.quantised_table --arch 90 --candidates
 
 compiles the kernel for each scheme, each tile and each architecture, in bfloat16, with codes read as suits that
-architecture, those of experts in the sizes of Qwen3-30B-A3B, and reads what the assembler says of them. Nothing is run
-and no time is measured.
+architecture, those that make numbers of a weight, and those of experts in the sizes of Qwen3-30B-A3B, and reads what
+the assembler says of them. Nothing is run and no time is measured. With `--candidates` the tiles are those that
+`quantised_products --candidates` tries besides.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.compile_table import GPUS, compile_launch
+from benchmarks.gpu.quantised_products import CANDIDATE_TILES, FORMS
 from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
 from dflash_kernels import quantised_moe as experts
@@ -30,6 +33,7 @@ from load_tests.markdown import markdown_table
 SIZE, GROUP = 4096, 128
 NUM_EXPERTS, PER_TOKEN, MOE_HIDDEN, MOE_INNER = 128, 8, 2048, 768
 LINEAR, INTO, OUT_OF = "Products", "Into experts, whose gate and up share the outputs", "Out of experts"
+NUMBERS = "Numbers of a weight, by rows x columns of a program"
 SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
 # Which experts alone are of: gpt-oss's, with biases and a clamped gate.
 MXFP4_EXPERTS = "MXFP4"
@@ -112,11 +116,29 @@ def launch(scheme: str, tile: products.Tile, arch: int) -> KernelLaunch:
     return only
 
 
-def rows_of(scheme: str, arch: int) -> Iterator[tuple[str, list[str]]]:
+def numbers_launch(scheme: str, form: tuple[int, int], arch: int) -> KernelLaunch:
+    """As `launch`, of the kernel that makes numbers of a weight."""
+    kernel, found = products._dequantise_kernel, []
+    before = kernel.run
+    kernel.run = lambda *arguments, grid, warmup, **options: found.append((kernel, arguments, options))
+    try:
+        out = torch.zeros((), dtype=torch.bfloat16).expand(SIZE, SIZE)
+        products.dequantise_rows(weight_of(scheme), 0, out, form, products.reading_of(divmod(arch, 10)))
+    finally:
+        kernel.run = before
+    (only,) = found
+    return only
+
+
+def rows_of(scheme: str, arch: int, candidates: bool) -> Iterator[tuple[str, list[str]]]:
     """Rows of the tables, each with the name of its table."""
-    for tile in products.TILES if scheme in SCHEMES else ():
+    tiles = [tile for tile, _ in CANDIDATE_TILES] if candidates else products.TILES
+    for tile in tiles if scheme in SCHEMES else ():
         yield LINEAR, row_of(launch(scheme, tile, arch), scheme, tile, arch)
-    for tile in experts.TILES:
+    for form in FORMS if candidates else (products.DEQUANTISED_FORM,):
+        tile = products.Tile(form[0], weight_of(scheme).run, 3, form[1])
+        yield NUMBERS, row_of(numbers_launch(scheme, form, arch), scheme, tile, arch)
+    for tile in () if candidates else experts.TILES:
         for name, each in zip((INTO, OUT_OF), expert_launches(scheme, tile, arch), strict=True):
             yield name, row_of(each, scheme, tile, arch)
 
@@ -129,7 +151,7 @@ def row_of(launched: KernelLaunch, scheme: str, tile: products.Tile, arch: int) 
     return [
         f"sm_{arch}",
         scheme,
-        f"{tile.tokens} x {tile.outputs}",
+        f"{tile.tokens} x {tile.outputs}{', early' if tile.early else ''}",
         *map(str, numbers),
         shared,
         str(GPUS[arch].shared_bytes >> 10),
@@ -141,17 +163,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
     parser.add_argument("--weights", choices=ALL, action="append", help="default: all")
+    parser.add_argument("--candidates", action="store_true", help="the tiles that are tried besides")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
-    tables: dict[str, list[list[str]]] = {LINEAR: [], INTO: [], OUT_OF: []}
+    tables: dict[str, list[list[str]]] = {LINEAR: [], NUMBERS: [], INTO: [], OUT_OF: []}
     fits = True
     for arch in args.arch or GPUS:
         for scheme in args.weights or ALL:
-            for name, row in rows_of(scheme, arch):
+            for name, row in rows_of(scheme, arch, args.candidates):
                 print(name, *row, flush=True)
                 tables[name].append(row)
                 fits &= float(row[-2]) <= GPUS[arch].shared_bytes >> 10 and row[-3] == "0"
-    parts = [f"{name}:\n\n{markdown_table(HEADER, rows, 'lllrrrrrr')}\n" for name, rows in tables.items()]
+    parts = [f"{name}:\n\n{markdown_table(HEADER, rows, 'lllrrrrrr')}\n" for name, rows in tables.items() if rows]
     text = "\n".join(parts)
     print(text)
     if args.out:

@@ -197,7 +197,8 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class ProductRun:
-    """A product by quantised weights beside the same by torch in bfloat16. bytes_per_s: of weights that it reads."""
+    """A product by quantised weights beside the same by torch in bfloat16. bytes_per_s: of weights that it reads.
+    others: seconds of other ways to compute it, by their names."""
 
     product: str
     weights: str
@@ -205,6 +206,7 @@ class ProductRun:
     seconds: float
     plain_seconds: float
     bytes_per_s: float
+    others: dict[str, float] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
