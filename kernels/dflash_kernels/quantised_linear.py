@@ -14,6 +14,7 @@ integer operations. The numbers are the same. Those of MXFP4 are read as `mxfp4.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from dflash_kernels.launcher import cached_launches
 from dflash_kernels.mxfp4 import numbers_of_e2m1, scales_at
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, INTEGERS, MIDDLE, MXFP4, PACKED, QuantisedWeight
 from dflash_kernels.triton_import import tl, triton
+
+logger = logging.getLogger(__name__)
 
 # How codes of e4m3 are read: by integer operations; by the compiler's conversion, in two steps, since that to bfloat16
 # is an instruction of one number at a time on Hopper; by its conversion alone. And the compute capabilities from which.
@@ -81,6 +84,8 @@ SCRATCH_BYTES = 256 << 20
 DEQUANTISED_FORM, SLICE_ROWS = (64, 4), 128
 
 _every_tile = False
+# Kinds of weights that could not become numbers when that was tried, at the start.
+_always_codes: set[str] = set()
 
 
 @contextmanager
@@ -469,7 +474,8 @@ def quantised_linear(
 
 def is_dequantised(num_tokens: int, weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     """Whether the weight becomes numbers before so many tokens of `dtype` are multiplied by it."""
-    return dtype.itemsize == 2 and num_tokens >= LEAST_DEQUANTISED[weight.kind]
+    is_many = dtype.itemsize == 2 and num_tokens >= LEAST_DEQUANTISED[weight.kind]
+    return is_many and weight.kind not in _always_codes
 
 
 def dequantised_linear(
@@ -551,13 +557,20 @@ def invariant_quantised_linear(
 def _run_every_tile(
     x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, x_scales: torch.Tensor | None
 ) -> None:
-    """Each kernel of this product, over one row."""
+    """Each kernel of this product, over one row. Weights of a kind that cannot become numbers here stay codes."""
     row, x_scales = x.reshape(-1, weight.shape[1])[:1], None if x_scales is None else x_scales[:, :1].contiguous()
     for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
         for splits in {1, num_splits(1, weight, tile)}:
             multiply(row, weight, bias, tile, splits, x_scales=x_scales)
-    if x_scales is None and x.itemsize == 2:
-        dequantised_linear(row, weight, bias)
+    if x_scales is None and x.itemsize == 2 and weight.kind not in _always_codes:
+        try:
+            dequantised_linear(row, weight, bias)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of Triton, torch or the driver, and products go on without it
+            _always_codes.add(weight.kind)
+            reason = str(error).partition("\n")[0]
+            logger.warning("weights in %s are multiplied as codes for any number of tokens: %s", weight.kind, reason)
 
 
 def multiply(

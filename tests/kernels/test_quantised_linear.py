@@ -235,6 +235,29 @@ def test_a_weight_becomes_numbers_from_its_number_of_tokens_on_and_not_with_one_
     assert taken[3:] == ["multiply"] * 3
 
 
+def test_weights_that_cannot_become_numbers_stay_codes_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel image\nmore")
+
+    monkeypatch.setattr(products, "_always_codes", set())
+    monkeypatch.setattr(products, "dequantised_linear", fails)
+    weight, other = int4(24, 64, 64), fp8(24, 64, 1, 64)
+    x = random(LEAST_DEQUANTISED[INT4], 64).half()
+    with every_tile():
+        assert_close(quantised_linear(x[:1], weight), quantised_linear_reference(x[:1], weight))
+    assert "weights in int4 are multiplied as codes for any number of tokens: no kernel image" in caplog.text
+    assert_close(quantised_linear(x, weight), quantised_linear_reference(x, weight))
+    with pytest.raises(RuntimeError, match="no kernel image"):  # another kind is not concerned
+        quantised_linear(x, other)
+    monkeypatch.setattr(
+        products, "dequantised_linear", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+    )
+    with pytest.raises(torch.OutOfMemoryError), every_tile():
+        quantised_linear(x[:1], other)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "int8", "int4", "mxfp4", "fp8 rows"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_scales_may_multiply_the_weight_and_not_the_sums(name: str, dtype: torch.dtype) -> None:

@@ -102,6 +102,16 @@ KEPT_WEIGHTS_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_weights_that_cannot_become_numbers_stay_codes_and_the_log_says_so",),
+        ("weights that cannot become numbers are asked to", "_always_codes.add(weight.kind)", "pass"),
+        (
+            "no kind becomes numbers once one could not",
+            "return is_many and weight.kind not in _always_codes",
+            "return is_many and not _always_codes",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
         SLICES,
         ("a slice's product is added to the first outputs", "slice(first, first + len(numbers))", "slice(0, size)"),
     ),
@@ -159,8 +169,8 @@ KEPT_WEIGHTS_MUTANTS = (
         ),
         (
             "the start compiles no numbers",
-            "if x_scales is None and x.itemsize == 2:",
-            "if x_scales is None and x.itemsize == 1:",
+            "if x_scales is None and x.itemsize == 2 and weight.kind",
+            "if x_scales is None and x.itemsize == 1 and weight.kind",
         ),
     ),
     *mutants_of(
