@@ -150,7 +150,7 @@ def seconds_of_ways(
 
 
 def ways_of(kind: str, count: int, weight: QuantisedWeight) -> dict[str, Multiply]:
-    """Other ways for so many tokens, by their names: those of tiles say for how many programs columns are split. Equal
+    """Other ways for `count` tokens, by their names: those of tiles say for how many programs columns are split. Equal
     ones are the same object."""
     if kind == FP8_BOTH:
         return scaled_ways(weight) if count in BOTH_TOKENS else {}
@@ -189,7 +189,7 @@ def scaled_ways(weight: QuantisedWeight) -> dict[str, Multiply]:
 
 
 def splits_for(programs: int, count: int, weight: QuantisedWeight, tile: Tile) -> int:
-    """Parts of the columns with which there are about so many programs, also for more tokens than a tile has."""
+    """Parts of the columns with which there are about `programs` of them, also for more tokens than a tile has."""
     outputs, inputs = weight.shape
     tiles = -(-count // tile.tokens) * -(-outputs // tile.outputs)
     return max(1, min(programs // tiles, products.MAX_SPLITS, inputs // (weight.run * products.MIN_RUNS)))

@@ -78,7 +78,7 @@ WANTED_PROGRAMS, MAX_SPLITS, MIN_RUNS = 256, 8, 4
 # Tokens of 16 bits from which on a weight is dequantised, then multiplied by torch. By arithmetic: our largest tile
 # takes as long for 129 tokens as for 256, where it was 2 to 3.7 times as slow as bfloat16 on an H200.
 LEAST_DEQUANTISED = {FP8: 129, INT8: 129, INT4: 129, MXFP4: 129}
-# The most memory that the numbers take: a larger weight is multiplied by slices of so many bytes, one after the other.
+# The most memory that the numbers take: a larger weight is multiplied in slices of this size, one after the other.
 SCRATCH_BYTES = 256 << 20
 # Rows of a weight that a program makes numbers of, a run of columns each, and its warps. Slices are whole blocks.
 DEQUANTISED_FORM, SLICE_ROWS = (64, 4), 128
@@ -473,7 +473,7 @@ def quantised_linear(
 
 
 def is_dequantised(num_tokens: int, weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Whether the weight becomes numbers before so many tokens of `dtype` are multiplied by it."""
+    """Whether the weight becomes numbers before this many tokens of `dtype` are multiplied by it."""
     is_many = dtype.itemsize == 2 and num_tokens >= LEAST_DEQUANTISED[weight.kind]
     return is_many and weight.kind not in _always_codes
 

@@ -25,7 +25,7 @@ from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 
 logger = logging.getLogger(__name__)
 
-# Rows of a weight, and the tokens from which on torch multiplies by one that has so many: with fewer tokens reading the
+# Rows of a weight, and the tokens from which on torch multiplies by one that has as many: with fewer tokens reading the
 # weight takes the time, which our tiles are made for, and so it does longer where torch has few rows to share out.
 # On an H200 ours took 23.6 and 87.1 us for 64 tokens by 6,144 and 24,576 rows, as for 33, and torch's 21.9 and 52.0
 # for 256; by 4,096 rows ours took 16.3 and 34.6, and torch's 21.3 and 53.2. How many tokens torch needs below that is
@@ -44,7 +44,7 @@ Product = Callable[[torch.Tensor, QuantisedWeight, "torch.Tensor | None"], torch
 
 
 def least_tokens(outputs: int) -> int:
-    """Tokens from which on torch multiplies by a weight of so many rows."""
+    """Tokens from which on torch multiplies by a weight of this many rows."""
     return next(tokens for rows, tokens in LEAST_TOKENS if outputs >= rows)
 
 
