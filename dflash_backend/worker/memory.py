@@ -147,8 +147,8 @@ def measure_use(
     """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
 
     `make_runner` makes a worker over a pool of one block, which the steps write all their KV to; nothing of it stays.
-    `captures`: decode steps, and those with few tokens of prompts, will be captured in graphs, whose memory nobody else
-    can use. Raises `ConfigError` when a step does not fit.
+    `captures`: decode steps, and those with few tokens of prompts, will be captured in graphs, whose memory nothing
+    else can use. Raises `ConfigError` when a step does not fit.
     """
     probe.release()
     weights = probe.allocated()
