@@ -52,8 +52,7 @@ TRIAL_SHARPNESS = 2.0
 class LongRows:
     """Rows as a package takes them, R of them with N queries: source, target as in `FlashAttnMetadata`; query_lens,
     seq_lens int32 `[R]`; block_tables int32 `[R, width]`; the pattern. most_queries, most_positions: int64 `[R]`, the
-    host's bounds of the lengths, or these themselves where a package needs to know them. whole: the only row of a pass
-    is one of them, and its lengths are known."""
+    host's bounds of the lengths. known: whether they are the lengths of all of these rows."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -64,7 +63,7 @@ class LongRows:
     most_positions: np.ndarray
     block_size: int
     pattern: AttentionPattern
-    whole: bool
+    known: bool
 
     @classmethod
     def of(
@@ -75,7 +74,7 @@ class LongRows:
         seq_lens: np.ndarray,
         block_size: int,
         pattern: AttentionPattern,
-        whole: bool = False,
+        known: bool = False,
     ) -> LongRows:
         """The rows `index` (int64 `[R]`, on the host) of `rows`; query_lens, seq_lens: the host's bounds, int64 of all
         rows."""
@@ -94,7 +93,7 @@ class LongRows:
             most_positions=seq_lens[index],
             block_size=block_size,
             pattern=pattern,
-            whole=whole,
+            known=known,
         )
 
     @property

@@ -109,9 +109,9 @@ class TritonMetadata(AttentionMetadata):
             index = self._long_index(shape)
             self.long[shape] = None
             if len(index):
-                whole = len(self.query_lens) == 1 and bool(self.known[0])
+                known = bool(self.known[index].all())
                 self.long[shape] = LongRows.of(
-                    self.rows, index, self.query_lens, self.seq_lens, self.block_size, self.pattern, whole
+                    self.rows, index, self.query_lens, self.seq_lens, self.block_size, self.pattern, known
                 )
         return self.long[shape]
 
@@ -229,7 +229,8 @@ class TritonBackend(AttentionBackend):
             self._warm_up(query, layer, metadata, shape)
         attended = None
         if long is not None:
-            is_whole = long.whole and len(long.source) == len(query)
+            # All tokens of the pass, which lie behind one another.
+            is_whole = long.known and len(long.source) == len(query)
             queries = query if is_whole else query.index_select(0, long.source)
             attended = self._attend_long(queries, layer, metadata, long)
             if attended is None:

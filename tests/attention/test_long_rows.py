@@ -184,7 +184,8 @@ def test_the_only_row_of_a_pass_is_not_copied(stand_ins: None, attention: LongAt
         return attention.attend(query, layer, rows)
 
     query, layer, _ = noise(32)
-    layout = AttentionBatch(np.array([32]), np.array([start + 32]), torch.from_numpy(block_tables(2))[:1])
+    # Beside a padding row, as an engine has it.
+    layout = AttentionBatch(np.array([32, 0]), np.array([start + 32, 0]), torch.from_numpy(block_tables(2)))
     always = dataclasses.replace(attention, attend=attending, pays=lambda start, end: True)
     backend = TritonBackend(BLOCK_SIZE, always)
     actual = backend.attend(query, layer, backend.prepare(layout, AttentionPattern(True), query.dtype))

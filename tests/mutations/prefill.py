@@ -106,6 +106,11 @@ PREFILL_MUTANTS = (
             "if long is None or self.every_variant or not long.takes(self.pattern, shape.head_dim):",
             "if long is None or self.every_variant:",
         ),
+        (
+            "rows beside others are taken for the whole pass",
+            "long.known and len(long.source) == len(query)",
+            "long.known",
+        ),
         ("a package that failed is asked again", "self.long_attention = None\n            return", "return"),
     ),
     *mutants_of(
