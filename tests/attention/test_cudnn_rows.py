@@ -118,16 +118,17 @@ def test_results_of_pieces_are_merged_without_rounding_between(monkeypatch: pyte
     monkeypatch.setattr(cudnn_rows, "attention_of_cudnn", dense_attention)
     generator = torch.Generator().manual_seed(4)
     query = torch.randn(24, 4, 16, generator=generator).bfloat16()
-    kv = torch.randn(300, 2, 2, 16, generator=generator).bfloat16()
-    pieces = cudnn_rows.row_pieces(248, 272)
-    assert len(pieces.prefix) >= 3
+    kv = torch.randn(2064, 2, 2, 16, generator=generator).bfloat16()
+    pieces = cudnn_rows._pieces_from(2040, 2040, 2064)
+    assert len(pieces.prefix) == 16
     got = cudnn_rows.attend_row(query, kv[: pieces.num_positions], pieces, None)
     written = torch.empty_like(query)
     assert cudnn_rows.attend_row(query, kv[: pieces.num_positions], pieces, written) is written
     expected = torch.cat(
         [dense_attention(query[None, i].float().transpose(0, 1)[None], *(
-            kv[: 249 + i, j].float().transpose(0, 1)[None] for j in range(2)), False)[0][0, :, 0][None]
+            kv[: 2041 + i, j].float().transpose(0, 1)[None] for j in range(2)), False)[0][0, :, 0][None]
          for i in range(24)]
     )  # fmt: skip
     assert torch.equal(got, written)
-    assert (got.float() - expected).abs().max() < 3e-3
+    off = (got.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert off < 3.5e-3, "0.0023; rounded after each merge 0.0048"
