@@ -144,6 +144,7 @@ def attend_row(query: torch.Tensor, kv: torch.Tensor, pieces: RowPieces, out: to
     """The attention of a row's queries `[end - start, num_heads, head_dim]`, of the same shape. kv: keys and values of
     its positions, `[pieces.num_positions, 2, num_kv_heads, head_dim]`; those from `pieces.end` on must be finite. out:
     where to write, contiguous; None for anywhere."""
+    query = query.contiguous()  # a plan is for strides too
     num_queries, skipped = len(query), pieces.start - pieces.begin
     if pieces.num_queries != num_queries:
         place = torch.arange(pieces.num_queries, device=query.device) - skipped
