@@ -1,12 +1,13 @@
 """`make gpu-pack`: what travels to a GPU machine that has no package index, so that it need not compile for minutes.
 
-    python -m benchmarks.gpu.pack [--python PYTHON] [--arch 90] [--only start]
+    python -m benchmarks.gpu.pack [--python PYTHON] [--arch 90] [--only start] [--cache DIR]
 
 runs the parts of `make gpu-report` over a GPU that is not there (`fake_device`), which compiles their kernels for this
 compute capability, and packs Triton's cache beside the packages of `make gpu-packages`. A kernel that is compiled is
 found again by its text and the line that it begins at, by its constants and by Triton's own files. So `--python` names
 an interpreter of the version that the GPU machine has, with the Triton that it has; any torch will do. All of it takes
-ten minutes and more of two cores. `make gpu-report` unpacks it and says how many kernels it compiled all the same.
+half an hour of two cores; with `--cache` what an earlier call compiled into that folder is not compiled again. `make
+gpu-report` unpacks it and says how many kernels it compiled all the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MOST_BYTES = 60 << 20
 # The parts whose kernels are compiled, the longest first; others launch no others.
 PARTS = (
     "tests", "start", "texts fp8 both", "texts fp8", "texts bf16", "texts default", "texts drafts", "texts invariant",
-    "traffic", "prompts", "engine", "quantised", "candidates", "quantised cycles", "kernels", "few rows", "ceilings",
+    "traffic", "prompts", "engine", "prefetch", "quantised", "candidates", "quantised cycles", "kernels", "few rows",
+    "ceilings",
     "environment",
 )  # fmt: skip
 # A part that takes longer than this has met something that does not end.
@@ -164,11 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="default: all; again for more")
     parser.add_argument("--jobs", type=int, default=2, help="parts at a time (%(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / FOLDER, help=f"default: {FOLDER}")
+    parser.add_argument("--cache", type=Path, help="a folder of compiled kernels, which is kept for the next call")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cache = directory / "cache"
-        cache.mkdir()
+        cache = (args.cache or directory / "cache").resolve()
+        cache.mkdir(parents=True, exist_ok=True)
         make_stub(directory)
         folders = [str(ROOT / each) for each in (".", "kernels", "client", "cli", "frontend")]
         environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
