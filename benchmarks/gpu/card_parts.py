@@ -40,9 +40,7 @@ from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
-from dflash_kernels import l2_prefetch
 from dflash_kernels.dispatch import use_triton
-from dflash_kernels.l2_prefetch import Reach
 from dflash_kernels.measured_linear import describe_measured, use_measured_products
 from dflash_kernels.quantised_weight import FP8
 
@@ -62,15 +60,6 @@ DECODE = {
     "cpu": ((1, 24), (2, 24)),
 }
 CYCLE_CELLS = {"cuda": (Cell(1, 1024), Cell(8, 1024), Cell(32, 1024)), "cpu": (Cell(1, 24), Cell(2, 24))}
-# What is asked for of the weight that comes after each kernel.
-_MB = 1 << 20
-PREFETCHES = {
-    **{f"output {most}": {"rotation": Reach(most * _MB)} for most in (16, 34)},
-    **{f"down {most} x {n}": {"gate": Reach(most * _MB, n)} for most, n in ((8, 1), (16, 1), (16, 4), (32, 4))},
-    **{f"qkv, gate_up {most}": {"norm": Reach(most * _MB)} for most in (4, 8, 16, 32)},
-    "some": {"rotation": Reach(34 * _MB), "gate": Reach(16 * _MB, 4), "norm": Reach(8 * _MB)},
-    "more": {"rotation": Reach(34 * _MB), "gate": Reach(32 * _MB, 4), "norm": Reach(16 * _MB)},
-}
 PROFILED_STEPS = {"cuda": 20, "cpu": 2}
 # Tokens of prompts beside decode rows.
 MIXED_PROMPTS = {"cuda": (128, 256), "cpu": (16,)}
@@ -369,28 +358,6 @@ def run_measured_cycles(context: Context) -> None:
     use_measured_products(False)
 
 
-def run_prefetch(context: Context) -> None:
-    """Decode cycles while kernels ask for different parts of the weight of the next product (`l2_prefetch`)."""
-    ceilings, shape, device = part.ceilings_of(context), context.shape, context.device
-    k, cycles = shape.num_speculative_tokens, part.NUM_CYCLES[scale(device)]
-    cells, sizes = part.fitting(context, list(CYCLE_CELLS[scale(device)]), cycles)
-    engine = RandomEngine(shape, sizes, device, context.dtype)
-    before = dict(l2_prefetch.REACH)
-    try:
-        for name, reach in (("none", {}), *PREFETCHES.items(), ("none again", {})):
-            if context.out_of_time():
-                context.skip(f"prefetch {name}", "no time was left")
-                continue
-            l2_prefetch.REACH.update(dict.fromkeys(before, l2_prefetch.Reach(0)) | reach)
-            for drafts in (k, 0):
-                core = engine.core(drafts, context.acceptance if drafts else None)
-                for cell in cells:
-                    system = f"k = {drafts}, prefetch {name}"
-                    context.recorder.write(run_cell(core, shape, cell, drafts, cycles, context.dtype, ceilings, system))
-    finally:
-        l2_prefetch.REACH.update(before)
-
-
 def run_profile(context: Context) -> None:
     """Kernels and gaps of a step: of 1, 8 and 32 greedy rows, of sampled ones, and with a prompt beside them."""
     shape, device = context.shape, context.device
@@ -489,7 +456,6 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     "candidates": run_quantised_candidates,
     "quantised cycles": run_quantised_cycles,
     "measured cycles": run_measured_cycles,
-    "prefetch": run_prefetch,
     "profile": run_profile,
     "start": run_start,
     "second start": run_start,

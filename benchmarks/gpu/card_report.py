@@ -74,7 +74,6 @@ PARTS = (
     Part("traffic", 60.0),
     Part("prompts", 45.0),
     Part("kernels", 40.0),
-    Part("prefetch", 60.0, on_request=True),
     Part("profile", 40.0),
     Part("quantised cycles", 30.0),
     Part("quantised", 40.0),

@@ -102,7 +102,7 @@ class LayeredTarget(TargetModel, ABC):
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps, self._head.stored))
+        return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
 
 class DecoderTarget(LayeredTarget):
@@ -126,9 +126,8 @@ class DecoderTarget(LayeredTarget):
             else:
                 added, hidden = layer.forward(normed, hidden, context, next(own_cache), rotation)
             if index + 1 < len(self.layers):
-                after = self.layers[index + 1].weights
-                then = after.qkv.stored if isinstance(after, LayerWeights) else None
-                normed, hidden = self.ops.add_rms_norm(added, hidden, after.input_norm, self.eps, then)
+                next_norm = self.layers[index + 1].weights.input_norm
+                normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
             else:
                 hidden = hidden + added
             yield hidden

@@ -106,16 +106,14 @@ class DecoderLayer:
         tokens of their own request as the metadata allows.
         """
         attended = self._attend(normed, context, cache, rotation)
-        w = self.weights
-        normed, hidden = self.ops.add_rms_norm(attended, hidden, w.post_norm, self.eps, w.mlp.first)
-        return w.mlp.forward(normed, self.ops), hidden
+        normed, hidden = self.ops.add_rms_norm(attended, hidden, self.weights.post_norm, self.eps)
+        return self.weights.mlp.forward(normed, self.ops), hidden
 
     def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
         """Attention and its projection: `[num_tokens, hidden_size]` -> the same shape. Apart from `forward`, so that
         the projections are freed before the MLP takes memory for its own."""
         w = self.weights
         query = self.ops.qk_norm_rope_write(
-            w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded,
-            w.output.stored,
-        )  # fmt: skip
+            w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
+        )
         return w.output(context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks))

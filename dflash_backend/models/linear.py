@@ -87,11 +87,6 @@ class Linear:
         return self._weight
 
     @property
-    def stored(self) -> torch.Tensor:
-        """What a product reads: the weight, or its codes."""
-        return self._weight
-
-    @property
     def device(self) -> torch.device:
         """Where the weight is."""
         return self._weight.device
@@ -152,10 +147,6 @@ class QuantisedLinear(Linear):
         """The weight as numbers, made anew whenever it is asked for."""
         numbers = self.quantised.dequantised(self._dtype)
         return numbers if self.order is None else numbers[:, self.order.argsort()]
-
-    @property
-    def stored(self) -> torch.Tensor:
-        return self.quantised.codes
 
     @property
     def device(self) -> torch.device:

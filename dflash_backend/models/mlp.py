@@ -24,10 +24,6 @@ class Mlp(Protocol):
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
 
-    @property
-    def first(self) -> torch.Tensor | None:
-        """What its first product reads, where that is much."""
-
 
 @dataclass(frozen=True)
 class DenseMlp:
@@ -56,12 +52,7 @@ class DenseMlp:
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
         gated = ops.gelu_mul if self.is_gelu else ops.silu_mul
-        return self.down(gated(self.gate_up(x), self.down.stored))
-
-    @property
-    def first(self) -> torch.Tensor:
-        """What its first product reads."""
-        return self.gate_up.stored
+        return self.down(gated(self.gate_up(x)))
 
 
 @dataclass(frozen=True)
@@ -98,10 +89,6 @@ class SparseMlp:
         clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
         return run_experts(ops, x, (self.gate_up, self.down), weights, experts, self.biases, clamp)
 
-    @property
-    def first(self) -> None:
-        """The router's weight is small."""
-
     def route(self, x: torch.Tensor, ops: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most
         likely first."""
@@ -134,7 +121,3 @@ class SharedExpertMlp:
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
         return self.sparse.forward(x, ops) + self.gate(x).sigmoid() * self.shared.forward(x, ops)
-
-    @property
-    def first(self) -> None:
-        """As of `SparseMlp`."""

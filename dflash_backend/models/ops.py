@@ -93,10 +93,8 @@ class LayerOps:
         slots: torch.Tensor,
         cache: KVLayer,
         padded: bool,
-        then: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0.
-        then: the weight of the product behind attention, as of `rms_norm_reference`."""
+        """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0."""
         return qk_norm_rope_write.qk_norm_rope_write_reference(
             qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
         )
@@ -176,11 +174,10 @@ class TritonLayerOps(LayerOps):
         slots: torch.Tensor,
         cache: KVLayer,
         padded: bool,
-        then: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert rotation.rows is not None
         return qk_norm_rope_write.qk_norm_rope_write(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales, then
+            qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
         )
 
     @staticmethod

@@ -66,10 +66,6 @@ class SummedLinear(Linear):
         return self._part.weight
 
     @property
-    def stored(self) -> torch.Tensor:
-        return self._part.stored
-
-    @property
     def device(self) -> torch.device:
         return self._part.device
 
@@ -100,11 +96,6 @@ class SummedMlp:
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
         return self.reduce(self.part.forward(x, ops))
-
-    @property
-    def first(self) -> torch.Tensor | None:
-        """What its first product reads, where that is much."""
-        return self.part.first
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
-from dflash_kernels.l2_prefetch import NUM_PROGRAMS, prefetch, prefetch_l2
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -22,20 +21,20 @@ Clamp = tuple[float, float]
 """alpha and limit."""
 
 
-def silu_mul_reference(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, rounded after the SiLU and after the product: `[n, 2 * inner]`, gate before up, to
-    `[n, inner]`. then: the weight of the next product, of which a kernel may ask for some (`l2_prefetch`)."""
+    `[n, inner]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def gelu_mul_reference(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up`, as `silu_mul_reference`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
-def invariant_silu_mul_reference(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def invariant_silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """As `silu_mul_reference`, the same bits for a number wherever it lies. torch's SiLU computes the numbers at the
     end of a thread's share, which are fewer than a vector, in another way than the others."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -43,7 +42,7 @@ def invariant_silu_mul_reference(gate_up: torch.Tensor, then: torch.Tensor | Non
     return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
 
-def invariant_gelu_mul_reference(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def invariant_gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """As `gelu_mul_reference`, the same bits for a number wherever it lies (`invariant_silu_mul_reference`)."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
@@ -76,21 +75,15 @@ def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
 
 
 @cached_launches
-@triton.jit(do_not_specialize=["num_pieces", "stride", "width"])
+@triton.jit
 def _gated_mul_kernel(
-    gate_up_ptr, output_ptr, next_ptr, row_stride, num_pieces, stride, width,
+    gate_up_ptr, output_ptr, row_stride,
     INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr,
-    THREADS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes one piece of one row."""
     after_kernel_before(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if PREFETCH:
-        asker = tl.program_id(0) - (tl.num_programs(0) - NUM_PROGRAMS)
-        if asker >= 0:
-            if tl.program_id(1) == 0:
-                prefetch_l2(asker, next_ptr, num_pieces, stride, width, NUM_PROGRAMS, THREADS)
-            return
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < INNER
     gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -104,26 +97,25 @@ def _gated_mul_kernel(
     tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `silu_mul_reference`. Rows of `gate_up` must be contiguous."""
-    return _gated_mul(gate_up, False, then)
+    return _gated_mul(gate_up, is_gelu=False)
 
 
-def gelu_mul(gate_up: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `gelu_mul_reference`. Rows of `gate_up` must be contiguous."""
-    return _gated_mul(gate_up, True, then)
+    return _gated_mul(gate_up, is_gelu=True)
 
 
-def _gated_mul(gate_up: torch.Tensor, is_gelu: bool, then: torch.Tensor | None) -> torch.Tensor:
+def _gated_mul(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         # 8 numbers for each thread: loads of 16 bytes in half precision.
         block = min(1024, triton.next_power_of_2(inner))
-        num_warps, ask = max(1, block // 256), prefetch(then, num_rows, "gate")
-        _gated_mul_kernel[(num_rows + ask.num_programs, triton.cdiv(inner, block))](
-            gate_up, output, gate_up if then is None else then, gate_up.stride(0), ask.num_pieces, ask.stride,
-            ask.width, INNER=inner, BLOCK=block, GELU=is_gelu, SCALE=SCALE, CUBE=CUBE,
-            THREADS=32 * num_warps, PREFETCH=ask.num_programs > 0, num_warps=num_warps, **dependent_launch(),
+        grid = (num_rows, triton.cdiv(inner, block))
+        _gated_mul_kernel[grid](
+            gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, GELU=is_gelu, SCALE=SCALE, CUBE=CUBE,
+            num_warps=max(1, block // 256), **dependent_launch(),
         )  # fmt: skip
     return output

@@ -75,26 +75,6 @@ def tile_span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, 
     return begin, end
 
 
-@triton.jit
-def _list_shared(schedule_ptr, shared_ptr, share, num_tiles, num_workers, BLOCK: tl.constexpr):
-    """Write which of these tiles workers share."""
-    for base in range(0, 2 * num_workers, BLOCK):
-        number = base + tl.arange(0, BLOCK)
-        tl.store(shared_ptr + number, -1 + tl.zeros_like(number), mask=number < 2 * num_workers)
-    # Other threads read what one has written.
-    tl.debug_barrier()
-    for base in range(0, num_tiles, BLOCK):
-        tile = base + tl.arange(0, BLOCK)
-        inside = tile < num_tiles
-        begin = tl.load(schedule_ptr + tile, mask=inside & (tile > 0), other=0)
-        end = tl.load(schedule_ptr + 1 + tile, mask=inside, other=1)
-        worker, last_worker = begin // share, (end - 1) // share
-        # A worker is the first of one such tile at most: it has the end of its share.
-        is_shared = inside & (worker < last_worker)
-        tl.store(shared_ptr + worker, tile, mask=is_shared)
-        tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)
-
-
 @cached_launches
 @triton.jit(
     do_not_specialize=["num_tiles", "num_workers", "query_bound", "per_tile", "table_len", "block_n", "min_units"],
@@ -146,7 +126,22 @@ def _schedule_kernel(
     whole = tl.cdiv(share, longest) * longest
     share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)
     tl.store(schedule_ptr, share)
-    _list_shared(schedule_ptr, schedule_ptr + 1 + 4 * num_tiles, share, listed, num_workers, BLOCK)
+    shared_ptr = schedule_ptr + 1 + 4 * num_tiles
+    for base in range(0, 2 * num_workers, BLOCK):
+        number = base + tl.arange(0, BLOCK)
+        tl.store(shared_ptr + number, -1 + tl.zeros_like(number), mask=number < 2 * num_workers)
+    # Other threads read what one has written.
+    tl.debug_barrier()
+    for base in range(0, listed, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        inside = tile < listed
+        begin = tl.load(schedule_ptr + tile, mask=inside & (tile > 0), other=0)
+        end = tl.load(schedule_ptr + 1 + tile, mask=inside, other=1)
+        worker, last_worker = begin // share, (end - 1) // share
+        # A worker is the first of one such tile at most: it has the end of its share.
+        is_shared = inside & (worker < last_worker)
+        tl.store(shared_ptr + worker, tile, mask=is_shared)
+        tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)
 
 
 def schedule(

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.fp8_kv import quantise_kv_reference, store_kv
-from dflash_kernels.l2_prefetch import NUM_PROGRAMS, prefetch, prefetch_l2
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -103,12 +102,12 @@ def norm_and_rotate(
 
 
 @cached_launches
-@triton.jit(do_not_specialize=["num_pieces", "stride", "width"])
+@triton.jit
 def _qk_norm_rope_write_kernel(
-    qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr, next_ptr,
-    qkv_stride, table_stride, cache_stride, eps, num_pieces, stride, width,
+    qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,
+    qkv_stride, table_stride, cache_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program does HEADS heads of one token; they may be queries, keys and values at once."""
     token = tl.program_id(0).to(tl.int64)
@@ -124,12 +123,6 @@ def _qk_norm_rope_write_kernel(
         weight_low = tl.load(norm_ptr + offsets, mask=is_rotated, other=0.0).to(tl.float32)
         weight_high = tl.load(norm_ptr + offsets + half_dim, mask=is_rotated, other=0.0).to(tl.float32)
     after_kernel_before(PDL)
-    if PREFETCH:
-        asker = tl.program_id(0) - (tl.num_programs(0) - NUM_PROGRAMS)
-        if asker >= 0:
-            if tl.program_id(1) == 0:
-                prefetch_l2(asker, next_ptr, num_pieces, stride, width, NUM_PROGRAMS, THREADS)
-            return
     source = qkv_ptr + token * qkv_stride + offsets
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
@@ -173,11 +166,9 @@ def qk_norm_rope_write(
     slots: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None = None,
-    then: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `qk_norm_rope_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
-    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's. then: the weight of the
-    product behind attention, of which some is asked for (`l2_prefetch`).
+    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
 
     Rows of `qkv`, slots of `cache`, `qk_norm` and `scales` must be contiguous.
     """
@@ -187,13 +178,10 @@ def qk_norm_rope_write(
     if len(qkv):
         total = num_heads + 2 * num_kv_heads
         heads, half = head_blocks(total, head_dim)
-        ask, num_warps = prefetch(then, len(qkv), "rotation"), 4
-        _qk_norm_rope_write_kernel[(len(qkv) + ask.num_programs, triton.cdiv(total, heads))](
+        _qk_norm_rope_write_kernel[(len(qkv), triton.cdiv(total, heads))](
             qkv, qkv if qk_norm is None else qk_norm, cos, sin, positions, slots, query, cache,
-            scales, qkv if then is None else then, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
-            ask.num_pieces, ask.stride, ask.width,
+            scales, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=qk_norm is not None,
-            HEADS=heads, HALF=half, THREADS=32 * num_warps, PREFETCH=ask.num_programs > 0, num_warps=num_warps,
-            **dependent_launch(),
+            HEADS=heads, HALF=half, num_warps=4, **dependent_launch(),
         )  # fmt: skip
     return query

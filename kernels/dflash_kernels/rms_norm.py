@@ -10,38 +10,32 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
-from dflash_kernels.l2_prefetch import NUM_PROGRAMS, prefetch, prefetch_l2
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
 
-def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, then: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension: `[n, size]` -> the same shape and dtype,
-    computed in float32 at least and rounded once. weight: `[size]`, in that dtype or in float32. then: the weight of
-    the next product, of which a kernel may ask for some (`l2_prefetch`); no result depends on it."""
+    computed in float32 at least and rounded once. weight: `[size]`, in that dtype or in float32."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: torch.Tensor | None = None
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of `x + residual` and the sum itself, all `[n, size]`. The norm reads the sum as it is stored, rounded
-    to the dtype. then: as of `rms_norm_reference`."""
+    to the dtype."""
     total = residual + x
     return rms_norm_reference(total, weight, eps), total
 
 
 @cached_launches
-@triton.jit(do_not_specialize=["num_pieces", "stride", "width"])
+@triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, next_ptr, x_stride, residual_stride, eps, num_pieces,
-    stride, width,
-    SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program norms one row. Without ADD neither `residual_ptr` nor `total_ptr` is touched."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,11 +43,6 @@ def _rms_norm_kernel(
     inside = offsets < SIZE
     weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     after_kernel_before(PDL)
-    if PREFETCH:
-        asker = tl.program_id(0) - (tl.num_programs(0) - NUM_PROGRAMS)
-        if asker >= 0:
-            prefetch_l2(asker, next_ptr, num_pieces, stride, width, NUM_PROGRAMS, THREADS)
-            return
     x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -72,35 +61,32 @@ def _launch(
     total: torch.Tensor,
     eps: float,
     add: bool,
-    then: torch.Tensor | None,
 ) -> None:
-    size, ask = weight.shape[0], prefetch(then, len(x), "norm")
+    size = weight.shape[0]
     block = triton.next_power_of_2(size)
     # The number of warps depends on the row's size alone, never on how many rows there are: so does the order in
     # which a row is summed, and no token's result depends on what else runs. 16 numbers for each thread.
-    num_warps = min(16, max(1, block // 512))
-    _rms_norm_kernel[(len(x) + ask.num_programs,)](
-        x, residual, weight, normed, total, weight if then is None else then, x.stride(0), residual.stride(0), eps,
-        ask.num_pieces, ask.stride, ask.width,
-        SIZE=size, ADD=add, BLOCK=block, THREADS=32 * num_warps, PREFETCH=ask.num_programs > 0, num_warps=num_warps,
+    _rms_norm_kernel[(len(x),)](
+        x, residual, weight, normed, total, x.stride(0), residual.stride(0), eps,
+        SIZE=size, ADD=add, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         **dependent_launch(),
     )  # fmt: skip
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, then: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `rms_norm_reference`. Rows of `x` must be contiguous."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
-        _launch(x, x, weight, normed, normed, eps, False, then)
+        _launch(x, x, weight, normed, normed, eps, add=False)
     return normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: torch.Tensor | None = None
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `add_rms_norm_reference`. Rows of `x` and `residual` must be contiguous."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed)
     if len(x):
-        _launch(x, residual, weight, normed, total, eps, True, then)
+        _launch(x, residual, weight, normed, total, eps, add=True)
     return normed, total

@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutants_of
 
 FOLDER = "kernels/dflash_kernels"
 COMPILED = ("tests/kernels/test_dependent_launch.py",)
+READ = "    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)\n"
 ROW = "    row = tl.program_id(0).to(tl.int64)\n"
 
 DEPENDENT_LAUNCH_MUTANTS = (
@@ -31,8 +32,8 @@ DEPENDENT_LAUNCH_MUTANTS = (
         COMPILED,
         (
             "a norm reads its input before the kernel that writes it has ended",
-            "    after_kernel_before(PDL)\n    if PREFETCH:\n",
-            "    if PREFETCH:\n",
+            "    after_kernel_before(PDL)\n" + READ,
+            READ + "    after_kernel_before(PDL)\n",
         ),
     ),
     *mutants_of(

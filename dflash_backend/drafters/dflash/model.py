@@ -90,8 +90,8 @@ class DFlashModel(DraftModel):
         rotation = self.ops.rotation(self.rotary, context.positions)
         hidden = embeddings
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
-        after = [(layer.weights.input_norm, layer.weights.qkv.stored) for layer in self.layers[1:]]
-        for layer, cache, (norm, then) in zip(self.layers, caches, [*after, (self.final_norm, None)], strict=True):
+        next_norms = [layer.weights.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
             added, hidden = layer.forward(normed, hidden, context, cache, rotation)
-            normed, hidden = self.ops.add_rms_norm(added, hidden, norm, self.eps, then)
+            normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
         return normed
