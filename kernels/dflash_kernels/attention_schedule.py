@@ -52,9 +52,15 @@ def share_reference(units: np.ndarray, num_workers: int, min_units: int) -> int:
 
 def schedule_size(num_tiles: int, num_workers: int) -> int:
     """Numbers in a schedule: the units of a worker; then of each tile that has queries the units of it and all before
-    it, its row, its first query and one past its last; behind the last one all units. Then of each worker the tile that
-    it shares with the workers after it, and the last of these: -1 where there is none."""
-    return 1 + 4 * num_tiles + 2 * num_workers
+    it, its row, its first query and one past its last; behind the last one all units. Then of each tile that workers
+    share its number, its first worker and its last: -1 behind the last such tile."""
+    return 1 + 4 * num_tiles + 3 * num_shared(num_tiles, num_workers)
+
+
+def num_shared(num_tiles: int, num_workers: int) -> int:
+    """Tiles that workers share, at most: a worker is the first one of one such tile, since that has the end of its
+    share."""
+    return min(num_tiles, num_workers)
 
 
 @triton.jit
@@ -73,6 +79,29 @@ def tile_span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, 
     # A tile past the end of its row, or a padding row.
     end = tl.where(first < query_len, end, begin)
     return begin, end
+
+
+@triton.jit
+def _list_shared(schedule_ptr, shared_ptr, share, num_tiles, most, BLOCK: tl.constexpr):
+    """Write which of these tiles workers share, `most` at most."""
+    # Other threads read what one has written.
+    tl.debug_barrier()
+    listed = 0
+    for base in range(0, num_tiles, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        inside = tile < num_tiles
+        begin = tl.load(schedule_ptr + tile, mask=inside & (tile > 0), other=0)
+        end = tl.load(schedule_ptr + 1 + tile, mask=inside, other=1)
+        worker, last_worker = begin // share, (end - 1) // share
+        is_shared = inside & (worker < last_worker)
+        place = listed + tl.cumsum(is_shared.to(tl.int32), 0) - 1
+        tl.store(shared_ptr + place, tile, mask=is_shared)
+        tl.store(shared_ptr + most + place, worker, mask=is_shared)
+        tl.store(shared_ptr + 2 * most + place, last_worker, mask=is_shared)
+        listed += tl.sum(is_shared.to(tl.int32), 0)
+    for base in range(0, most, BLOCK):
+        place = base + tl.arange(0, BLOCK)
+        tl.store(shared_ptr + place, -1 + tl.zeros_like(place), mask=(place >= listed) & (place < most))
 
 
 @cached_launches
@@ -126,22 +155,8 @@ def _schedule_kernel(
     whole = tl.cdiv(share, longest) * longest
     share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)
     tl.store(schedule_ptr, share)
-    shared_ptr = schedule_ptr + 1 + 4 * num_tiles
-    for base in range(0, 2 * num_workers, BLOCK):
-        number = base + tl.arange(0, BLOCK)
-        tl.store(shared_ptr + number, -1 + tl.zeros_like(number), mask=number < 2 * num_workers)
-    # Other threads read what one has written.
-    tl.debug_barrier()
-    for base in range(0, listed, BLOCK):
-        tile = base + tl.arange(0, BLOCK)
-        inside = tile < listed
-        begin = tl.load(schedule_ptr + tile, mask=inside & (tile > 0), other=0)
-        end = tl.load(schedule_ptr + 1 + tile, mask=inside, other=1)
-        worker, last_worker = begin // share, (end - 1) // share
-        # A worker is the first of one such tile at most: it has the end of its share.
-        is_shared = inside & (worker < last_worker)
-        tl.store(shared_ptr + worker, tile, mask=is_shared)
-        tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)
+    most = tl.minimum(num_tiles, num_workers)
+    _list_shared(schedule_ptr, schedule_ptr + 1 + 4 * num_tiles, share, listed, most, BLOCK)
 
 
 def schedule(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.balance import balance
-from dflash_kernels.attention_schedule import PagedBatch, schedule, share_reference
+from dflash_kernels.attention_schedule import PagedBatch, num_shared, schedule, share_reference
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import Case, on_device
@@ -39,17 +39,18 @@ def scheduled(
     ends = numbers[1 : 1 + launch.num_tiles]
     tiles, shared = np.split(numbers[1 + launch.num_tiles :], [3 * launch.num_tiles])
     share, units = int(numbers[0]), np.diff(ends, prepend=0)
-    assert shared.reshape(2, -1).T.tolist() == shared_tiles(share, units, launch.num_workers)
+    found = [entry for entry in shared.reshape(3, -1).T.tolist() if entry[0] >= 0]
+    assert found == shared_tiles(share, units)
+    assert (shared[len(found) : num_shared(launch.num_tiles, launch.num_workers)] == -1).all()
     return share, units, tiles.reshape(3, -1)
 
 
-def shared_tiles(share: int, units: np.ndarray, num_workers: int) -> list[list[int]]:
-    """Of each worker the tile that it shares with those after it and the last of these, found unit by unit."""
+def shared_tiles(share: int, units: np.ndarray) -> list[list[int]]:
+    """The tiles that workers share, each with the first and the last of these, found unit by unit."""
     owners: dict[int, set[int]] = {}
     for unit, tile in enumerate(np.repeat(np.arange(len(units)), units).tolist()):
         owners.setdefault(tile, set()).add(unit // share)
-    found = {min(workers): [tile, max(workers)] for tile, workers in owners.items() if len(workers) > 1}
-    return [found.get(worker, [-1, -1]) for worker in range(num_workers)]
+    return [[tile, min(workers), max(workers)] for tile, workers in owners.items() if len(workers) > 1]
 
 
 def loads(share: int, units: np.ndarray, num_workers: int) -> np.ndarray:

@@ -48,8 +48,8 @@ MIXED_STEP_MUTANTS = (
         ("tests/kernels/test_attention_schedule.py::test_the_device_schedules_what_the_reference_does",),
         (
             "tiles that are cut are not merged at their last worker",
-            "tl.store(shared_ptr + num_workers + worker, last_worker, mask=is_shared)",
-            "tl.store(shared_ptr + num_workers + worker, worker, mask=is_shared)",
+            "tl.store(shared_ptr + 2 * most + place, last_worker, mask=is_shared)",
+            "tl.store(shared_ptr + 2 * most + place, worker, mask=is_shared)",
         ),
         (
             "workers go through tiles without queries",
