@@ -225,7 +225,7 @@ def test_rows_of_one_tile_stay_with_our_kernels(stand_ins: None, rows: Rows) -> 
 
 
 def test_which_rows_are_long() -> None:
-    lens, ends = np.array([40, 40, 16, 3000, 40]), np.array([5000, 900, 5000, 3000, MIN_POSITIONS + 20])
+    lens, ends = np.array([40, 40, 16, 4000, 40]), np.array([5000, 900, 5000, 4000, MIN_POSITIONS + 20])
     known, unknown = np.ones(5, dtype=bool), np.zeros(5, dtype=bool)
     pages, gathers = FLASH_ATTENTION_2.rows, FLASH_ATTENTION_3.rows
     assert pages(lens, ends, unknown, 0, 32, None).tolist() == [0, 3, 4]
@@ -234,7 +234,7 @@ def test_which_rows_are_long() -> None:
     assert pages(lens, np.full(5, 40960), unknown, 40960, 32, None).tolist() == [], "a captured step"
     assert gathers(lens, ends, unknown, 0, 32, None).tolist() == []
     assert gathers(lens, ends, known, 40960, 32, None).tolist() == [0, 3, 4], "other rows' lengths are not known"
-    assert gathers(lens, ends, known & (lens == 3000), 0, 32, None).tolist() == [3]
+    assert gathers(lens, ends, known & (lens == 4000), 0, 32, None).tolist() == [3]
     assert CUDNN.rows(lens, ends, known, 0, 32, None).tolist() == [3], "40 queries are padded to 1,024"
 
 
