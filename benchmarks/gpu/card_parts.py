@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import attention, card_texts, cublas_choices, few_rows, part, quantised_products, reference, traffic
+from benchmarks.gpu import attention, card_texts, cublas_choices, part, quantised_products, reference, traffic
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.build import EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import GREEDY, Cell, decoding, run_cell, worker_of
@@ -217,15 +217,6 @@ def run_products(context: Context) -> None:
     products, device, dtype = _layer_products(context), context.device, context.dtype
     runs = _write(context, cublas_choices.measure(products, device, dtype, _some_ceilings(context), known))
     context.recorder.write(Fact("rows before a step of a layer's products, us", cublas_choices.steps_in(runs)))
-
-
-def run_few_rows(context: Context) -> None:
-    """Products of few rows by our kernel, beside torch's."""
-    if not use_triton(context.device):
-        context.skip("products of few rows", "there are no kernels here")
-        return
-    products, ceilings = _layer_products(context)[:-1], _some_ceilings(context)
-    _write(context, few_rows.measure(products, context.device, context.dtype, ceilings, context.skip))
 
 
 def _some_ceilings(context: Context) -> Ceilings:
@@ -451,7 +442,6 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     **{f"texts {group}": partial(run_texts, group=group) for group in card_texts.GROUPS},
     "kernels": run_kernels,
     "products": run_products,
-    "few rows": run_few_rows,
     "quantised": run_quantised,
     "candidates": run_quantised_candidates,
     "quantised cycles": run_quantised_cycles,

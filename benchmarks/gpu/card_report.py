@@ -80,7 +80,6 @@ PARTS = (
     Part("start", 60.0),
     Part("second start", 60.0),
     Part("products", 60.0, on_request=True),
-    Part("few rows", 40.0, on_request=True),
     Part("measured cycles", 90.0, on_request=True),
     Part("candidates", 40.0, on_request=True),
 )

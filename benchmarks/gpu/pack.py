@@ -37,8 +37,7 @@ MOST_BYTES = 60 << 20
 # The parts whose kernels are compiled, the longest first; others launch no others.
 PARTS = (
     "tests", "start", "texts fp8 both", "texts fp8", "texts bf16", "texts default", "texts drafts", "texts invariant",
-    "traffic", "prompts", "engine", "quantised", "candidates", "quantised cycles", "kernels", "few rows",
-    "ceilings",
+    "traffic", "prompts", "engine", "quantised", "candidates", "quantised cycles", "kernels", "ceilings",
     "environment",
 )  # fmt: skip
 # A part that takes longer than this has met something that does not end.

@@ -35,8 +35,12 @@ from dflash_kernels.cublas_lt import (
 
 logger = logging.getLogger(__name__)
 
-# Rows of captured steps, at most; ways that are tried for each number; and how often each is timed.
-MAX_ROWS, CANDIDATES, REPEATS = 512, 8, 5
+# Rows of captured steps, at most.
+MAX_ROWS = 512
+# Ways that the library is asked for. Of the first ones the sum is tried in other numbers of parts, too.
+CANDIDATES, SPLIT_OF, SPLITS = 8, 2, (1, 2, 3, 4)
+# How often each way is timed at first; how many are then timed beside torch's product, and how often.
+ROUGH, FINALISTS, FINE = 2, 3, 5
 # A way is taken where it needs this part of `F.linear`'s time at most: a smaller gain is noise.
 WORTH = 0.97
 # All measuring together may take so long; what is met later is `F.linear`'s.
@@ -53,10 +57,11 @@ Seconds = Callable[[Sequence[Sequence[Work]], int], list[float]]
 
 @dataclass(frozen=True)
 class Way:
-    """How a product of one shape is computed."""
+    """How a product of one shape is computed. split: its sum is in other parts than the library proposed."""
 
     problem: Problem
     candidate: Candidate
+    split: bool = False
 
 
 class _State:
@@ -120,7 +125,9 @@ class MeasuredProducts:
         self._weights: dict[tuple[tuple[int, ...], torch.dtype], list[weakref.ref[torch.Tensor]]] = {}
         self._ways: dict[tuple[tuple[int, ...], int, torch.dtype], Way | None] = {}
         self._workspaces: dict[int, torch.Tensor] = {}
-        self._spent_s = 0.0
+        self._spent_s, self._late = 0.0, 0
+        # By rows: seconds of torch's products, and as they are computed now.
+        self._times: dict[int, tuple[float, float]] = {}
 
     def add(self, weight: torch.Tensor) -> None:
         """A weight that will be multiplied by. Those of a shape are read in turn while it is measured."""
@@ -147,12 +154,20 @@ class MeasuredProducts:
         return F.linear(x, weight, bias)
 
     def describe(self) -> str:
-        """How many products were measured, and of how many the way was changed."""
-        chosen = sum(way is not None for way in self._ways.values())
-        return (
-            f"of {len(self._ways)} products by shape and rows {chosen} take another way than cuBLAS's first choice; "
-            f"measuring took {self._spent_s:.1f} s"
+        """How many products were measured, of how many the way was changed, and what that gives."""
+        chosen = [way for way in self._ways.values() if way is not None]
+        text = (
+            f"of {len(self._ways) - self._late} products by shape and rows {len(chosen)} take another way than "
+            f"cuBLAS's first choice, {sum(way.split for way in chosen)} of them with the sum in other parts than it "
+            "proposes; "
         )
+        if self._times:
+            before, now = (1e6 * sum(each) for each in zip(*self._times.values(), strict=True))
+            rows = max(self._times, key=lambda rows: self._times[rows][0] / self._times[rows][1])
+            most = "{:.1f} us in place of {:.1f}".format(*(1e6 * each for each in reversed(self._times[rows])))
+            text += f"one of each takes {now:.1f} us in place of {before:.1f}, those of {rows} rows {most}; "
+        late = f", and {self._late} were met after the {BUDGET_S:.0f} s for it" if self._late else ""
+        return f"{text}measuring took {self._spent_s:.1f} s{late}"
 
     def _multiply(self, way: Way, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.device.type == "cuda" else 0
@@ -163,6 +178,7 @@ class MeasuredProducts:
     def _measured(self, rows: int, weight: torch.Tensor) -> Way | None:
         """The way for this many rows; None for `F.linear`."""
         if self._spent_s >= BUDGET_S:
+            self._late += 1
             return None
         started = self._clock()
         try:
@@ -180,17 +196,20 @@ class MeasuredProducts:
         x = torch.randn(rows, inputs, device=device, generator=generator, dtype=weight.dtype)
         out, expected = x.new_empty(rows, outputs), F.linear(x, weight)
         problem = self._lt.problem(outputs, inputs, rows, weight.dtype)
-        # Sums whose parts are rounded to 16 bits are torch's default; none of ours are.
-        ways = [Way(problem, each) for each in problem.candidates(CANDIDATES, IN_FLOAT32)]
-        ways = [way for way in ways if self._is_right(way, x, weight, out, expected)]
+        ways = [way for way in ways_of(problem) if self._is_right(way, x, weight, out, expected)]
         if not ways:
             return None
         weights = self._cold(weight)
-        works: list[list[Work]] = [[partial(F.linear, x, each) for each in weights]]
-        works += [[partial(self._multiply, way, x, each, out) for each in weights] for way in ways]
-        torchs, *ours = self._seconds(works, REPEATS)
-        fastest = min(range(len(ways)), key=lambda number: ours[number])
-        return ways[fastest] if ours[fastest] <= WORTH * torchs else None
+        linear: list[Work] = [partial(F.linear, x, each) for each in weights]
+        works: list[list[Work]] = [[partial(self._multiply, way, x, each, out) for each in weights] for way in ways]
+        rough = self._seconds(works, ROUGH)
+        finalists = sorted(range(len(ways)), key=lambda number: rough[number])[:FINALISTS]
+        torchs, *fine = self._seconds([linear, *(works[number] for number in finalists)], FINE)
+        ours, fastest = min(zip(fine, finalists, strict=True))
+        way, now = (ways[fastest], ours) if ours <= WORTH * torchs else (None, torchs)
+        before = self._times.get(rows, (0.0, 0.0))
+        self._times[rows] = before[0] + torchs, before[1] + now
+        return way
 
     def _is_right(
         self, way: Way, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, expected: torch.Tensor
@@ -212,6 +231,19 @@ class MeasuredProducts:
             if other is not None and other is not weight:
                 found.append(other)
         return found
+
+
+def ways_of(problem: Problem) -> list[Way]:
+    """The ways that are tried, the library's first choice first: `CANDIDATES` that it proposes; where one of these
+    splits its sum, also the first `SPLIT_OF` with their sums in each of `SPLITS` parts."""
+    # Sums whose parts are rounded to 16 bits are torch's default; none of ours are.
+    proposed = problem.candidates(CANDIDATES, IN_FLOAT32)
+    ways = {bytes(each.algo): Way(problem, each) for each in proposed}
+    if any(each.config["split"] > 1 for each in proposed):
+        for each in proposed[:SPLIT_OF]:
+            for other in problem.splits(each, SPLITS):
+                ways.setdefault(bytes(other.algo), Way(problem, other, split=True))
+    return list(ways.values())
 
 
 def fits(tensor: torch.Tensor) -> bool:

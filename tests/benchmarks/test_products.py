@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import cublas_choices, few_rows
+from benchmarks.gpu import cublas_choices
 from benchmarks.gpu.floor import Ceilings
 from benchmarks.gpu.results import KernelRun
 from dflash_kernels.cublas_lt import CublasLt
-from dflash_kernels.few_row_linear import FewRowProducts, FewRowTile
 from dflash_kernels.measured_linear import Work
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 
@@ -90,61 +89,15 @@ def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch)
     assert cublas_choices.library() == "it is cuBLASLt 120803, and this was written for version 13"
 
 
-def test_parts_that_are_worth_a_try_give_every_multiprocessor_a_program() -> None:
-    tile = FewRowTile(64, 128, 4)
-    assert few_rows.splits_of(tile, 4096, 4096) == [2, 3, 4, 5, 6, 8, 12, 16]
-    assert few_rows.splits_of(tile, 24576, 4096) == [1, 2]
-    assert few_rows.splits_of(tile, 64, 256) == [1]
-
-
-def test_the_best_parts_of_each_tile_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(device: torch.device, works: Sequence[Work], repeats: int) -> float:
-        for work in works:
-            work()
-        # `F.linear` has no parts.
-        splits = next((work.args[2] for work in works if len(work.args) == 3), 0)  # type: ignore[attr-defined]
-        return 1e-6 * (20 - splits) if repeats == few_rows.ROUGH else 1e-6 * (1 + splits)
-
-    monkeypatch.setattr(few_rows, "seconds_each", seconds)
-    monkeypatch.setattr(few_rows, "FEWEST", 4)
-    tiles = (FewRowTile(64, 64, 3), FewRowTile(64, 48, 3))
-    monkeypatch.setattr(few_rows, "TILES", tiles)
-    problems: list[tuple[str, str]] = []
-    runs = list(
-        few_rows.measure(
-            [("o", 128, 256)], torch.device("cpu"), torch.float16, CEILINGS, lambda *each: problems.append(each)
-        )
-    )
-    assert [(run.name, run.seconds) for run in runs] == [("o, 1 rows", 1e-6), ("o, 32 rows", 1e-6)]
-    assert runs[0].others == {"64 x 64, 3 stages, 4 warps, 4 parts": pytest.approx(5e-6)}
-    (first, _) = problems
-    assert first[0] == "o, 1 rows by 64 x 48, 3 stages, 4 warps"
-    assert "are not of 64 x 48" in first[1]
-
-
-def test_a_tile_with_wrong_numbers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FewRowProducts, "__call__", lambda self, x, weight, splits: x.new_zeros(len(x), len(weight)))
-    monkeypatch.setattr(few_rows, "TILES", (FewRowTile(64, 64, 3),))
-    problems: list[tuple[str, str]] = []
-    runs = list(
-        few_rows.measure(
-            [("o", 128, 256)], torch.device("cpu"), torch.float16, CEILINGS, lambda *each: problems.append(each)
-        )
-    )
-    assert runs[0].others == {}
-    assert "its numbers are off by 1 of the largest with 1 parts" in problems[0][1]
-
-
 @pytest.mark.nightly
 def test_parts_on_request_run_over_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.card_report", "--rehearse", "--out", str(tmp_path)]
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*command, "--only", "products", "--only", "few rows"], cwd=ROOT, env=environ, capture_output=True, text=True,
+        [*command, "--only", "products"], cwd=ROOT, env=environ, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert "| cuBLAS's choices | a layer, 4 rows |" in summary
-    assert "| few rows | gate_up, 32 rows |" in summary
     assert "proposals of cuBLASLt: this process has not loaded libcublasLt" in summary

@@ -14,11 +14,13 @@ INVALID_VALUE, NOT_SUPPORTED = 7, 15
 
 
 class FakeCublasLt:
-    """version: what it says it is. offers: numbers of ways that it proposes, in order. off: of ways with this number,
+    """version: what it says it is. offers: numbers of ways that it proposes, in order. parts: of ways with
+    this number, parts of the sum that it proposes; else one. off: of ways with this number,
     what is added to every result. fails: ways that fail when they are asked to multiply."""
 
     def __init__(self, version: int = 130100, offers: tuple[int, ...] = (3, 1, 2)) -> None:
         self.version, self.offers = version, offers
+        self.parts: dict[int, int] = {}
         self.off: dict[int, float] = {}
         self.fails: set[int] = set()
         self.made: dict[int, dict[str, Any]] = {}
@@ -70,7 +72,8 @@ class FakeCublasLt:
         self.asked.append(wanted)
         offers = self.offers[:count]
         for number, result in zip(offers, results, strict=False):
-            result.algo.data[0], result.algo.data[2] = number, 1
+            split = self.parts.get(number, 1)
+            result.algo.data[0], result.algo.data[2], result.algo.data[3] = number, split, 2 * (split > 1)
             result.state, result.workspace_size = 0, 0
         found._obj.value = len(offers)
         return 0

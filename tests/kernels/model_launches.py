@@ -13,7 +13,6 @@ from dflash_kernels.context_write import context_write
 from dflash_kernels.conv_heads import DeltaHeads, conv_heads
 from dflash_kernels.delta_chunks import chunked, delta_block
 from dflash_kernels.delta_rule import DeltaInputs
-from dflash_kernels.few_row_linear import FewRowProducts, FewRowTile
 from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.invariant_attention import invariant_attention, plan_pieces, with_tiles
 from dflash_kernels.invariant_linear import invariant_linear
@@ -68,17 +67,6 @@ def launches() -> None:
     keep_a_state()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)
-    multiply_few_rows()
-
-
-def multiply_few_rows() -> None:
-    """Products of few rows by pointers and by descriptors, added up by the last program and by a launch."""
-    for tile in (
-        FewRowTile(64, 128, 6),
-        FewRowTile(64, 256, 3, by_descriptor=True),
-        FewRowTile(64, 128, 4, by_last=False),
-    ):
-        FewRowProducts(tile, HIDDEN, torch.device("cpu"))(zeros(16, HIDDEN), zeros(HIDDEN, HIDDEN), 4)
 
 
 def in_any_batch(query_lens: list[int], context: int) -> None:

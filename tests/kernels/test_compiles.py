@@ -19,7 +19,6 @@ FILES = {
         "context_write",
         "conv_heads",
         "delta_chunks",
-        "few_row_linear",
         "grouped_conv",
         "invariant_attention",
         "invariant_linear",

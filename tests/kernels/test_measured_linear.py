@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +23,41 @@ from dflash_kernels.measured_linear import BUDGET_S, MAX_ROWS, MeasuredProducts,
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 
 OUT, INNER = 24, 40
-# Of torch's product and of the ways in their order: the third is the fastest.
+# Of torch's product and of the ways 3, 1 and 2, which is their order: the third is the fastest.
 TIMES = (10e-6, 9.9e-6, 9e-6, 5e-6)
+TORCHS = "torch's"
+Name = str | tuple[int, int]
 
 
 class Timer:
-    """Runs every piece of every work once, as the GPU's does, and says these times."""
+    """Runs every piece of every work once, as the GPU's does, and says these times. split: the times of ways with their
+    sums in this number of parts, in place of those by the number of the way alone. timed: how often which were timed.
+    fine: those of ways beside torch's product, in place of all others. pieces: of what was timed beside it."""
 
-    def __init__(self, times: Sequence[float] = TIMES) -> None:
-        self.times, self.pieces = times, [0]
+    def __init__(self, times: Sequence[float] = TIMES, split: Mapping[tuple[int, int], float] | None = None) -> None:
+        self.times = dict(zip((TORCHS, 3, 1, 2), times, strict=False))
+        self.split, self.fine = split or {}, dict[Name, float]()
+        self.pieces: list[int] = []
+        self.timed: list[tuple[int, list[Name]]] = []
 
     def __call__(self, works: Sequence[Sequence[Work]], repeats: int) -> list[float]:
         for pieces in works:
             for piece in pieces:
                 piece()
-        self.pieces.append(len(works[0]))
-        return list(self.times[: len(works)])
+        names = [self._name(pieces[0]) for pieces in works]
+        self.timed.append((repeats, names))
+        times: dict[Name, float] = {TORCHS: self.times[TORCHS], **self.split}
+        if TORCHS in names:
+            self.pieces.append(len(works[0]))
+            times |= self.fine
+        return [times[each] if each in times else self.times[each[0]] for each in names]
+
+    @staticmethod
+    def _name(piece: Any) -> Name:
+        if piece.func is F.linear:
+            return TORCHS
+        config = piece.args[0].candidate.config
+        return config["algo"], config["split"]
 
 
 @pytest.fixture(autouse=True)
@@ -96,23 +116,77 @@ def test_the_fastest_of_the_ways_is_taken_where_it_is_worth_it() -> None:
         assert library.multiplied == expected, times
 
 
+def test_sums_are_tried_in_other_parts_where_the_library_splits_one() -> None:
+    weight, split = numbers(OUT, INNER), {(1, 2): 4e-6, (1, 3): 3e-6, (3, 3): 6e-6, (3, 1): 7e-6}
+    # What is timed twice, then the fastest of these five times beside torch's product.
+    for parts, first, finalists in (
+        ({}, [(3, 1), (1, 1), (2, 1)], [(2, 1), (3, 1), (1, 1)]),
+        ({3: 2}, [(3, 2), (1, 1), (2, 1), (3, 1), (3, 3), (3, 4), (1, 2), (1, 3), (1, 4)], [(1, 3), (1, 2), (2, 1)]),
+        ({2: 4}, [(3, 1), (1, 1), (2, 4), (3, 2), (3, 3), (3, 4), (1, 2), (1, 3), (1, 4)], [(1, 3), (1, 2), (2, 4)]),
+    ):
+        library, timer = FakeCublasLt(), Timer(split=split)
+        library.parts = parts
+        products = MeasuredProducts(CublasLt(library), timer)
+        with measuring():
+            products(numbers(3, INNER), weight)
+        assert timer.timed == [(2, first), (5, [TORCHS, *finalists])], parts
+        library.multiplied.clear()
+        products(numbers(3, INNER), weight)
+        assert library.multiplied == [(*finalists[0], 3)], parts
+
+
+def test_what_is_timed_beside_torchs_product_decides() -> None:
+    library, weight, timer = FakeCublasLt(), numbers(OUT, INNER), Timer()
+    timer.fine = {(2, 1): 9.9e-6, (1, 1): 8e-6}
+    products = MeasuredProducts(CublasLt(library), timer)
+    with measuring():
+        products(numbers(3, INNER), weight)
+    library.multiplied.clear()
+    products(numbers(3, INNER), weight)
+    assert library.multiplied == [(1, 1, 3)]
+
+
+def test_what_measuring_gave_is_said_by_rows() -> None:
+    library, split = FakeCublasLt(), {(1, 2): 4e-6}
+    library.parts = {3: 2}
+    timer = Timer(split=split)
+    products = MeasuredProducts(CublasLt(library), timer, clock=lambda: 0.0)
+    assert products.describe() == (
+        "of 0 products by shape and rows 0 take another way than cuBLAS's first choice, 0 of them with the sum in "
+        "other parts than it proposes; measuring took 0.0 s"
+    )
+    with measuring():
+        products(numbers(3, INNER), numbers(OUT, INNER))
+        timer.split = {}
+        for outputs in (OUT, OUT + 8):
+            products(numbers(5, INNER), numbers(outputs, INNER))
+        timer.times = dict.fromkeys(timer.times, 20e-6)
+        products(numbers(5, INNER), numbers(OUT + 16, INNER))
+    # 10 us became 4 for three rows; 10, 10 and 20 became 5, 5 and 20 for five.
+    assert products.describe() == (
+        "of 4 products by shape and rows 3 take another way than cuBLAS's first choice, 1 of them with the sum in "
+        "other parts than it proposes; one of each takes 34.0 us in place of 50.0, those of 3 rows 4.0 us in place of "
+        "10.0; measuring took 0.0 s"
+    )
+
+
 def test_each_number_of_rows_is_measured_once_and_only_where_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     library, weight, timer = FakeCublasLt(), numbers(OUT, INNER), Timer()
     products = MeasuredProducts(CublasLt(library), timer)
     products(numbers(3, INNER), weight)
-    assert (timer.pieces, library.multiplied) == ([0], [])
+    assert (timer.timed, library.multiplied) == ([], [])
     with measuring():
         for rows in (3, 5, 3):
             products(numbers(rows, INNER), weight)
-    assert len(timer.pieces) == 3
+    assert len(timer.pieces) == 2
     measured_linear._State.products = products
     with caplog.at_level(logging.INFO), measuring():
         pass
-    assert "of 2 products by shape and rows 2 take another way" in caplog.text
+    assert "of 2 products by shape and rows 2 take another way than cuBLAS's first choice, 0 of them" in caplog.text
     use_measured_products(False)
     with measuring():
         products(numbers(7, INNER), weight)
-    assert len(timer.pieces) == 3
+    assert len(timer.pieces) == 2
 
 
 def test_a_way_is_measured_over_other_weights_of_its_shape_that_are_still_there(
@@ -129,7 +203,7 @@ def test_a_way_is_measured_over_other_weights_of_its_shape_that_are_still_there(
         del weight, weights[0], weights[0], weights[1], weights[1:]
         gc.collect()
         products(numbers(1, INNER), weights[0])
-    assert timer.pieces == [0, 3, 1]
+    assert timer.pieces == [3, 1]
 
 
 def test_what_the_library_is_not_given_is_torchs() -> None:
@@ -187,7 +261,9 @@ def test_measuring_ends_where_its_time_is_up() -> None:
             products(numbers(rows, INNER), weight)
     # Each takes 3 s of 5.
     assert BUDGET_S == 5.0
-    assert len(timer.pieces) == 1 + 2
+    assert len(timer.pieces) == 2
+    assert products.describe().endswith("measuring took 6.0 s, and 2 were met after the 5 s for it")
+    assert products.describe().startswith("of 2 products by shape and rows 2 take")
     library.multiplied.clear()
     for rows in (2, 3):
         products(numbers(rows, INNER), weight)

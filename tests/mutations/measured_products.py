@@ -1,4 +1,4 @@
-"""Defects of products that are measured at the start, and of the split-K kernel beside them."""
+"""Defects of products that are measured at the start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ MEASURED_PRODUCTS_MUTANTS = (
     *mutants_of(
         f"{FOLDER}/measured_linear.py",
         MEASURED,
-        ("a way is taken that gains nothing", "if ours[fastest] <= WORTH * torchs", "if ours[fastest] <= torchs"),
+        ("a way is taken that gains nothing", "if ours <= WORTH * torchs", "if ours <= torchs"),
         ("products are measured while requests are served", " and _State.measuring and ", " and "),
         ("a way with wrong numbers is taken", "return float(error) <= TOLERANCE", "return True"),
         ("sums are rounded to 16 bits on the way", "(CANDIDATES, IN_FLOAT32)", "(CANDIDATES)"),
+        ("no sum is tried in other parts", 'if any(each.config["split"] > 1 for each', "if any(False for each"),
+        ("the first look decides", "(ways[fastest], ours) if ours", "(ways[finalists[0]], ours) if ours"),
         ("measuring has no end", "if self._spent_s >= BUDGET_S:", "if False:"),
         ("a bias is forgotten", "if bias is None and 0 < rows", "if 0 < rows"),
         ("tensors may begin anywhere", " and tensor.data_ptr() % ALIGNMENT == 0", ""),
@@ -29,12 +31,6 @@ MEASURED_PRODUCTS_MUTANTS = (
         ),
         ("another version's enums are taken for known", "if version // 10_000 != MAJOR_VERSION:", "if False:"),
         ("descriptors are never destroyed", "        weakref.finalize(owner,", "        (owner,"),
-    ),
-    *mutants_of(
-        f"{FOLDER}/few_row_linear.py",
-        ("tests/kernels/test_few_row_linear.py",),
-        ("the counter of a tile is left as it is", "tl.store(counters_ptr + tile, 0)", "pass"),
-        ("the last part is left out", "for split in range(0, splits, 4)", "for split in range(0, splits - 1, 4)"),
     ),
     *mutants_of(
         "dflash_backend/engine/build.py",
