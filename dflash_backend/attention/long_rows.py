@@ -33,7 +33,8 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 # Positions that a row's queries see in the mean, from which on a package is called: copies and launches cost about
-# 110 us a layer, with which a prompt of 2,048 tokens takes as long as by our kernel, and one of 8,192 0.90 of it (H200).
+# 110 us a layer, with which a prompt of 2,048 tokens takes as long as by our kernel, and one of 8,192 0.90 of it (an
+# H200).
 MIN_POSITIONS = 1536
 HOPPER_MAJOR = 9
 # Compute capabilities on which cuDNN's kernels for prompts beat ours.
