@@ -71,7 +71,7 @@ SIZES = {
             *(TrafficCell(SAMPLED, Cell(batch, 1024), SAMPLING) for batch in (1, 8, 32)),
         ),
         # Those of `capture_sizes` that these cells take, with 15 drafts.
-        row_sizes=(1, 8, 10, 20, 32, 36),
+        row_sizes=(1, 8, 9, 18, 32, 36),
     ),
     "cpu": TrafficSizes(
         prompts=(40, 100),

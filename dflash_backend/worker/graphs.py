@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,11 +46,14 @@ from dflash_kernels.token_bitmask import num_words
 
 logger = logging.getLogger(__name__)
 
-# Capture sizes are this far apart from the first multiple on, at the most.
+# Capture sizes are this far apart at the most.
 CAPTURE_STRIDE = 8
-# Where a row has many tokens they are closer: by the tokens that a step has, as many tokens apart. With fewer than the
-# first number a GPU spends its time on reading weights.
-TOKEN_STRIDES = ((128, 32), (256, 64), (1024, 128))
+# Tokens of the steps that are worth padding to: by what an H200 takes for a layer's products at every multiple of 16
+# rows (`benchmarks.gpu.cublas_choices`), a few tokens less are as slow or slower, and more are never faster. With fewer
+# than the first number a GPU spends its time on reading weights.
+TOKEN_SIZES = (128, 144, 160, 208, 256, 288, 320, 384, 432, 512)
+# From the first number on steps are as many tokens apart as the second says.
+TOKEN_STRIDES = ((512, 64), (1024, 128))
 # Padding costs arithmetic and a launch without a graph costs the host's time: rows are padded to twice their number at
 # the most, or by this many.
 ALWAYS_WORTH_PADDING = CAPTURE_STRIDE
@@ -245,18 +249,26 @@ class GraphCapturer:
 
 
 def capture_sizes(max_rows: int, tokens_per_row: int = 1) -> list[int]:
-    """Numbers of rows that padded steps have: 1, 2, 4, then every eighth, and `max_rows`. Where rows have many tokens
-    (`tokens_per_row`) there are more, so that padding is no large part of a step whose time goes with tokens."""
-    sizes = {size for size in (1, 2, 4) if size < max_rows}
-    size = CAPTURE_STRIDE
-    while size < max_rows:
-        sizes.add(size)
-        strides = [
-            max(1, stride // tokens_per_row) for least, stride in TOKEN_STRIDES if size * tokens_per_row >= least
-        ]
+    """Numbers of rows that padded steps have: 1, 2, 4, 8, then those of `TOKEN_SIZES` and `TOKEN_STRIDES` where each
+    row has `tokens_per_row`, never more than `CAPTURE_STRIDE` apart, and `max_rows`."""
+    listed = sorted({max(1, tokens // tokens_per_row) for tokens in TOKEN_SIZES})
+    few = (1, 2, 4) if listed[0] == CAPTURE_STRIDE + 1 else (1, 2, 4, CAPTURE_STRIDE)
+    sizes = [*(size for size in few if size < listed[0]), *listed]
+    while sizes[-1] < max_rows:
+        num_tokens = max(sizes[-1] * tokens_per_row, TOKEN_SIZES[-1])
+        stride = max(stride for least, stride in TOKEN_STRIDES if num_tokens >= least) // tokens_per_row
         # Rounded down to a power of two.
-        size += min(CAPTURE_STRIDE, 1 << (strides[-1].bit_length() - 1)) if strides else CAPTURE_STRIDE
-    return sorted(sizes | {max_rows})
+        step = min(CAPTURE_STRIDE, 1 << (max(1, stride).bit_length() - 1))
+        size = sizes[-1] + step
+        sizes.append(max_rows if size + 1 == max_rows and 1 < step < CAPTURE_STRIDE else size)
+    between = {size for low, high in pairwise(sizes) for size in _equally_apart(low, high)}
+    return sorted({size for size in between.union(sizes) if size < max_rows} | {max_rows})
+
+
+def _equally_apart(low: int, high: int) -> list[int]:
+    """The fewest numbers between these that leave none more than `CAPTURE_STRIDE` from the next."""
+    parts = -(-(high - low) // CAPTURE_STRIDE)
+    return [low - (low - high) * part // parts for part in range(1, parts)]
 
 
 def capture_shapes(k: int) -> list[tuple[int, int]]:
@@ -430,13 +442,14 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# Tokens of the steps that there are. Above the last a GPU takes longer for a step's products than a host for its
-# launches; a stride as fine as this costs a fifth of the arithmetic at most.
-MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512)
+# Tokens of the steps that there are: but for the first, of `TOKEN_SIZES`. Above the last a GPU takes longer for a
+# step's products than a host for its launches.
+MIXED_TOKENS = (64, 128, 160, 208, 256, 320, 384, 432, 512)
 # Rows at most, since attention has a tile for each that all of the tokens might be.
 MAX_MIXED_ROWS = 64
-# A step is padded to this many times its tokens at most, or to the first of the sizes.
-MOST_PADDING = 1.34
+# A step is padded to this many times its tokens at most, which the next size is never above from `CHEAP_TOKENS` on, or
+# to these.
+MOST_PADDING = 1.3
 
 
 def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, int]]:
@@ -472,7 +485,7 @@ def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
     or none that is worth its padding."""
     count = len(batch.req_idx)
     num_tokens = int(batch.num_new.sum()) + batch.num_verified
-    most = max(MOST_PADDING * num_tokens, MIXED_TOKENS[0])
+    most = max(MOST_PADDING * num_tokens, CHEAP_TOKENS)
     # A step that proposes nothing, as where drafting does not pay, must not run the drafter; and one in which no row
     # chooses a token needs no logits.
     drafts = bool(batch.num_next.any())

@@ -30,6 +30,7 @@ from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
 from dflash_backend.messages import GenerationRequest, StepOutputs
 from dflash_backend.worker.batch_parallel import one_thread
+from dflash_backend.worker.graphs import capture_sizes
 
 CPU = torch.device("cpu")
 ROWS = {batch * (1 + tiny().num_speculative_tokens) for batch in BATCHES}
@@ -76,6 +77,13 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
     assert all(min(entry.seconds, entry.torch_seconds) > 0 for entry in results.sampling)
     assert "| tiny | top_k 20, top_p 0.95 |" in text
     assert results.kernels[0].seconds >= results.kernels[-1].seconds > 0
+
+
+def test_the_graphs_of_traffic_are_those_that_a_server_takes_for_its_cells() -> None:
+    sizes = traffic.SIZES["cuda"]
+    batches = {each.cell.batch for each in sizes.cells} | {sizes.mixed[0]}
+    offered = capture_sizes(64, 16)
+    assert set(sizes.row_sizes) == {min(size for size in offered if size >= batch) for batch in batches}
 
 
 def test_traffic_measures_prompts_mixed_steps_unlike_rows_and_the_start(tmp_path: Path) -> None:

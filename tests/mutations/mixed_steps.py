@@ -32,6 +32,11 @@ MIXED_STEP_MUTANTS = (
         ),
         ("a mixed step drafts where none of its rows does", "and inputs.traits.drafts == drafts", ""),
         ("a mixed step is padded to any size", "<= inputs.num_tokens <= most\n", "<= inputs.num_tokens\n"),
+        (
+            "steps with few tokens of prompts run without a graph",
+            "most = max(MOST_PADDING * num_tokens, CHEAP_TOKENS)",
+            "most = max(MOST_PADDING * num_tokens, MIXED_TOKENS[0])",
+        ),
         ("chunks that choose nothing pay for logits", "and batch.traits.chooses", ""),
     ),
     *mutants_of(

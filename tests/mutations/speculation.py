@@ -383,13 +383,19 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_graphs.py",),
         (
             "rows of more tokens than sizes are apart have no sizes",
-            "max(1, stride // tokens_per_row)",
-            "stride // tokens_per_row",
+            "(max(1, stride).bit_length() - 1)",
+            "(stride.bit_length() - 1)",
         ),
         (
             "nine rows with many drafts run as sixteen",
-            "if size * tokens_per_row >= least",
-            "if size >= least",
+            "if size < listed[0]), *listed]",
+            "if size < listed[0])]",
+        ),
+        ("steps of few tokens a row have more rows of padding than eight", "between.union(sizes)", "sizes"),
+        (
+            "steps have a size that is as slow as a larger one",
+            "(128, 144, 160, 208, 256, 288, 320, 384, 432, 512)",
+            "(128, 144, 160, 192, 208, 256, 288, 320, 384, 432, 512)",
         ),
         (
             "a step that proposes fewer drafts is taken",

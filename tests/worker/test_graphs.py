@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,15 @@ from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.models.peers import Peers
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, Step
-from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, replay, warm_up
+from dflash_backend.worker.graphs import (
+    CAPTURE_STRIDE,
+    TOKEN_SIZES,
+    EagerStep,
+    capture_shapes,
+    capture_sizes,
+    replay,
+    warm_up,
+)
 from dflash_backend.worker.runner import ModelRunner
 from dflash_kernels import measured_linear
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged, unpacked
@@ -61,6 +70,45 @@ def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() ->
     assert capture_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert capture_sizes(32, 4) == [1, 2, 4, 8, 16, 24, 32]
+    assert capture_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+
+
+# Microseconds that an H200 takes for a layer's products, by rows: every multiple of 16 from 128 to 512.
+TIMES = (
+    "119.7 126.9 130.5 140.9 152.0 145.6 165.2 156.9 156.8 182.9 179.7 186.2 187.3 "
+    "215.0 221.2 214.8 209.9 239.9 274.3 245.8 261.2 259.3 261.2 269.7 271.7"
+)
+PRODUCTS = dict(zip(range(128, 513, 16), map(float, TIMES.split()), strict=True))
+
+
+def test_no_size_has_a_cheaper_larger_one_and_padding_to_the_next_costs_little() -> None:
+    for size in TOKEN_SIZES:
+        assert all(PRODUCTS[size] < time for larger, time in PRODUCTS.items() if larger > size), size
+    for num_tokens, time in PRODUCTS.items():
+        padded = min(size for size in TOKEN_SIZES if size >= num_tokens)
+        assert PRODUCTS[padded] < 1.05 * time, num_tokens
+
+
+def test_sizes_of_steps_with_all_drafts_follow_what_products_cost() -> None:
+    assert capture_sizes(64, 16) == [1, 2, 4, 8, 9, 10, 13, 16, 18, 20, 24, 27, *range(32, 65, 4)]
+    assert capture_sizes(128, 16)[-9:] == [*range(64, 129, 8)]
+    assert capture_sizes(64, 8) == [1, 2, 4, 8, 16, 18, 20, 26, 32, 36, 40, 48, 54, 59, 64]
+    assert capture_sizes(41, 5) == [1, 2, 4, 8, 14, 20, 25, 28, 32, 37, 41]
+    assert capture_sizes(18, 14) == [1, 2, 4, 9, 10, 11, 14, 18]
+    assert capture_sizes(16, 24) == [1, 2, 4, 5, 6, 8, 10, 12, 13, 16]
+    # Two sizes that differ by a row are both of the list, or the step has few rows.
+    assert capture_sizes(64, 10)[-4:] == [51, 55, 59, 64]
+    assert capture_sizes(64, 24)[-4:] == [51, 55, 59, 64]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 17, 24, 32, 64, 600])
+def test_sizes_lie_eight_rows_apart_at_most_and_have_those_of_the_list(width: int) -> None:
+    for max_rows in (1, 2, 3, 7, 9, 40, 64, 65, 256):
+        sizes = capture_sizes(max_rows, width)
+        assert sizes == sorted(set(sizes))
+        assert (sizes[0], sizes[-1]) == (1, max_rows)
+        assert max((high - low for low, high in pairwise(sizes)), default=0) <= CAPTURE_STRIDE
+        assert {size for tokens in TOKEN_SIZES if 1 <= (size := tokens // width) <= max_rows} <= set(sizes)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5, 7, 15, 23, 31])
@@ -70,8 +118,8 @@ def test_padding_is_a_quarter_of_a_steps_tokens_at_most_once_they_take_the_time(
     for count in range(1, 257):
         padded = min(size for size in sizes if size >= count)
         assert padded * (k + 1) <= max(256, 1.25 * count * (k + 1)), count
-    assert capture_sizes(20, 16) == [1, 2, 4, 8, 10, 12, 14, 16, 20]
-    assert capture_sizes(12, 256) == [1, 2, 4, 8, 9, 10, 11, 12]  # a row of more tokens than sizes are apart
+    assert capture_sizes(20, 16) == [1, 2, 4, 8, 9, 10, 13, 16, 18, 20]
+    assert capture_sizes(12, 256) == [*range(1, 13)]  # a row of more tokens than sizes are apart
 
 
 def test_steps_with_the_most_drafts_have_more_sizes_than_those_with_fewer(pair: dict[str, Any]) -> None:

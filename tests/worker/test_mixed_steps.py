@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan
 from dflash_backend.worker.batch import HostBatch
-from dflash_backend.worker.graphs import MIXED_TOKENS, PaddedStep, mixed_shapes, replay, smallest_mixed
+from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, replay, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.support.scale import SCALE
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged, unpacked
@@ -113,7 +114,10 @@ def test_padding_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]
             replay(step)
 
 
-def test_the_smallest_step_that_is_worth_its_padding_is_taken(pair: dict[str, Any]) -> None:
+def test_the_smallest_step_that_is_worth_its_padding_is_taken(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_backend.worker.graphs.CHEAP_TOKENS", 48)
     runner, plan = mixed_plan(pair)
     rows = HostBatch.of(plan.rows, runner.requests)
     num_tokens = int(rows.query_lens.sum())
@@ -133,8 +137,10 @@ def chunk(**changes: int) -> ScheduledRequest:
     ("changes", "expected"),
     [
         ({"num_new": 40}, 48),
-        ({"num_new": 72}, 96),
-        ({"num_new": 71}, None),  # a third more than it has
+        ({"num_new": 74}, 96),
+        ({"num_new": 73}, None),  # more than 1.3 times what it has
+        ({"num_new": 124}, 160),
+        ({"num_new": 123}, None),
         ({"num_new": 161}, None),
         ({"num_new": 40, "sample": False}, None),
         ({"num_new": 40, "num_next_draft": 0}, None),
@@ -145,7 +151,7 @@ def test_which_steps_run_without_a_graph(
 ) -> None:
     """Much padding, more tokens than any graph has, logits that nobody asks for, drafts that nobody proposes."""
     runner, _ = mixed_plan(pair)
-    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.CHEAP_TOKENS", 48)
     found = runner.graphs.find(HostBatch.of([chunk(**changes)], runner.requests))
     assert (found and found.inputs.num_tokens) == expected
 
@@ -155,10 +161,36 @@ def test_the_shapes_of_an_engine() -> None:
     assert [tokens for _, tokens in shapes] == list(MIXED_TOKENS)
     assert shapes[0] == (4, 64)
     assert shapes[-1] == (32, 512)
-    assert mixed_shapes(8, 200, 16) == [(4, 64), (8, 128), (8, 192)]
+    assert mixed_shapes(8, 207, 16) == [(4, 64), (8, 128), (8, 160)]
     assert mixed_shapes(256, 64, 1) == [(64, 64)]
     assert mixed_shapes(256, 8192, 64)[0] == (2, 128)
     assert smallest_mixed([], HostBatch([], *(np.zeros(0, dtype=np.int64),) * 6, np.zeros(0, bool), None)) is None  # type: ignore[arg-type]
+
+
+def test_up_to_the_last_size_every_number_of_tokens_has_a_step() -> None:
+    steps: Any = [
+        SimpleNamespace(num_rows=rows, num_tokens=tokens, traits=SimpleNamespace(drafts=True))
+        for rows, tokens in mixed_shapes(max_rows=256, max_tokens=8192, width=16)
+    ]
+    found = []
+    for tokens in range(1, 514):
+        batch: Any = SimpleNamespace(
+            req_idx=[0],
+            num_new=np.array([tokens]),
+            num_verified=0,
+            num_next=np.array([15]),
+            traits=SimpleNamespace(chooses=True),
+        )
+        number = smallest_mixed(steps, batch)
+        found.append(None if number is None else steps[number].num_tokens)
+    assert found[-1] is None
+    assert found[:-1] == [min(size for size in MIXED_TOKENS if size >= tokens) for tokens in range(1, 513)]
+    assert max(size / tokens for tokens, size in enumerate(found[:-1], 1) if tokens > 128) < 1.3
+
+
+def test_steps_with_prompts_have_sizes_that_are_worth_padding_to() -> None:
+    assert MIXED_TOKENS == (64, 128, 160, 208, 256, 320, 384, 432, 512)
+    assert set(MIXED_TOKENS[1:]) < set(TOKEN_SIZES)
 
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -205,7 +237,7 @@ def test_text_is_the_same_with_mixed_steps(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch, adaptive: bool
 ) -> None:
     """Special rows among them, with steps in flight."""
-    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.CHEAP_TOKENS", 48)
     sizes = pair | {"kv_write_guard": False, "adaptive_speculation": adaptive}
     expected = run(engine(**sizes))
     built = on_device_runner(engine(**sizes), mixed=SHAPES)
@@ -219,7 +251,7 @@ def test_text_is_the_same_with_mixed_steps(
 
 @pytest.mark.slow
 def test_text_is_the_same_with_interpreted_kernels(few_layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_backend.worker.graphs.MIXED_TOKENS", (48, 96, 160))
+    monkeypatch.setattr("dflash_backend.worker.graphs.CHEAP_TOKENS", 48)
     sizes = few_layers | SIZES | {"kv_write_guard": False}
     some = (REQUESTS, 9) if SCALE >= 4 else ("abdg", 5)
     expected = run(engine(**sizes), *some)
