@@ -53,6 +53,14 @@ def tokens(count: int, inner: int, dtype: torch.dtype = torch.float32) -> torch.
     return x.to(dtype)
 
 
+def assert_tokens_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Float32 `[num_tokens, out]`, within what sums in another order make of each token's largest number: of one that
+    is near 0 by chance nothing less can be asked, since its terms are as large as those of others."""
+    sizes = expected.abs().amax(dim=1, keepdim=True)
+    error = (found - expected).abs()
+    assert bool((error <= 1e-5 * sizes).all()), f"off by {(error / sizes).nan_to_num().amax(1).tolist()} of the largest"
+
+
 def exact(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
     """The product of what x is quantised to and the weight, in float64, from their definitions alone."""
     out, inner = weight.shape
@@ -100,7 +108,7 @@ def test_a_token_with_a_nan_has_no_other_product_and_leaves_those_of_others() ->
     for product in (ScaledProduct(weight, by_torch=False), scaled_linear_reference, invariant_scaled_linear):
         found = product(x, weight)
         assert found[1].isnan().all()
-        torch.testing.assert_close(found[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=1e-4, atol=1e-2)
+        assert_tokens_close(found[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
 
 
 def test_a_token_has_the_same_codes_alone_and_beside_larger_ones() -> None:
@@ -251,6 +259,6 @@ def test_every_tile_multiplies_scaled_tokens() -> None:
     for tile in TILES[:2]:
         for splits in (1, 2):
             found = multiply(numbers, weight, None, tile, splits, x_scales=scales)
-            torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+            assert_tokens_close(found, expected)
     with every_tile():
-        assert torch.allclose(ScaledProduct(weight, by_torch=False)(x, weight), expected, rtol=1e-4, atol=1e-3)
+        assert_tokens_close(ScaledProduct(weight, by_torch=False)(x, weight), expected)
