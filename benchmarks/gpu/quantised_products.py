@@ -6,9 +6,9 @@ times, on a GPU, the products of a layer of Qwen3-8B and the experts of one of Q
 chance, for numbers of tokens of decode steps and of a prompt's chunk. Each is replayed as a CUDA graph over as many
 copies of the weight, or choices of experts, as no cache holds. With `--candidates` each product is computed in other
 ways besides, from which the constants of `quantised_linear.py` and `scaled_linear.py` are chosen: other tiles and
-splits, the weight as numbers that torch multiplies by, and torch's scaled products. One that fails, or whose numbers
-are off, is named and left out. With `--device cpu` tiny products run by the reference: that shows that it runs, and
-measures nothing.
+splits, the weight as numbers that torch multiplies by, and torch's scaled products. Ways that an H200 has shown to be
+slower are not among them. One that fails, or whose numbers are off, is named and left out. With `--device cpu` tiny
+products run by the reference: that shows that it runs, and measures nothing.
 """
 
 from __future__ import annotations
@@ -60,28 +60,21 @@ HEADER = ["product", "weights", "tokens", "us", "us in bf16", "times as fast", "
 Multiply = Callable[[torch.Tensor, QuantisedWeight], torch.Tensor]
 """A way to compute a product by a quantised weight."""
 # Tokens of the candidates, and of these those with activations in FP8.
-CANDIDATE_TOKENS, BOTH_TOKENS = (1, 16, 32, 64, 128, 256, 512, 2048), (8, 16, 32, 48, 64, 128)
+CANDIDATE_TOKENS, BOTH_TOKENS = (32, 64, 128, 256), (16, 17, 32, 64, 128)
 # Tiles beside those that are chosen from, each with the numbers of tokens that it is tried for.
 CANDIDATE_TILES: tuple[tuple[Tile, tuple[int, ...]], ...] = (
-    (Tile(32, 128, 4, 8), (16, 32)),
-    (Tile(32, 64, 5, 4, early=True), (16, 32)),
-    (Tile(64, 64, 3, 4), (64,)),
-    (Tile(64, 64, 3, 4, early=True), (32, 64)),
-    (Tile(64, 128, 3, 8, early=True), (64, 128, 256)),
-    (Tile(64, 128, 3, 4, early=True), (64, 128)),
-    (Tile(64, 256, 3, 8, early=True), (64, 128)),
-    (Tile(128, 128, 3, 8, early=True), (128, 256)),
+    (Tile(32, 64, 5, 4), (32,)),
+    (Tile(32, 128, 3, 8), (32,)),
+    (Tile(64, 128, 3, 8), (64, 128)),
 )
 # The chosen tiles, with other splits than are chosen.
 OTHER_SPLITS: tuple[tuple[Tile, tuple[int, ...]], ...] = (
-    (TILES[0], (1, 16)), (TILES[1], (32,)), (TILES[2], (64,)), (TILES[3], (128, 256)),
+    (TILES[1], (32,)), (TILES[2], (64,)), (TILES[3], (128, 256)),
 )  # fmt: skip
 # Programs that columns are split for: about two and four of a multiprocessor of an H100 or H200.
-PROGRAMS = (264, 528)
-# Bytes that the numbers of a weight take at a time; programs that write them, as of `dequantise_rows`.
-SLICE_BYTES, FORMS = (256 << 20, 64 << 20, 32 << 20), ((32, 4), (128, 8))
-DEQUANTISED_TOKENS, SLICED_TOKENS, CANDIDATE_REPEATS = (64, 128, 256, 512, 2048), 256, 6
-NUMBERS_ALONE = "writing numbers, no product"
+PROGRAMS = (256, 512)
+# Tokens for which a weight is multiplied as codes and as numbers, whichever is chosen.
+BOTH_WAYS_TOKENS, CANDIDATE_REPEATS = (128, 256), 6
 # How far a candidate's numbers may be off, by the largest one.
 TOLERANCE = 3e-2
 CANDIDATE_HEADER = ["product", "weights", "tokens", "bf16, us", "ours, us", "others, us, the fastest first"]
@@ -136,11 +129,10 @@ def seconds_of_ways(
     for way, multiply in ways.items():
         try:
             if multiply not in measured:
-                if way != NUMBERS_ALONE:
-                    error = float((multiply(x, weights[0]).float() - expected.float()).abs().amax() / size)
-                    if not error <= TOLERANCE:
-                        print(f"{title}: '{way}' is off by {error:.2g} of the largest number", flush=True)
-                        continue
+                error = float((multiply(x, weights[0]).float() - expected.float()).abs().amax() / size)
+                if not error <= TOLERANCE:
+                    print(f"{title}: '{way}' is off by {error:.2g} of the largest number", flush=True)
+                    continue
                 works = [partial(multiply, x, weight) for weight in weights]
                 measured[multiply] = seconds_each(x.device, works, CANDIDATE_REPEATS)
             found[way] = measured[multiply]
@@ -161,15 +153,10 @@ def ways_of(kind: str, count: int, weight: QuantisedWeight) -> dict[str, Multipl
             splits = splits_for(programs, count, weight, tile)
             way = by_splits.setdefault(splits, partial(_by_tile, tile=tile, splits=splits))
             ways[f"{tile_name(tile)} for {programs}"] = way
-    if count in DEQUANTISED_TOKENS:
-        for size in SLICE_BYTES if count >= SLICED_TOKENS else SLICE_BYTES[:1]:
-            ways[f"numbers by {size >> 20} MiB"] = partial(products.dequantised_linear, scratch_bytes=size)
-        for form in FORMS if count == SLICED_TOKENS else ():
-            ways[f"numbers, {form[0]} rows, {form[1]} warps"] = partial(products.dequantised_linear, form=form)
-        if count == SLICED_TOKENS:
-            ways[NUMBERS_ALONE] = _numbers_alone
+    if count in BOTH_WAYS_TOKENS:
+        ways["numbers"] = products.dequantised_linear
         tile = products.tile_of(count, torch.bfloat16)
-        # What is chosen below the least tokens, and was before there were any.
+        # As below the least tokens.
         ways["codes"] = partial(_by_tile, tile=tile, splits=products.num_splits(count, weight, tile))
     return ways
 
@@ -197,8 +184,7 @@ def splits_for(programs: int, count: int, weight: QuantisedWeight, tile: Tile) -
 
 def tile_name(tile: Tile) -> str:
     """A tile in a table."""
-    early = ", early" if tile.early else ""
-    return f"{tile.tokens}x{tile.outputs} s{tile.stages} w{tile.warps}{early}"
+    return f"{tile.tokens}x{tile.outputs} s{tile.stages} w{tile.warps}"
 
 
 def _product(kind: str, weight: QuantisedWeight, is_cuda: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -262,13 +248,6 @@ def candidate_tables(runs: Sequence[ProductRun]) -> str:
                for weights, count, way in ranked]  # fmt: skip
     header = ["weights", "tokens", "way", "times as fast as bf16", "products"]
     return f"{markdown_table(CANDIDATE_HEADER, rows, 'llrrrl')}\n\n{markdown_table(header, of_ways, 'lrlrr')}"
-
-
-def _numbers_alone(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
-    """What of a product by numbers is writing them, without slices; no product."""
-    numbers = x.new_empty(weight.shape)
-    products.dequantise_rows(weight, 0, numbers)
-    return numbers
 
 
 def measure_all(

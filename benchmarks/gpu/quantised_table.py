@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.compile_table import GPUS, compile_launch
-from benchmarks.gpu.quantised_products import CANDIDATE_TILES, FORMS
+from benchmarks.gpu.quantised_products import CANDIDATE_TILES
 from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
 from dflash_kernels import quantised_moe as experts
@@ -132,10 +132,10 @@ def numbers_launch(scheme: str, form: tuple[int, int], arch: int) -> KernelLaunc
 
 def rows_of(scheme: str, arch: int, candidates: bool) -> Iterator[tuple[str, list[str]]]:
     """Rows of the tables, each with the name of its table."""
-    tiles = [tile for tile, _ in CANDIDATE_TILES] if candidates else products.TILES
+    tiles = [tile for tile, _ in CANDIDATE_TILES] if candidates else [*products.TILES, products.INVARIANT_TILE]
     for tile in tiles if scheme in SCHEMES else ():
         yield LINEAR, row_of(launch(scheme, tile, arch), scheme, tile, arch)
-    for form in FORMS if candidates else (products.DEQUANTISED_FORM,):
+    for form in () if candidates else (products.DEQUANTISED_FORM,):
         tile = products.Tile(form[0], weight_of(scheme).run, 3, form[1])
         yield NUMBERS, row_of(numbers_launch(scheme, form, arch), scheme, tile, arch)
     for tile in () if candidates else experts.TILES:
@@ -151,7 +151,7 @@ def row_of(launched: KernelLaunch, scheme: str, tile: products.Tile, arch: int) 
     return [
         f"sm_{arch}",
         scheme,
-        f"{tile.tokens} x {tile.outputs}{', early' if tile.early else ''}",
+        f"{tile.tokens} x {tile.outputs}",
         *map(str, numbers),
         shared,
         str(GPUS[arch].shared_bytes >> 10),

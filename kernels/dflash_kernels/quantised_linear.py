@@ -48,37 +48,39 @@ def quantised_linear_reference(
 @dataclass(frozen=True)
 class Tile:
     """A program's part of a product: `tokens` rows of the input by `outputs` rows of the weight, a run of columns at a
-    time, with `stages` such pieces under way. early: scales multiply the weight's numbers, which are rounded to the
-    dtype then, and not the sums of a run, so that no sum is waited for; where tokens have scales it is without
-    effect."""
+    time, with `stages` such pieces under way. programs: columns are split until a launch has as many, by default not
+    at all."""
 
     tokens: int
     outputs: int
     stages: int
     warps: int
-    early: bool = False
+    programs: int = 1
 
 
-# Ascending in tokens, by the number of which one is chosen.
+# Ascending in tokens, by the number of which one is chosen. Measured on an H200 by the products of a layer of Qwen3-8B
+# in FP8 and INT4, as docs/gpu.md tells; on no other GPU.
 TILES = (
-    Tile(tokens=16, outputs=64, stages=5, warps=4),
-    Tile(tokens=32, outputs=64, stages=5, warps=4),
-    Tile(tokens=64, outputs=64, stages=4, warps=4),
-    Tile(tokens=128, outputs=128, stages=3, warps=8),
+    Tile(tokens=16, outputs=64, stages=5, warps=4, programs=512),
+    Tile(tokens=32, outputs=128, stages=4, warps=8, programs=256),
+    Tile(tokens=64, outputs=64, stages=3, warps=4, programs=256),
+    Tile(tokens=128, outputs=128, stages=3, warps=8, programs=512),
 )
-# For any number of tokens, so that a row has the same bits in any batch.
-INVARIANT_TILE = TILES[2]
+# For any number of tokens, so that a row has the same bits in any batch. It is none of the others, so that what is
+# faster elsewhere changes no bits.
+INVARIANT_TILE = Tile(tokens=64, outputs=64, stages=4, warps=4)
 # Of float32, which is multiplied without tensor cores, from registers.
-WIDE_TILE = Tile(tokens=16, outputs=32, stages=2, warps=4)
+WIDE_TILE = Tile(tokens=16, outputs=32, stages=2, warps=4, programs=256)
 
-# Programs that keep a large GPU's memory busy. Columns are split until there are as many: in 8 parts at most, of four
-# runs at least.
-WANTED_PROGRAMS, MAX_SPLITS, MIN_RUNS = 256, 8, 4
+# Columns are split in 8 parts at most, of four runs at least.
+MAX_SPLITS, MIN_RUNS = 8, 4
 
-# Tokens of 16 bits from which on a weight is dequantised, then multiplied by torch. By arithmetic: our largest tile
-# takes as long for 129 tokens as for 256, where it was 2 to 3.7 times as slow as bfloat16 on an H200.
+# Tokens of 16 bits from which on a weight is dequantised, then multiplied by torch. On an H200 our tiles were the
+# faster way for 128 tokens, by 1.2 to 1.3 times, and torch for 256, by 1.1 to 1.2 times, in the mean of a layer's
+# products in FP8 and INT4. Our largest tile takes as long for 129 tokens as for 256.
 LEAST_DEQUANTISED = {FP8: 129, INT8: 129, INT4: 129, MXFP4: 129}
-# The most memory that the numbers take: a larger weight is multiplied in slices of this size, one after the other.
+# The most memory that the numbers take: a larger weight is multiplied in slices of this size, one after the other. On
+# an H200 slices of 64 and 32 MiB were slower for 256 and 512 tokens.
 SCRATCH_BYTES = 256 << 20
 # Rows of a weight that a program makes numbers of, a run of columns each, and its warps. Slices are whole blocks.
 DEQUANTISED_FORM, SLICE_ROWS = (64, 4), 128
@@ -111,7 +113,7 @@ def num_splits(num_tokens: int, weight: QuantisedWeight, tile: Tile) -> int:
     if num_tokens > tile.tokens:
         return 1
     outputs, inputs = weight.shape
-    wanted = WANTED_PROGRAMS // -(-outputs // tile.outputs)
+    wanted = tile.programs // -(-outputs // tile.outputs)
     return max(1, min(wanted, MAX_SPLITS, inputs // (weight.run * MIN_RUNS)))
 
 
@@ -279,31 +281,6 @@ def scaled_numbers(numbers, scale, dtype: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def with_run(
-    result, first, second, codes_ptr, scales_ptr, zeros_ptr, of_block, run, row, outputs, inputs, is_row,
-    dtype: tl.constexpr, PACKED: tl.constexpr, INTEGERS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr,
-    READING: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Sums `[rows, tokens]` and the products of one more run of columns by numbers that have their scales."""
-    scale = scales_at(scales_ptr, of_block, is_row)
-    if PACKED:
-        packed, zeros = codes_of_packed(
-            codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
-        )
-        numbers = numbers_of_packed(packed & 0x0F, zeros, dtype, INTEGERS, WIDEN)
-        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), first, result, input_precision="ieee")
-        numbers = numbers_of_packed(packed >> 4, zeros, dtype, INTEGERS, WIDEN)
-        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), second, result, input_precision="ieee")
-    else:
-        # In float32 from the start, since the scale multiplies it there.
-        numbers = numbers_of_bytes(
-            codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING, True
-        )
-        result = tl.dot(scaled_numbers(numbers, scale, dtype, WIDEN), first, result, input_precision="ieee")
-    return result
-
-
-@triton.jit
 def block_of(row, run, scale_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr):
     """Where the scale of each row lies that it has in a run of columns; COLUMNS as of `sums_of_run`."""
     of_block = row // ROWS
@@ -359,11 +336,10 @@ def _quantised_linear_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs,
     scale_stride, runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
-    Programs that read the same rows of the weight run one after the other. EARLY: as of a `Tile`, where columns have
-    scales."""
+    Programs that read the same rows of the weight run one after the other."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -375,20 +351,13 @@ def _quantised_linear_kernel(
     last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
     for run in range(first, last):
         x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
-        if EARLY:
-            of_block = block_of(row, run, scale_stride, ROWS, COLUMNS, RUN)
-            result = with_run(
-                result, x, other, codes_ptr, scales_ptr, zeros_ptr, of_block, run, row, outputs, inputs, is_row, dtype,
-                PACKED, INTEGERS, RUN, EVEN, READING, WIDEN,
-            )  # fmt: skip
-        else:
-            sums = sums_of_run(
-                x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
-                PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
-            )  # fmt: skip
-            if COLUMNS:
-                sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
-            result += sums
+        sums = sums_of_run(
+            x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
+            PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
+        )  # fmt: skip
+        if COLUMNS:
+            sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
+        result += sums
     result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
     if COLUMNS == 0:
         result = with_scale_of_tokens(result, x_scales_ptr, 0, num_rows, token, is_token)
@@ -483,10 +452,9 @@ def dequantised_linear(
     weight: QuantisedWeight,
     bias: torch.Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
-    form: tuple[int, int] = DEQUANTISED_FORM,
 ) -> torch.Tensor:
     """As `quantised_linear_reference`, by numbers that are rounded to x's dtype, and torch's product. scratch_bytes:
-    the most memory that the numbers take at a time. form: as of `dequantise_rows`.
+    the most memory that the numbers take at a time.
 
     The memory is the allocator's and free again after the product: a graph has it in its pool, and each stream its own.
     """
@@ -496,7 +464,7 @@ def dequantised_linear(
     out, scratch = rows.new_empty(len(rows), outputs), rows.new_empty(size, inputs)
     for first in range(0, outputs, size):
         numbers = scratch[: outputs - first]
-        dequantise_rows(weight, first, numbers, form)
+        dequantise_rows(weight, first, numbers)
         columns = slice(first, first + len(numbers))
         if bias is None:
             torch.mm(rows, numbers.t(), out=out[:, columns])
@@ -588,7 +556,7 @@ def multiply(
     num_rows, device = len(rows), x.device
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
     if num_rows:
-        num_runs, in_columns = triton.cdiv(inputs, weight.run), len(weight.scales) > 1
+        num_runs = triton.cdiv(inputs, weight.run)
         parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
         grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
         _quantised_linear_kernel[grid](
@@ -596,7 +564,6 @@ def multiply(
             out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
             triton.cdiv(num_runs, splits), **_form(weight), SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
             READING=_reading(weight, device, reading), WIDEN=INTERPRETED,
-            EARLY=tile.early and in_columns and x_scales is None,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if parts is not None:

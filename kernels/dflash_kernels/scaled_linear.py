@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 # Rows of a weight, and the tokens from which on torch multiplies by one that has as many: with fewer tokens reading the
 # weight takes the time, which our tiles are made for, and so it does longer where torch has few rows to share out.
-# On an H200 ours took 23.6 and 87.1 us for 64 tokens by 6,144 and 24,576 rows, as for 33, and torch's 21.9 and 52.0
-# for 256; by 4,096 rows ours took 16.3 and 34.6, and torch's 21.3 and 53.2. How many tokens torch needs below that is
-# not measured.
-LEAST_TOKENS = (6144, 33), (0, 65)
+# On an H200 ours took 17.0 and 36.0 us for 16 tokens by 6,144 and 24,576 rows, and torch's 16.6 and 36.0; for 32, as
+# ours pads 17, 19.4 and 45.6, and torch's 16.9 and 37.6. By 4,096 rows ours took 16.2 and 34.9 for 64 tokens, and
+# torch's 17.2 and 41.1; for 128, 31.2 and 66.4, and torch's 18.6 and 45.2.
+LEAST_TOKENS = (6144, 17), (0, 65)
 BLOCK = 128
 # What scaled products want sizes to be multiples of.
 MULTIPLE = 16

@@ -10,6 +10,7 @@ from dflash_kernels.quantised_linear import (
     BY_FLOAT32,
     BY_INTEGERS,
     DIRECTLY,
+    INVARIANT_TILE,
     TILES,
     WIDE_TILE,
     dequantise_rows,
@@ -33,7 +34,7 @@ def launches() -> None:
     with_zeros = QuantisedWeight(INT4, packed, of_groups, of_groups.byte(), 1, 128)
     bytes_with_zeros = QuantisedWeight(INT8, codes, of_groups, of_groups.byte(), 1, 128)
     x = zeros(16, HIDDEN)
-    for each in TILES if SCALE >= 4 else TILES[:1]:
+    for each in (*TILES, INVARIANT_TILE) if SCALE >= 4 else TILES[:1]:
         multiply(x, bytes_with_zeros, None, each, 1)
         multiply(x, blocks, None, each, 2, BY_FLOAT32)
         multiply(x, rows, zeros(HIDDEN), each, 1, BY_INTEGERS)

@@ -145,7 +145,7 @@ def test_int8_products_equal_the_reference(name: str, zeros: bool, dtype: torch.
         assert_close(found, quantised_linear_reference(x, weight, bias))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens} tokens")
+@pytest.mark.parametrize("tile", [*TILES, INVARIANT_TILE], ids=lambda tile: f"{tile.tokens} tokens, {tile.stages}")
 @pytest.mark.parametrize("weight", [fp8(200, 256, 128, 128), int4(136, 256, 128)], ids=["fp8", "int4"])
 def test_every_tile_gives_the_same_product(tile: products.Tile, weight: QuantisedWeight) -> None:
     for num_tokens in (1, tile.tokens, tile.tokens + 3):
@@ -258,18 +258,6 @@ def test_weights_that_cannot_become_numbers_stay_codes_and_the_log_says_so(
         quantised_linear(x[:1], other)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "int8", "int4", "mxfp4", "fp8 rows"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_scales_may_multiply_the_weight_and_not_the_sums(name: str, dtype: torch.dtype) -> None:
-    weight = SCHEMES[name]
-    x, tile = random(21, weight.shape[1], seed=1).to(dtype), products.Tile(32, 64, 2, 4, early=True)
-    for splits in (1, 2):
-        assert_close(multiply(x, weight, None, tile, splits), quantised_linear_reference(x, weight))
-    x_scales = numbers(len(weight.scales), 21)
-    plain = multiply(x, weight, None, products.Tile(32, 64, 2, 4), 1, x_scales=x_scales)
-    assert torch.equal(multiply(x, weight, None, tile, 1, x_scales=x_scales), plain)
-
-
 def test_columns_are_split_only_where_a_weight_has_few_rows_and_all_tokens_fit_a_tile() -> None:
     small, tall = fp8(64, 4096, 1, 4096), fp8(64 * 256, 128, 1, 128)
     assert num_splits(16, small, TILES[0]) == 8
@@ -277,6 +265,34 @@ def test_columns_are_split_only_where_a_weight_has_few_rows_and_all_tokens_fit_a
     assert num_splits(16, tall, TILES[0]) == 1
     # Each part has four runs of columns at least.
     assert num_splits(1, fp8(64, 1024, 1, 1024), TILES[0]) == 2
+
+
+def weight_of(outputs: int, inputs: int) -> QuantisedWeight:
+    """Of these sizes, in blocks of 128 x 128, whose codes have the memory of one."""
+    codes, scales = torch.zeros((), dtype=torch.uint8), torch.zeros(1, 1)
+    shape = -(-inputs // 128), -(-outputs // 128)
+    return QuantisedWeight(FP8, codes.expand(outputs, inputs), scales.expand(shape), None, 128, 128)
+
+
+def test_each_tile_splits_columns_for_as_many_programs_as_were_best_for_it() -> None:
+    """Of a layer of Qwen3-8B: queries, keys and values; the output; gate and up; down."""
+    shapes = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
+    found = {
+        tile: [num_splits(tile.tokens, weight_of(*shape), tile) for shape in shapes]
+        for tile in (*TILES, INVARIANT_TILE, WIDE_TILE)
+    }
+    assert list(found.values()) == [
+        [5, 8, 1, 8], [5, 8, 1, 8], [2, 4, 1, 4], [8, 8, 2, 8], [1, 1, 1, 1], [1, 2, 1, 2],
+    ]  # fmt: skip
+    assert [tile_of(count, torch.bfloat16) for count in (1, 16, 17, 33, 65, 129)] == [
+        TILES[index] for index in (0, 0, 1, 2, 3, 3)
+    ]
+
+
+def test_the_tile_of_invariant_products_is_its_own() -> None:
+    """What is faster in other products does not change bits that are to stay."""
+    assert products.Tile(tokens=64, outputs=64, stages=4, warps=4, programs=1) == INVARIANT_TILE
+    assert INVARIANT_TILE not in TILES
 
 
 def test_shapes_are_those_of_a_linear_layer() -> None:
@@ -318,7 +334,6 @@ def test_a_product_that_compiles_runs_every_tile_and_gives_its_own_result(
     run.clear()
     quantised_linear(x, weight)
     assert len(run) == 1
-    assert INVARIANT_TILE in TILES
 
 
 def test_codes_of_four_bits_are_packed_by_halves_of_a_run_and_unpacked_again() -> None:

@@ -147,8 +147,8 @@ KEPT_WEIGHTS_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/quantised_linear.py",
-        (f"{KERNELS}::test_scales_may_multiply_the_weight_and_not_the_sums",),
-        ("early scales leave out those of tokens", "in_columns and x_scales is None", "in_columns"),
+        (f"{KERNELS}::test_each_tile_splits_columns_for_as_many_programs_as_were_best_for_it",),
+        ("all tiles split columns for the same programs", "wanted = tile.programs //", "wanted = 256 //"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/quantised_linear.py",
@@ -156,7 +156,7 @@ KEPT_WEIGHTS_MUTANTS = (
         (
             "batch-invariant products split columns by the number of rows",
             "WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1, x_scales",
-            "INVARIANT_TILE, num_splits(len(x), weight, INVARIANT_TILE), x_scales",
+            "INVARIANT_TILE, num_splits(len(x), weight, TILES[2]), x_scales",
         ),
     ),
     *mutants_of(
