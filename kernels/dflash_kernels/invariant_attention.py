@@ -38,8 +38,8 @@ PIECE = 1024
 TALLEST = 64
 # Lines of partial results that there is memory for at a time: with heads of 128 they are 256 MiB.
 MAX_PARTIAL_LINES = 1 << 19
-# Lines that a program merges.
-MERGED_LINES = 8
+# Lines that a program merges, one warp: as in `attention_merge`, what warps exchange costs more than the sums.
+MERGED_LINES = 2
 
 
 @dataclass(frozen=True)
@@ -269,5 +269,5 @@ def _launch(
         _merge_pieces_kernel[(launch.num_tiles * kv_heads, programs)](
             rows.query_start, rows.query_lens, rows.seq_lens, launch.tiles, out, partial, lse, sinks,
             launch.first_tile, total, launch.num_pieces, launch.query_len, rows.block_tables.shape[1],
-            **options, BLOCK_L=MERGED_LINES, num_warps=4,
+            **options, BLOCK_L=MERGED_LINES, num_warps=1,
         )  # fmt: skip
