@@ -12,13 +12,14 @@ import torch
 from dflash_kernels.attention_schedule import PagedBatch, num_shared
 from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
-from dflash_kernels.paged_attention_launch import Launch
+from dflash_kernels.paged_attention_launch import FEW_TILES_FROM, Launch
 from dflash_kernels.triton_import import tl, triton
 
-# Pieces that a program loads at a time, and lines of a tile that it takes. It is one warp: what several exchange goes
-# through shared memory and barriers. Of 19 forms this was the fastest or near it, by one warp 4.4 us for 8 rows of
-# 1,024 positions and 8.0 for 32, by four warps 9 to 16 and 17, by eight 42 and 143 (H200).
-BLOCK_P, BLOCK_L = 4, 2
+# Pieces that a program loads at a time, and lines of a tile that it takes: few tiles have many pieces each, many tiles
+# have few. It is one warp, since what several exchange goes through shared memory and barriers: with 8 rows of 1,024
+# positions 4.4 us by one warp and 11 to 42 by four or eight, with 32 rows 8.0 and 16 to 143; with one row of 32,768 4.6
+# by the form for few tiles and 6.4 by the other (H200).
+FEW_TILES, MANY_TILES = (8, 1), (4, 2)
 LOG2_E = 1.4426950408889634
 
 
@@ -141,8 +142,9 @@ def merge(
     sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
     block_m, group = launch.tiling.block_m, heads["GROUP"]
     most = num_shared(launch.num_tiles, launch.num_workers)
-    _merge_kernel[(most * heads["KV_HEADS"], triton.cdiv(block_m // group * group, BLOCK_L))](
+    pieces, lines = FEW_TILES if launch.num_workers >= FEW_TILES_FROM * launch.num_tiles else MANY_TILES
+    _merge_kernel[(most * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
         rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles,
-        most, block_m, **heads, BLOCK_P=BLOCK_P, BLOCK_L=BLOCK_L, num_warps=1,
+        most, block_m, **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=1,
         **dependent_launch(),
     )  # fmt: skip

@@ -13,6 +13,8 @@ import numpy as np
 # A program for each tile keeps a device as busy as workers do where no tile takes more than this part of what each of
 # the programs that run at a time has to do on average.
 SMALL_PART = 1 / 4
+# Workers for each tile from which on tiles are few to a merge.
+FEW_TILES_FROM = 8
 # Shared memory that the driver keeps of each program's.
 RESERVED_BYTES = 1 << 10
 # For each element of a head, beside queries, K and V, by what the compiler says of tiles of 8 warps.
@@ -225,7 +227,8 @@ def launch_variants(query_lens: np.ndarray, shape: HeadShape, gpu: Gpu = HOPPER)
     tile = np.array([[0], [0], [1]], dtype=np.int32)
     tallest = max_block_m(shape) // shape.group
     kinds = dict.fromkeys((tiling_of(shape, length, gpu), length <= tallest) for length in lengths)
-    with_workers = dict.fromkeys((tiling, 1) for tiling, _ in kinds)
+    # Merged as many tiles are, and as few.
+    with_workers = dict.fromkeys((tiling, num_workers) for tiling, _ in kinds for num_workers in (1, FEW_TILES_FROM))
     return [
         Launch(tiling, num_tiles=1, num_workers=num_workers, query_len=1, tiles=tiles)
         for tiling, num_workers in [*with_workers, *((tiling, 0) for tiling, is_short in kinds if not is_short)]
