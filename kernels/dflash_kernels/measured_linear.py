@@ -35,8 +35,8 @@ from dflash_kernels.cublas_lt import (
 
 logger = logging.getLogger(__name__)
 
-# Rows of captured steps, at most. Measured for up to 512 rows, cycles of 1 stream with 15 drafts took 0.97 of their time
-# with torch's products on an H200, of 5, 8, 9, 17, 32 and 33 streams 1.00 to 1.02.
+# Rows of captured steps, at most. Measured for up to 512 rows, cycles of 1 stream with 15 drafts took 0.97 of their
+# time with torch's products on an H200, of 5, 8, 9, 17, 32 and 33 streams 1.00 to 1.02.
 MAX_ROWS = 32
 # Ways that the library is asked for. Of the first ones the sum is tried in other numbers of parts, too.
 CANDIDATES, SPLIT_OF, SPLITS = 8, 2, (1, 2, 3, 4)
