@@ -30,6 +30,7 @@ from dflash_backend.models.recurrent_state import StateChange, StateCopies, Stat
 from dflash_backend.parallel.shard import Shard, SlicedSource
 from dflash_backend.parallel.vocabulary import (
     HeadPass,
+    LinearPart,
     Lookup,
     OtherRanks,
     ParallelVocabulary,
@@ -42,15 +43,14 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a tensor over all ranks, the same bits on each. It may take the tensor's memory."""
 
 
-class SummedLinear(Linear):
+class SummedLinear(LinearPart):
     """A product whose inputs are shared by the ranks: the sum of what each has of it."""
 
-    __slots__ = ("_part", "_reduce")
+    __slots__ = ("_reduce",)
 
     def __init__(self, part: Linear, reduce: Reduce) -> None:
-        """part: this rank's, whose weight may be quantised."""
-        self._part, self._reduce = part, reduce
-        self.bias, self.product = part.bias, part.product
+        super().__init__(part, part.bias)
+        self._reduce = reduce
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._reduce(self._part(x))
@@ -60,26 +60,6 @@ class SummedLinear(Linear):
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         return SummedLinear(self._part.rows(index), self._reduce)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self._part.weight
-
-    @property
-    def device(self) -> torch.device:
-        return self._part.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._part.dtype
-
-    @property
-    def in_features(self) -> int:
-        return self._part.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self._part.out_features
 
 
 @dataclass(frozen=True)

@@ -117,16 +117,46 @@ class ParallelVocabulary:
             raise RankLostError(f"embedding or head over all ranks failed: {type(error).__name__}: {error}") from error
 
 
-class SlicedHead(Linear):
+class LinearPart(Linear):
+    """A product that ranks share. `part` is this rank's, whose weight may be quantised, and its sizes are this one's
+    unless a class says otherwise."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Linear, bias: torch.Tensor | None) -> None:
+        self._part = part
+        self.bias, self.product = bias, part.product
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._part.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self._part.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._part.dtype
+
+    @property
+    def in_features(self) -> int:
+        return self._part.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self._part.out_features
+
+
+class SlicedHead(LinearPart):
     """The head over all ranks, for drafters that multiply by the target's. Its logits are gathered."""
 
-    __slots__ = ("_part", "_vocabulary")
+    __slots__ = ("_vocabulary",)
 
     def __init__(self, part: Linear, vocabulary: ParallelVocabulary) -> None:
         """part: rank 0's."""
-        self._part = part
+        super().__init__(part, None)
         self._vocabulary = vocabulary
-        self.bias = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -142,18 +172,6 @@ class SlicedHead(Linear):
     def weight(self) -> torch.Tensor:
         """The weight, brought here from all ranks whenever it is asked for."""
         return self.rows(slice(None)).weight
-
-    @property
-    def device(self) -> torch.device:
-        return self._part.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._part.dtype
-
-    @property
-    def in_features(self) -> int:
-        return self._part.in_features
 
     @property
     def out_features(self) -> int:
