@@ -116,14 +116,14 @@ def launch(scheme: str, tile: products.Tile, arch: int) -> KernelLaunch:
     return only
 
 
-def numbers_launch(scheme: str, form: tuple[int, int], arch: int) -> KernelLaunch:
+def numbers_launch(scheme: str, arch: int) -> KernelLaunch:
     """As `launch`, of the kernel that makes numbers of a weight."""
     kernel, found = products._dequantise_kernel, []
     before = kernel.run
     kernel.run = lambda *arguments, grid, warmup, **options: found.append((kernel, arguments, options))
     try:
         out = torch.zeros((), dtype=torch.bfloat16).expand(SIZE, SIZE)
-        products.dequantise_rows(weight_of(scheme), 0, out, form, products.reading_of(divmod(arch, 10)))
+        products.dequantise_rows(weight_of(scheme), 0, out, products.reading_of(divmod(arch, 10)))
     finally:
         kernel.run = before
     (only,) = found
@@ -135,9 +135,10 @@ def rows_of(scheme: str, arch: int, candidates: bool) -> Iterator[tuple[str, lis
     tiles = [tile for tile, _ in CANDIDATE_TILES] if candidates else [*products.TILES, products.INVARIANT_TILE]
     for tile in tiles if scheme in SCHEMES else ():
         yield LINEAR, row_of(launch(scheme, tile, arch), scheme, tile, arch)
-    for form in () if candidates else (products.DEQUANTISED_FORM,):
-        tile = products.Tile(form[0], weight_of(scheme).run, 3, form[1])
-        yield NUMBERS, row_of(numbers_launch(scheme, form, arch), scheme, tile, arch)
+    if not candidates:
+        num_rows, warps = products.DEQUANTISED_FORM
+        tile = products.Tile(num_rows, weight_of(scheme).run, 3, warps)
+        yield NUMBERS, row_of(numbers_launch(scheme, arch), scheme, tile, arch)
     for tile in () if candidates else experts.TILES:
         for name, each in zip((INTO, OUT_OF), expert_launches(scheme, tile, arch), strict=True):
             yield name, row_of(each, scheme, tile, arch)

@@ -126,6 +126,11 @@ def _merge_kernel(
     store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
 
 
+def merge_form(launch: Launch) -> tuple[int, int]:
+    """The pieces that a program loads at a time and its lines, by how many workers there are for each tile."""
+    return FEW_TILES if launch.num_workers >= FEW_TILES_FROM * launch.num_tiles else MANY_TILES
+
+
 def merge(
     rows: PagedBatch,
     launch: Launch,
@@ -142,7 +147,7 @@ def merge(
     sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
     block_m, group = launch.tiling.block_m, heads["GROUP"]
     most = num_shared(launch.num_tiles, launch.num_workers)
-    pieces, lines = FEW_TILES if launch.num_workers >= FEW_TILES_FROM * launch.num_tiles else MANY_TILES
+    pieces, lines = merge_form(launch)
     _merge_kernel[(most * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
         rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles,
         most, block_m, **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=1,

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -483,20 +482,19 @@ def dequantise_rows(
     weight: QuantisedWeight,
     first: int,
     out: torch.Tensor,
-    form: tuple[int, int] = DEQUANTISED_FORM,
     reading: int | None = None,
 ) -> None:
-    """Write the numbers of the rows from `first` on to `out`, contiguous `[num_rows, in]` of 16 bits. form: rows of a
-    program, and its warps. reading: as of `multiply`."""
+    """Write the numbers of the rows from `first` on to `out`, contiguous `[num_rows, in]` of 16 bits. reading: as of
+    `multiply`."""
     outputs, inputs = weight.shape
-    block_rows, warps = form
+    block_rows, warps = DEQUANTISED_FORM
     _dequantise_kernel[triton.cdiv(inputs, weight.run), triton.cdiv(len(out), block_rows)](
         weight.codes, weight.scales, weight.zeros, out, first, len(out), outputs, inputs, weight.scales.shape[1],
-        **_form(weight), BLOCK_N=block_rows, READING=_reading(weight, out.device, reading), num_warps=warps,
+        **form_of(weight), BLOCK_N=block_rows, READING=_reading(weight, out.device, reading), num_warps=warps,
     )  # fmt: skip
 
 
-def _form(weight: QuantisedWeight) -> dict[str, Any]:
+def form_of(weight: QuantisedWeight) -> dict[str, int]:
     """The constants of a kernel that reads this weight."""
     return {
         "PACKED": weight.kind in PACKED,
@@ -562,8 +560,8 @@ def multiply(
         _quantised_linear_kernel[grid](
             rows, x_scales, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
             out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
-            triton.cdiv(num_runs, splits), **_form(weight), SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
-            READING=_reading(weight, device, reading), WIDEN=INTERPRETED,
+            triton.cdiv(num_runs, splits), **form_of(weight), SPLIT=splits > 1, BLOCK_M=tile.tokens,
+            BLOCK_N=tile.outputs, READING=_reading(weight, device, reading), WIDEN=INTERPRETED,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if parts is not None:

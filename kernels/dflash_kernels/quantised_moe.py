@@ -16,12 +16,13 @@ from dflash_kernels.moe import Biases
 from dflash_kernels.quantised_linear import (
     BY_INTEGERS,
     Tile,
+    form_of,
     inputs_of_run,
     reading_on,
     sums_of_run,
     with_scale_of_rows,
 )
-from dflash_kernels.quantised_weight import FP8, INTEGERS, PACKED, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 from dflash_kernels.triton_import import tl, triton
 
 
@@ -233,13 +234,7 @@ def run_by_tile(
 def _form(weight: QuantisedWeight, tile: Tile, reading: int) -> dict[str, int]:
     """What a kernel is compiled for, of this weight and this tile."""
     is_fp8 = weight.kind == FP8
-    return {
-        "PACKED": weight.kind in PACKED,
-        "INTEGERS": weight.kind in INTEGERS,
-        "ROWS": weight.rows,
-        "COLUMNS": weight.columns if len(weight.scales) > 1 else 0,
-        "RUN": weight.run,
-        "EVEN": weight.shape[1] % weight.run == 0,
+    return form_of(weight) | {
         "BLOCK_M": tile.tokens,
         "READING": reading if is_fp8 else BY_INTEGERS,
         "WIDEN": INTERPRETED,

@@ -39,6 +39,7 @@ def entry(cache: Path, key: str, name: str) -> None:
     for file in files:
         (folder / file).write_text(f"{key} {file}")
     (folder / "lock").write_text("")
+    (folder / f"{name}.source").write_text("text that was compiled")
     paths = {file: str(folder / file) for file in files}
     (folder / f"__grp__{name}.json").write_text(json.dumps({"child_paths": paths}))
 
@@ -53,7 +54,11 @@ def test_kernels_that_came_along_are_found_where_they_are_unpacked(tmp_path: Pat
     with tarfile.open(packed) as archive:
         names = archive.getnames()
     assert names[-1] == pack.MANIFEST, "unpacked last, it says that all is there"
-    assert not any(name.endswith("lock") for name in names)
+    assert not any(name.endswith(("lock", ".source")) for name in names)
+    kernels = [name.rpartition("/")[2] for name in names if name.endswith(".cubin")]
+    assert kernels == ["_merge_kernel.cubin", "_rms_norm_kernel.cubin"], (
+        "by name, so that those of a kernel are neighbours"
+    )
     environ = pack.unpacked(checkout, tmp_path / "there")
     there = Path(environ["TRITON_CACHE_DIR"])
     assert there.is_relative_to(tmp_path / "there")

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.attention.triton_backend import TritonBackend, TritonMetadata
+from dflash_kernels.attention_merge import FEW_TILES, MANY_TILES, merge_form
+from dflash_kernels.invariant_attention import PIECE, pieces_tiling
 from dflash_kernels.paged_attention import _longest_first
 from dflash_kernels.paged_attention_launch import (
     HOPPER,
@@ -184,3 +186,22 @@ def test_the_backend_takes_the_tiles_of_its_cache(is_fp8: bool, monkeypatch: pyt
     with pytest.raises(InterruptedError):
         TritonBackend(16).attend(torch.zeros(3, 4, 16), layer, object.__new__(TritonMetadata))
     assert seen == [HeadShape(4, 2, 16, 4, fp8_kv=is_fp8)]
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_workers", "form"),
+    [(1, 33, FEW_TILES), (4, 33, FEW_TILES), (5, 33, MANY_TILES), (1, 7, MANY_TILES), (192, 16, MANY_TILES)],
+)
+def test_few_tiles_with_many_pieces_are_merged_by_more_pieces_at_a_time(
+    num_tiles: int, num_workers: int, form: tuple[int, int]
+) -> None:
+    tiling = tiling_of(SHAPES[0], 16)
+    assert merge_form(Launch(tiling, num_tiles, num_workers, 16, None)) == form
+    assert FEW_TILES[0] > MANY_TILES[0]
+
+
+def test_pieces_of_invariant_attention_are_whole_blocks_of_keys() -> None:
+    """A window's blocks begin at multiples of their length, also in the next piece."""
+    for capability in (80, 89, 90, 100, 120):
+        gpu = replace(HOPPER, capability=capability)
+        assert [PIECE % pieces_tiling(shape, gpu).block_n for shape in SHAPES] == [0] * len(SHAPES)

@@ -49,6 +49,15 @@ MIXED_STEP_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "kernels/dflash_kernels/attention_merge.py",
+        ("tests/kernels/test_attention_launch.py",),
+        (
+            "few tiles are merged as many are",
+            "launch.num_workers >= FEW_TILES_FROM * launch.num_tiles",
+            "launch.num_workers < FEW_TILES_FROM * launch.num_tiles",
+        ),
+    ),
+    *mutants_of(
         "kernels/dflash_kernels/attention_schedule.py",
         ("tests/kernels/test_attention_schedule.py::test_the_device_schedules_what_the_reference_does",),
         (
