@@ -25,7 +25,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import attention, card_texts, cublas_choices, part, quantised_products, reference, traffic
+from benchmarks.gpu import (
+    attention,
+    card_texts,
+    cublas_choices,
+    part,
+    quantised_products,
+    reference,
+    sustained,
+    traffic,
+)
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.build import EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import GREEDY, Cell, decoding, run_cell, worker_of
@@ -217,6 +226,18 @@ def run_products(context: Context) -> None:
     products, device, dtype = _layer_products(context), context.device, context.dtype
     runs = _write(context, cublas_choices.measure(products, device, dtype, _some_ceilings(context), known))
     context.recorder.write(Fact("rows before a step of a layer's products, us", cublas_choices.steps_in(runs)))
+
+
+def run_sustained(context: Context) -> None:
+    """All products of a forward pass for seconds, and the clock and the power that the device had."""
+    layers = context.shape.target.decoder.num_layers
+    for record in sustained.measure(
+        _layer_products(context), layers, context.dtype, context.device, _some_ceilings(context)
+    ):
+        context.recorder.write(record)
+        if context.out_of_time():
+            context.skip("more rows without a pause", "no time was left")
+            break
 
 
 def _some_ceilings(context: Context) -> Ceilings:
@@ -441,6 +462,7 @@ PARTS: dict[str, Callable[[Context], None]] = part.PARTS | {
     "environment": run_environment,
     **{f"texts {group}": partial(run_texts, group=group) for group in card_texts.GROUPS},
     "kernels": run_kernels,
+    "sustained": run_sustained,
     "products": run_products,
     "quantised": run_quantised,
     "candidates": run_quantised_candidates,

@@ -74,6 +74,7 @@ PARTS = (
     Part("traffic", 60.0),
     Part("prompts", 45.0),
     Part("kernels", 40.0),
+    Part("sustained", 25.0),
     Part("profile", 40.0),
     Part("quantised cycles", 30.0),
     Part("quantised", 40.0),

@@ -70,14 +70,21 @@ def _sample_kernel(
     logits = tl.load(logits_ptr + row.to(tl.int64) * stride + offsets, mask=inside, other=0.0).to(tl.float32)
     temperature = tl.load(temperature_ptr + row)
     scores = logits
-    if temperature > 0.0:
+    noisy = temperature > 0.0
+    if FILTERED:
+        lowest_kept = tl.load(lowest_kept_ptr + row)
+        # Of most tiles nothing is kept: no noise is made for these.
+        hidden = tl.where(inside, logits < lowest_kept, True)
+        noisy = noisy & (tl.min(hidden.to(tl.int32), axis=0) == 0)
+        scores = tl.where((temperature > 0.0) & hidden, float("-inf"), scores)
+    if noisy:
         token_ids = offsets.to(tl.int64)
         if MAPPED:
             token_ids = tl.load(token_ids_ptr + offsets, mask=inside, other=0)
         key = key_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         scores = tl.div_rn(logits, temperature) + gumbel(key, token_ids)
         if FILTERED:
-            scores = tl.where(logits < tl.load(lowest_kept_ptr + row), float("-inf"), scores)
+            scores = tl.where(hidden, float("-inf"), scores)
     value, index = argmax_in_tile(scores, offsets, vocab)
     place = row.to(tl.int64) * num_tiles + tile
     tl.store(value_ptr + place, value)
