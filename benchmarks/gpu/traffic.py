@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ import torch
 
 from benchmarks.gpu.build import RandomEngine
 from benchmarks.gpu.engine import GREEDY, Cell, decoding, worker_of
-from benchmarks.gpu.floor import Ceilings, CycleSize, cycle_work, decoder_work, head_work, inject_work
+from benchmarks.gpu.floor import (
+    Ceilings,
+    CycleSize,
+    Work,
+    cycle_work,
+    decoder_work,
+    floor_seconds,
+    head_work,
+    inject_work,
+)  # fmt: skip
 from benchmarks.gpu.results import EQUAL, RAGGED, SAMPLED, SERVING, StartRun, StepRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.synthetic import SyntheticAcceptance
@@ -144,21 +153,33 @@ def mixed_step(
             seconds, device_s, host_s = _timed(core, waiting)
         finally:
             worker.computes_prompts = False
-    floor_s = prompt_floor(shape, 0, tokens, dtype, ceilings) + sum(
-        part.seconds(ceilings) for part in cycle_work(shape, CycleSize(batch, positions, k, dtype.itemsize)).values()
-    )
-    weights = sum(part.bytes for part in cycle_work(shape, CycleSize(1, 0, k, dtype.itemsize)).values())
-    # Both read all weights, and a step reads them once.
-    floor_s -= weights / ceilings.copy_bandwidth
-    return StepRun(shape.name, "mixed", batch, tokens, seconds, device_s, host_s, max(floor_s, 0.0))
+    floor_s = mixed_floor(shape, CycleSize(batch, positions, k, dtype.itemsize), tokens, ceilings)
+    return StepRun(shape.name, "mixed", batch, tokens, seconds, device_s, host_s, floor_s)
+
+
+def mixed_floor(shape: Shape, size: CycleSize, tokens: int, ceilings: Ceilings) -> float:
+    """Seconds below which no device with these ceilings runs a cycle of this size and `tokens` tokens of a prompt in
+    one step: it reads weights once, and multiplies them by the tokens of both."""
+    works, seconds = cycle_work(shape, size), 0.0
+    prompt, one_token = (prompt_work(shape, 0, count, size.itemsize) for count in (tokens, 1))
+    for phase, work in works.items():
+        # Of one token nearly all bytes are weights.
+        read = prompt[phase].bytes - one_token[phase].bytes if phase in prompt else 0.0
+        flops = prompt[phase].flops if phase in prompt else 0.0
+        seconds += Work(work.bytes + read, work.flops + flops).seconds(ceilings)
+    return seconds
 
 
 def prompt_floor(shape: Shape, begin: int, tokens: int, dtype: torch.dtype, ceilings: Ceilings) -> float:
     """Seconds below which no device with these ceilings runs `tokens` tokens of a prompt behind `begin` of it."""
-    size = CycleSize(1, begin + tokens / 2, tokens - 1, dtype.itemsize)
-    work = decoder_work(shape.target.decoder, size) + head_work(shape, 1, dtype.itemsize)
-    own = replace(size, k=tokens - 1)
-    return work.seconds(ceilings) + inject_work(shape, own).seconds(ceilings)
+    return sum(floor_seconds(prompt_work(shape, begin, tokens, dtype.itemsize), ceilings).values())
+
+
+def prompt_work(shape: Shape, begin: int, tokens: int, itemsize: int) -> dict[str, Work]:
+    """The work of each phase that `tokens` tokens of a prompt have behind `begin` of it; of the head one row."""
+    size = CycleSize(1, begin + tokens / 2, tokens - 1, itemsize)
+    verify = decoder_work(shape.target.decoder, size) + head_work(shape, 1, itemsize)
+    return {"verify": verify, "inject": inject_work(shape, size)}
 
 
 def prompt_request(shape: Shape, name: str, tokens: int) -> GenerationRequest:
