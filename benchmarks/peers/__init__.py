@@ -1,0 +1,1 @@
+"""This engine beside vLLM, llama.cpp and transformers on one machine: `python -m benchmarks.peers`."""
