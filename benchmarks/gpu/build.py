@@ -15,8 +15,7 @@ from dflash_backend.attention import AttentionBackend, Requirements, select_back
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.drafters.base import draft_patterns
-from dflash_backend.drafters.dflash.drafter import DFlashDrafter
-from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter, DFlashModel, DFlashWeights
 from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.models.ops import select_ops

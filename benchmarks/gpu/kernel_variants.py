@@ -43,8 +43,7 @@ from dflash_backend.drafters.base import Drafter
 from dflash_backend.drafters.dflash2.config import ConvSpec, DFlash2Spec, SelectorSpec
 from dflash_backend.drafters.dspark.config import GATED, RNN, DSparkSpec, MarkovSpec
 from dflash_backend.drafters.eagle3.config import Eagle3Spec
-from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter
-from dflash_backend.drafters.eagle3.model import Eagle3Model, Eagle3Weights
+from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter, Eagle3Model, Eagle3Weights
 from dflash_backend.drafters.ngram.config import NgramSpec
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.drafters.spec import DraftModelSpec

@@ -14,7 +14,7 @@ from dflash_backend.checkpoints import read_target, target_facts
 from dflash_backend.checkpoints.weights import expected_tensors, load_weights
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash.config import DFlashSpec
-from dflash_backend.drafters.dflash.model import DFlashWeights
+from dflash_backend.drafters.dflash.drafter import DFlashWeights
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.build import build_engine

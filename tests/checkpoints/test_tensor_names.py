@@ -103,7 +103,7 @@ def draft_tensors(directory: Path) -> dict[str, torch.Tensor]:
     kind.check_weights(spec)
     weights = kind.model_class.weights_class if hasattr(kind, "model_class") else None
     if weights is None:
-        from dflash_backend.drafters.eagle3.model import Eagle3Weights as weights
+        from dflash_backend.drafters.eagle3.drafter import Eagle3Weights as weights
     load_weights(
         directory, lambda source: weights.read(Kept(source, found), spec), torch.float32, CPU, ignored=lambda _: True
     )

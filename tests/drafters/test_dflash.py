@@ -18,8 +18,7 @@ from dflash_backend.checkpoints import CheckpointError, RopeSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.drafters.base import ContextBatch
 from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
-from dflash_backend.drafters.dflash.drafter import DFlashDrafter
-from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter, DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.worker.batch import spans

@@ -15,8 +15,7 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.drafters.base import ContextBatch, DraftQueries, DraftSampler
 from dflash_backend.drafters.dflash2.config import ConvSpec, DFlash2Spec, SelectorSpec
-from dflash_backend.drafters.dflash2.drafter import DFlash2Drafter
-from dflash_backend.drafters.dflash2.model import DFlash2Model
+from dflash_backend.drafters.dflash2.drafter import DFlash2Drafter, DFlash2Model
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.worker.batch import spans

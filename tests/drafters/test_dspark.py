@@ -14,8 +14,7 @@ from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, DraftQueries, DraftSampler
 from dflash_backend.drafters.dspark.config import DSparkSpec
-from dflash_backend.drafters.dspark.drafter import DSparkDrafter
-from dflash_backend.drafters.dspark.model import DSparkModel
+from dflash_backend.drafters.dspark.drafter import DSparkDrafter, DSparkModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.models.ops import TritonLayerOps

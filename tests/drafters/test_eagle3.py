@@ -15,8 +15,7 @@ from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.drafters.base import ContextBatch, DraftSampler
 from dflash_backend.drafters.eagle3.config import Eagle3Spec
-from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter
-from dflash_backend.drafters.eagle3.model import Eagle3Model
+from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter, Eagle3Model
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.models.ops import LayerOps, TritonLayerOps

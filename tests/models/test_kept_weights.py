@@ -13,7 +13,7 @@ from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.keepable import kept_bytes
-from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.dflash.drafter import DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.decoder import DecoderTarget

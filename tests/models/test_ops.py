@@ -15,7 +15,7 @@ from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.dflash.drafter import DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext

@@ -94,7 +94,7 @@ DFLASH2_MUTANTS = (
     ),
     Mutant(
         "the kernels of a sublayer's input are those of its output",
-        f"{DFLASH2}/model.py",
+        f"{DFLASH2}/drafter.py",
         "before, after = self.weights",
         "after, before = self.weights",
         ORACLE,

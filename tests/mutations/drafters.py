@@ -134,7 +134,7 @@ DRAFTERS_MUTANTS = (
         DESCRIBED,
     ),
     *mutants_of(
-        f"{DRAFTERS_PACKAGE}/draft_model.py",
+        f"{DRAFTERS_PACKAGE}/base.py",
         EMBEDDED,
         (
             "a drafter's embedding is scaled as the target's whatever its format",

@@ -75,7 +75,7 @@ DSPARK_MUTANTS = (
         (DENSE + "test_drafts_equal_a_dense_implementation_after_any_acceptance",),
     ),
     *mutants_of(
-        f"{DSPARK}/model.py",
+        f"{DSPARK}/drafter.py",
         ORACLE,
         (
             "a gate takes the token before for the output",

@@ -107,7 +107,7 @@ EAGLE3_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{EAGLE3}/model.py",
+        f"{EAGLE3}/drafter.py",
         ORACLE,
         (
             "the next pass reads the final-normed hidden state",
