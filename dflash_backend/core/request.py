@@ -43,46 +43,6 @@ def derive_seed(engine_seed: int, arrival: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class EndRule:
-    """What ends one request's answer.
-
-    stop_ids: tokens that end it, but for those among the first `min_tokens - 1`. max_tokens: its length at most.
-    """
-
-    stop_ids: frozenset[int]
-    min_tokens: int
-    max_tokens: int
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> EndRule:
-        """The rule of a request with these parameters.
-
-        A grammar allows the end of an answer only when it is complete, or, with `ignore_eos` or `min_tokens`, when it
-        cannot go on; so with one an end-of-sequence token always ends it.
-        """
-        has_grammar = sampling.structured_outputs is not None
-        eos = () if sampling.ignore_eos and not has_grammar else eos_token_ids
-        min_tokens = 0 if has_grammar else sampling.min_tokens
-        return cls(frozenset(eos) | frozenset(sampling.stop_token_ids), min_tokens, sampling.max_tokens)
-
-    def apply(
-        self, token_ids: Sequence[int], num_before: int, max_tokens: int | None = None
-    ) -> tuple[int, FinishReason | None]:
-        """How many of a step's tokens, which follow `num_before` of the answer, belong to it, and why it ends there;
-        None: it goes on. A stop token is kept: its text is the detokeniser's to leave out. max_tokens: a lower limit.
-        """
-        limit = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
-        if num_before + len(token_ids) < limit and self.stop_ids.isdisjoint(token_ids):
-            return len(token_ids), None
-        for count, token_id in enumerate(token_ids, start=1):
-            if token_id in self.stop_ids and num_before + count >= self.min_tokens:
-                return count, "stop"
-            if num_before + count >= limit:
-                return count, "length"
-        return len(token_ids), None
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One request's state between steps.
@@ -103,7 +63,9 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int
     num_speculative_tokens: int
-    ending: EndRule
+    # Tokens that end its answer, but for those among its first `min_tokens - 1`.
+    stop_ids: frozenset[int]
+    min_tokens: int
     block_hashes: BlockHashes
     arrival: int
     arrival_s: float
@@ -158,6 +120,10 @@ class Request:
         k = sampling.num_speculative_tokens
         k = config.num_speculative_tokens if k is None else k
         limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
+        # A grammar allows the end of an answer only when it is complete, or, with `ignore_eos` or `min_tokens`, when it
+        # cannot go on; so with one an end-of-sequence token always ends it.
+        has_grammar = sampling.structured_outputs is not None
+        eos = () if sampling.ignore_eos and not has_grammar else request.eos_token_ids
         return cls(
             request_id=request.request_id,
             token_ids=list(request.prompt_token_ids),
@@ -166,7 +132,8 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             seed=derive_seed(config.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
-            ending=EndRule.of(sampling, request.eos_token_ids),
+            stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
+            min_tokens=0 if has_grammar else sampling.min_tokens,
             block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
             arrival=arrival,
             arrival_s=now,
@@ -223,13 +190,23 @@ class Request:
         return not row.sample and len(self.token_ids) - self.num_computed - row.num_new > 1
 
     def append(self, token_ids: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
-        """Append the tokens of a step up to the one that ends the request, and drop those after it; what was kept, and
-        why it ended."""
+        """Append the tokens of a step up to the one that ends the answer, and drop those after it. Returns what was
+        kept, and why the answer ended; None: it goes on. A stop token is kept: its text is the detokeniser's to leave
+        out."""
         num_before = len(self.token_ids) - self.num_prompt_tokens
-        count, reason = self.ending.apply(token_ids, num_before, max_model_len - self.num_prompt_tokens)
-        kept = token_ids if count == len(token_ids) else token_ids[:count]
-        self.token_ids += kept
-        return kept, reason
+        limit = min(self.sampling.max_tokens, max_model_len - self.num_prompt_tokens)
+        reason: FinishReason | None = None
+        if num_before + len(token_ids) >= limit or not self.stop_ids.isdisjoint(token_ids):
+            for length, token_id in enumerate(token_ids, start=num_before + 1):
+                if token_id in self.stop_ids and length >= self.min_tokens:
+                    reason = "stop"
+                elif length >= limit:
+                    reason = "length"
+                if reason is not None:
+                    token_ids = token_ids[: length - num_before]
+                    break
+        self.token_ids += token_ids
+        return token_ids, reason
 
     def to_new_request(self) -> NewRequest:
         """What the worker must know to run it. The token ids are a copy: both sides append to their own."""

@@ -23,7 +23,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, share_prefixes
@@ -41,7 +41,7 @@ from dflash_backend.core.request import (
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.speculation import AdaptiveSpeculation
-from dflash_backend.core.step_time import PrefillBound
+from dflash_backend.core.step_time import StepTime
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
 # Prompt tokens that a row has at least, but for the first row and for a prompt's end: fewer are hardly worth their row.
@@ -191,6 +191,37 @@ class PlanBuilder:
         row = self.rows.pop(request.request_id, None)
         if row is not None and request.request_id in self.chunks:
             self.num_prefill_tokens -= row.num_new
+
+
+# For this long after several tenants had requests, steps stay as short as several need them: who asks again soon, as
+# people and agents do, does not meet a long step each time.
+SEVERAL_TENANTS_S = 5.0
+
+
+class PrefillBound:
+    """How many prompt tokens a step may have: as few as its time allows while several tenants are served."""
+
+    def __init__(self, max_step_s: float | None = None) -> None:
+        """max_step_s: as of `StepTime`."""
+        self.step_time = StepTime(max_step_s)
+        self._several_until = 0.0  # until when the tenants count as several
+        self._num_left = 0  # tenants that had left at the last plan
+        self._left_until = 0.0  # until when one that left counts as one of whose requests none waits
+
+    def max_prefill_tokens(
+        self, queue: FairQueue, in_prefill: Sequence[Request], now: float, num_decode_tokens: int, num_positions: int
+    ) -> int | None:
+        """Prompt tokens of the step that is planned, at most; None while nothing is known. in_prefill: the running
+        requests that do not decode. num_positions: that the rows attend to."""
+        if len(queue.tenants) > 1:
+            self._several_until = now + SEVERAL_TENANTS_S
+        if queue.num_left != self._num_left:
+            self._num_left, self._left_until = queue.num_left, now + SEVERAL_TENANTS_S
+        num_prompting, least_waiting = None, 0
+        if now < self._several_until:
+            num_prompting = queue.num_prompting(in_prefill)
+            least_waiting = queue.least_waiting if now >= self._left_until else 0
+        return self.step_time.max_prefill_tokens(num_decode_tokens, num_prompting, least_waiting, num_positions)
 
 
 # Tenants whose first request cannot start that are passed over in a step.

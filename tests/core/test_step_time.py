@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.core import step_time
+from dflash_backend.core import scheduler
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
@@ -234,7 +234,7 @@ def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(mo
             asked.append(num_positions)
             return None
 
-    monkeypatch.setattr(step_time, "StepTime", Recording)
+    monkeypatch.setattr(scheduler, "StepTime", Recording)
     engine, _ = slow_engine()
     told.clear()
     requests = [make_request(f"r{i}", [i, *([5] * 60)], max_tokens=30, num_speculative_tokens=0) for i in range(3)]

@@ -87,11 +87,15 @@ SCHEDULING_MUTANTS = (
     *mutants_of(
         f"{CORE}/request.py",
         ENGINE,
-        ("a stop token is not sent", 'return count, "stop"', 'return count - 1, "stop"'),
-        ("tokens behind a stop token are sent", 'return count, "stop"', 'return len(token_ids), "stop"'),
+        (
+            "a stop token is not sent",
+            "token_ids = token_ids[: length - num_before]",
+            "token_ids = token_ids[: length - num_before - 1]",
+        ),
+        ("tokens behind a stop token are sent", "token_ids = token_ids[: length - num_before]", "pass"),
         (
             "a stop token counts before min_tokens",
-            "token_id in self.stop_ids and num_before + count >= self.min_tokens",
+            "token_id in self.stop_ids and length >= self.min_tokens",
             "token_id in self.stop_ids",
         ),
     ),
@@ -211,7 +215,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "a tenant that left is forgotten at once",
-        f"{CORE}/step_time.py",
+        f"{CORE}/scheduler.py",
         "queue.num_left, now + SEVERAL_TENANTS_S",
         "queue.num_left, now",
         STEP_TIME,

@@ -10,10 +10,11 @@ import pytest
 
 from dflash_backend import LLM
 from dflash_backend.core.plan import StepDrafts, StepPlan
-from dflash_backend.core.request import EndRule
-from dflash_backend.messages import SamplingParams, StructuredOutputs
+from dflash_backend.core.request import Request
+from dflash_backend.messages import StructuredOutputs
 from dflash_backend.worker.step_ops import HostStepOps
 from load_tests.prompts import load_prompts
+from tests.core.toy_engine import make_config, make_request
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 
@@ -119,6 +120,19 @@ def test_the_answers_are_those_of_steps_that_draft_for_every_row(prompts: list[l
     assert texts[0] == texts[1]
 
 
+PROMPT = [5, 6]
+
+
+def appended(tokens: list[int], num_before: int, max_model_len: int, **sampling: Any) -> tuple[int, str | None]:
+    """How many of a step's tokens a request keeps that has yielded some before, and why its answer ends there."""
+    request = Request.from_generation_request(make_request("a", PROMPT, **sampling), make_config(), 0, 0.0)
+    request.token_ids += [8] * num_before
+    kept, reason = request.append(tokens, max_model_len)
+    assert request.token_ids == [*PROMPT, *[8] * num_before, *kept]
+    assert kept == tokens[: len(kept)]
+    return len(kept), reason
+
+
 @pytest.mark.parametrize(
     ("sampling", "tokens", "num_before", "expected"),
     [
@@ -140,11 +154,9 @@ def test_an_answer_ends_at_its_first_stop_or_at_its_length(
 ) -> None:
     if sampling.pop("structured_outputs", None):
         sampling["structured_outputs"] = StructuredOutputs("json", "{}")
-    rule = EndRule.of(SamplingParams(**sampling), (2,))
-    assert rule.apply(tokens, num_before) == expected
+    assert appended(tokens, num_before, 128, eos_token_ids=(2,), **sampling) == expected
 
 
 def test_a_lower_limit_than_the_requests_own_ends_an_answer_sooner() -> None:
-    rule = EndRule.of(SamplingParams(max_tokens=9), ())
-    assert rule.apply([8, 8, 8], 3, 5) == (2, "length")
-    assert rule.apply([8, 8, 8], 3, 50) == (3, None)
+    assert appended([8, 8, 8], 3, 5 + len(PROMPT), max_tokens=9) == (2, "length")
+    assert appended([8, 8, 8], 3, 50, max_tokens=9) == (3, None)
