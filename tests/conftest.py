@@ -70,9 +70,9 @@ SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
 @pytest.fixture(scope="module")
 def single_thread() -> Iterator[None]:
     """For tiny models: with tensors of a few dozen numbers a second thread costs more than it saves."""
-    from dflash_backend.worker.batch_parallel import one_thread
+    from dflash_backend.worker.batch_parallel import op_threads
 
-    with one_thread():
+    with op_threads(1):
         yield
 
 

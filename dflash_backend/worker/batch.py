@@ -101,7 +101,7 @@ class DeviceBatch:
     @staticmethod
     def buffer_size(num_rows: int, num_tokens: int) -> int:
         """Numbers in the buffer of `over`."""
-        return len(_ROW_FIELDS) * _aligned(num_rows) + num_tokens
+        return len(_ROW_FIELDS) * rounded(num_rows, _ALIGNMENT) + num_tokens
 
     @classmethod
     def over(cls, buffer: torch.Tensor, num_rows: int) -> DeviceBatch:
@@ -125,7 +125,7 @@ class Step:
     order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. budget: float32
     `[2 + k + R]`, which drafts are verified, as `dflash_kernels.verify_budget` reads it: `batch.num_draft` has how many
     there are, and where tokens and logits lie is not known yet. None: it is as `batch` says. draft_width: drafts that a
-    row proposes at most; None: k. shared: rows that read a prefix together; None for none. chosen_later: no token is
+    row proposes at most. shared: rows that read a prefix together; None for none. chosen_later: no token is
     chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
 
     `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
@@ -149,8 +149,8 @@ class Step:
     logits_row: torch.Tensor
     bounds: LengthBounds
     traits: BatchTraits
+    draft_width: int
     budget: torch.Tensor | None = None
-    draft_width: int | None = None
     shared: SharedPrefixes | None = None
     chosen_later: bool = False
 
@@ -284,14 +284,14 @@ class HostBatch:
     def ragged(
         self,
         send: Callable[[list[np.ndarray]], list[torch.Tensor]],
+        k: int,
         row_multiple: int = 1,
-        k: int = 0,
         block_size: int = 0,
     ) -> Step:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
-        drafts that a budget has offsets for. block_size: positions of a block, for prefixes that rows share."""
+        most drafts of a row. block_size: positions of a block, for prefixes that rows share."""
         if len(self.req_idx) == row_multiple == 1 and self.budget is None:
-            return self._ragged_row(send)
+            return self._ragged_row(send, k)
         num_verified = self.num_draft if self.budget is None else first_drafts(self.num_draft, self.num_verified)
         lens, num_logits = self.num_new + num_verified, (num_verified + 1) * self.sample
         first = lens.cumsum() - lens
@@ -323,9 +323,9 @@ class HostBatch:
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
         budget = more[0] if more else None
-        return Step(batch, logits, rows, self.bounds(num_rows), self.traits, budget, shared=shared)
+        return Step(batch, logits, rows, self.bounds(num_rows), self.traits, k, budget, shared=shared)
 
-    def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]]) -> Step:
+    def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], k: int) -> Step:
         """As `ragged`, of a single row, in plain numbers: a tenth of the calls of numpy."""
         each = self.req_idx, self.start, self.num_unverified, self.num_new, self.num_draft, self.num_next
         index, start, unverified, num_new, num_draft, num_next = (values.item() for values in each)
@@ -344,7 +344,7 @@ class HostBatch:
         unknown = unverified + num_draft
         bounds = LengthBounds(lens, ends, draft_ends, unknown, exact=np.array([unknown == 0]))
         every = samples and num_logits == num_tokens
-        return Step(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits)
+        return Step(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits, k)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
@@ -391,10 +391,6 @@ def round_bytes(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _aligned(num_rows: int) -> int:
-    return rounded(num_rows, _ALIGNMENT)
-
-
 def rounded(num_rows: int, multiple: int) -> int:
     return -(-num_rows // multiple) * multiple
 
@@ -425,21 +421,15 @@ def shared_rows(numbers: torch.Tensor) -> SharedRows:
     return SharedRows(leader, num_rows, positions, numbers[_NUM_GROUP_NUMBERS:])
 
 
-def window_slots(
-    batch: DeviceBatch, positions: torch.Tensor, slots: torch.Tensor, layout: AttentionBatch, state: StateTensors
-) -> WindowSlots | None:
-    """The tokens and rows of a pass by the block table of these layers; None where there is no such table. A token
-    whose slot in the other layers is below 0 has none here either. Waits for nothing, so that graphs can capture it.
-
-    positions, slots: int64 `[T]`.
-    """
-    if state.window_blocks is None:
-        return None
+def window_slots(step: Step, window_blocks: torch.Tensor, block_size: int) -> WindowSlots:
+    """The tokens and rows of a step by the block table of these layers, `StateTensors.window_blocks`. A token whose
+    slot in the other layers is below 0 has none here either. Waits for nothing, so that graphs can capture it."""
+    batch, positions, slots, layout = step.batch, step.positions, step.slots, step.attention
     req_idx = batch.req_idx.clamp(min=0)
-    tables = state.window_blocks[:, : layout.block_tables.shape[1]].index_select(0, req_idx)
+    tables = window_blocks[:, : layout.block_tables.shape[1]].index_select(0, req_idx)
     of_token = req_idx.index_select(0, batch.token_row.clamp(min=0)).long()
-    blocks = state.window_blocks[of_token, positions // state.block_size].long()
-    own = blocks * state.block_size + positions % state.block_size
+    blocks = window_blocks[of_token, positions // block_size].long()
+    own = blocks * block_size + positions % block_size
     return WindowSlots(torch.where(slots < 0, slots, own), replace(layout, block_tables=tables))
 
 
@@ -450,11 +440,6 @@ def exact_layout(
     width = max(1, -(-int(seq_lens.max()) // state.block_size))
     tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
     return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
-
-
-def draft_width(step: Step, state: StateTensors) -> int:
-    """Drafts that a row of the step proposes at most."""
-    return state.k if step.draft_width is None else step.draft_width
 
 
 def draft_of_row(
@@ -522,4 +507,4 @@ class LayoutBuffer:
 
     def send_ragged(self, batch: HostBatch) -> Step:
         """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
-        return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k, self.block_size)
+        return batch.ragged(self._uploader.send, self.k, ROW_MULTIPLE, self.block_size)

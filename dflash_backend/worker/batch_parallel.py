@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -93,9 +93,11 @@ class BatchThreads:
             before += size
         return [part for part in parts if part]
 
-    def run(self, work: Callable[[Part], Result], parts: Sequence[Part], is_long: bool = False) -> list[Result]:
+    def run(self, work: Callable[[Part], Result], parts: Sequence[Part], num_tokens: int) -> list[Result]:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
-        ended. is_long: threads within operations serve the single part better, which has many tokens."""
+        ended. num_tokens: of all parts; many of them in a single part are better served by threads within operations.
+        """
+        is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
         if self._op_threads is not None:
             with op_threads(self._op_threads):
                 return [work(part) for part in parts]
@@ -103,16 +105,11 @@ class BatchThreads:
             return [work(part) for part in parts]
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:
-            with one_thread():
+            with op_threads(1):
                 first = work(parts[0])
         finally:
             wait(futures)
         return [first] + [future.result() for future in futures]
-
-
-def is_long(parts: Sequence[Sequence[ScheduledRequest]]) -> bool:
-    """Whether these parts are one, of a long prompt."""
-    return len(parts) == 1 and sum(row.num_new + row.num_draft for row in parts[0]) >= INTRA_OP_TOKENS
 
 
 def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:
@@ -137,11 +134,6 @@ def _prepare_thread() -> None:
     torch.set_num_threads(1)
     _of_thread.mode = torch.inference_mode()
     _of_thread.mode.__enter__()
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """No threads within operations, for the calling thread."""
-    return op_threads(1)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -35,7 +35,6 @@ from dflash_backend.models.peers import ALONE
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, Step
 from dflash_backend.worker.logits import PromptLogprobs
 from dflash_backend.worker.step import ModelStep, Slots
-from dflash_backend.worker.step_ops import StateSnapshot
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
@@ -68,89 +67,51 @@ GraphPool = Any
 """torch's handle for memory that graphs share; it has no public name."""
 
 
-class PaddedStep(Protocol):
-    """A step of a fixed shape. Between its three parts nothing else of a padded step is run."""
+class StepRunner(Protocol):
+    """What runs a step in three parts: `ModelStep`, operation by operation, or `CapturedStep`. Between the parts no
+    other step is run."""
 
-    inputs: Step
-
-    def verify(self) -> Step:
-        """Queue the target's forward and its own tokens, for the rows whose layout was sent last. The tokens may be
-        changed until `accept`. What this gives is valid on the device until the next `verify` of any padded step."""
+    def verify(
+        self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
+    ) -> Step:
+        """Queue the target's forward and its own tokens. Returns the step that the other parts go on with, whose tokens
+        may be changed until `accept`; that of a graph is valid on the device until the next one is run."""
         ...
 
-    def accept(self) -> None:
+    def accept(self, step: Step) -> None:
         """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
         ...
 
-    def draft(self) -> None:
+    def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
         """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
         ...
 
 
-def replay(step: PaddedStep) -> Step:
-    """Queue all parts of a padded step."""
-    run = step.verify()
-    step.accept()
-    step.draft()
-    return run
+@dataclass(frozen=True)
+class PaddedStep:
+    """A step of a fixed shape, for the rows whose layout was sent last, and what runs it."""
+
+    inputs: Step
+    runner: StepRunner
+
+    def run(self) -> Step:
+        """Queue all parts."""
+        step = self.runner.verify(replace(self.inputs))
+        self.runner.accept(step)
+        self.runner.draft(step)
+        return step
 
 
-MakeStep = Callable[[Step], PaddedStep | None]
-"""Makes the padded step over these inputs; None when memory does not suffice."""
-
-
-class EagerStep:
-    """A step that is run operation by operation: on a CPU, with rows of any lengths, and with `enable_cuda_graphs` off.
-    Where `accept` or `draft` runs out of memory, the requests' state is as it was before both."""
-
-    def __init__(
-        self,
-        model: ModelStep,
-        inputs: Step,
-        guard: WriteGuard | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-        copies: Slots = (),
-    ) -> None:
-        """copies: as of `ModelStep.draft`."""
-        self.inputs = inputs
-        self._model = model
-        self._guard, self._prompt_logprobs, self._copies = guard, prompt_logprobs, copies
-        self._step = inputs
-        self._before: StateSnapshot | None = None
-
-    def verify(self) -> Step:
-        self._step = replace(self.inputs)
-        self._model.verify(self._step, self._guard, self._prompt_logprobs)
-        return self._step
-
-    def accept(self) -> None:
-        self._before = self._model.ops.snapshot(self._step, self._model.state)
-        try:
-            self._model.accept(self._step)
-        except torch.OutOfMemoryError:
-            self._restore()
-            raise
-
-    def draft(self) -> None:
-        try:
-            self._model.inject(self._step, self._guard)
-            self._model.draft(self._step, self._guard, self._copies)
-        except torch.OutOfMemoryError:
-            self._restore()
-            raise
-
-    def _restore(self) -> None:
-        if self._before is not None:
-            self._before.restore()
+MakeRunner = Callable[[Step], StepRunner | None]
+"""Makes what runs the padded step over these inputs; None when memory does not suffice."""
 
 
 class CapturedStep:
-    """A padded step in three CUDA graphs."""
+    """A padded step in three CUDA graphs, which is always the same, whatever step it is given."""
 
     def __init__(self, model: ModelStep, inputs: Step, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """Runs the step once on `stream`, for what is made at first use (compiled kernels, library handles), then
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
-        self.inputs = inputs
         with torch.cuda.stream(stream):
             model.run(replace(inputs))
         stream.synchronize()
@@ -163,7 +124,6 @@ class CapturedStep:
         with peers.capturing() as accepted_there, _capture(self._graphs[1], pool, stream):
             model.accept(step)
         with peers.capturing() as drafted_there, _capture(self._graphs[2], pool, stream):
-            model.inject(step)
             model.draft(step)
         self._there = verified_there, accepted_there, drafted_there
         assert step.logits is not None
@@ -172,14 +132,14 @@ class CapturedStep:
         self._step.logits, self._step.target_tokens = borrowed(step.logits), step.target_tokens
         self._step.results, self._step.drafts = step.results, step.drafts
 
-    def verify(self) -> Step:
+    def verify(self, *_: object) -> Step:
         self._replay(0)
         return self._step
 
-    def accept(self) -> None:
+    def accept(self, *_: object) -> None:
         self._replay(1)
 
-    def draft(self) -> None:
+    def draft(self, *_: object) -> None:
         self._replay(2)
 
     def _replay(self, part: int) -> None:
@@ -325,11 +285,11 @@ class GraphRunner:
         widest = int(batch.query_lens.max())
         most_rows, most_tokens = max(2 * count, count + ALWAYS_WORTH_PADDING), max(2 * num_tokens, CHEAP_TOKENS)
         fitting = [
-            (inputs.num_tokens, inputs.draft_width or 0, number)
+            (inputs.num_tokens, inputs.draft_width, number)
             for number, inputs in enumerate(step.inputs for step in steps)
             if count <= inputs.num_rows <= most_rows
             and num_tokens <= inputs.num_tokens <= most_tokens
-            and draft_width <= (inputs.draft_width or 0)
+            and draft_width <= inputs.draft_width
             and widest <= int(inputs.bounds.query_lens[0])
         ]
         return steps[min(fitting)[-1]] if fitting else None
@@ -340,7 +300,7 @@ class GraphRunner:
 
     def make(
         self,
-        make: MakeStep,
+        make: MakeRunner,
         sizes: Sequence[int],
         sampled: bool,
         progress: Progress,
@@ -373,14 +333,16 @@ class GraphRunner:
             if len(shapes) > 1:
                 name += f" with {size * num_verified} drafts"
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            step = make(self._inputs(size, size * (1 + num_verified), draft_width, kind, shared))
-            if step is None:
+            inputs = self._inputs(size, size * (1 + num_verified), draft_width, kind, shared)
+            if (runner := make(inputs)) is None:
                 missing.append(name)
             else:
-                self._steps.setdefault((kind, shared), []).append(step)
+                self._steps.setdefault((kind, shared), []).append(PaddedStep(inputs, runner))
         _say_what_is_missing(missing, len(wanted))
 
-    def make_mixed(self, make: MakeStep, shapes: Sequence[tuple[int, int]], sampled: bool, progress: Progress) -> None:
+    def make_mixed(
+        self, make: MakeRunner, shapes: Sequence[tuple[int, int]], sampled: bool, progress: Progress
+    ) -> None:
         """Make the steps for rows of any length with these numbers of rows and tokens, beside those of decode rows; the
         rest as of `make`."""
         wanted = [
@@ -390,11 +352,11 @@ class GraphRunner:
         for number, ((num_rows, num_tokens), kind) in enumerate(wanted):
             name = f"{'sampled' if kind else 'greedy'} steps of {num_tokens} tokens with prompts"
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            step = make(mixed_inputs(self._step, self._layouts, num_rows, num_tokens, kind))
-            if step is None:
+            inputs = mixed_inputs(self._step, self._layouts, num_rows, num_tokens, kind)
+            if (runner := make(inputs)) is None:
                 missing.append(name)
             else:
-                self._mixed.setdefault(kind, []).append(step)
+                self._mixed.setdefault(kind, []).append(PaddedStep(inputs, runner))
         _say_what_is_missing(missing, len(wanted))
 
     def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False) -> Step:
@@ -477,6 +439,7 @@ def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_toke
         bounds=LengthBounds(np.full(num_rows, num_tokens), longest, longest, max_overestimate=state.max_len),
         traits=BatchTraits(sampled, step.drafter is not None and state.k > 0),
         budget=budget,
+        draft_width=state.k,
     )
 
 
@@ -513,12 +476,10 @@ def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[Padd
         times = []
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-            drafts = replay(each).drafts.cpu().numpy()
-            times.append(step.unpacked_drafts(drafts, inputs.num_rows)[0])
+            times.append(step.unpacked_drafts(each.run().drafts.cpu().numpy())[0])
         target_s = min(sum(seconds[:-1]) for seconds in times)
         draft_s = min(seconds[-1] for seconds in times)
-        width = inputs.draft_width or 0
-        found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, width, target_s, draft_s))
+        found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, inputs.draft_width, target_s, draft_s))
     return found
 
 
@@ -545,7 +506,9 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
             with _every_variant(step):
                 step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
     for num_rows in _powers_of_two(layouts.max_rows):
-        step.ops.lay_out(_padding_under_bounds(step, layouts, 1, num_rows=num_rows), step.state)
+        padding = _padding_under_bounds(step, layouts, 1, num_rows=num_rows)
+        assert padding.budget is not None
+        step.ops.lay_out(padding, padding.budget, step.state)
     _choose_tokens(step, layouts)
 
 
@@ -620,6 +583,7 @@ def _padding_under_bounds(
 ) -> Step:
     """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens of a long context."""
     device, longest = step.device, step.state.max_len
+    draft_width = step.state.k if draft_width is None else draft_width
     size = num_rows * -(-num_tokens // num_rows)
     layouts.send_nothing(num_rows, size)
     batch, budget = layouts.padded(num_rows, size)
@@ -630,7 +594,7 @@ def _padding_under_bounds(
         logits_token=torch.zeros(1, dtype=torch.int32, device=device),
         logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
         bounds=LengthBounds(lens, ends, ends, max_overestimate=longest),
-        traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and draft_width != 0 and step.state.k > 0),
+        traits=BatchTraits(sampled, drafts=step.drafter is not None and draft_width > 0),
         budget=budget,
         draft_width=draft_width,
     )

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -32,16 +31,15 @@ from dflash_backend.messages import ErrorStatus
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer, Step
-from dflash_backend.worker.batch_parallel import BatchThreads, is_long
+from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
     CaptureError,
-    EagerStep,
     GraphCapturer,
     GraphRunner,
-    MakeStep,
-    PaddedStep,
+    MakeRunner,
     Progress,
+    StepRunner,
     capture_sizes,
     mixed_shapes,
     no_collection,
@@ -49,8 +47,8 @@ from dflash_backend.worker.graphs import (
 )
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
-from dflash_backend.worker.step import PHASES, ModelStep
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step import PHASES, ModelStep, Slots
+from dflash_backend.worker.step_ops import HostStepOps, StateSnapshot
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
@@ -61,16 +59,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PartInFlight:
-    """Rows of a step that run together as `run`; `step` has `num_rows` rows, padding included.
+    """Rows of a step that run together: `step`, padding included, run by `runner`.
 
-    waits: the rest of the step follows the target's forward only when the step before it has drafted. results: on their
-    way once drafts are accepted; drafts, once they are proposed. proposed: int64 `[R, k]`, the drafts themselves, where
-    a grammar asks for them.
+    copies: as of `ModelStep.draft`. waits: the rest of the step follows the target's forward only when the step before
+    it has drafted. results: on their way once drafts are accepted; drafts, once they are proposed. proposed: int64
+    `[R, k]`, the drafts themselves, where a grammar asks for them.
     """
 
     rows: Sequence[ScheduledRequest]
-    run: PaddedStep
+    runner: StepRunner
     step: Step
+    guard: WriteGuard | None = None
+    copies: Slots = ()
     special: SpecialRows | None = None
     prompt_logprobs: PromptLogprobs | None = None
     grammars: StepGrammars | None = None
@@ -155,11 +155,11 @@ class ModelRunner:
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         captures = use_graphs and self.device.type == "cuda"
         if captures:
-            make: MakeStep = GraphCapturer(self.step, self.layouts)
+            make: MakeRunner = GraphCapturer(self.step, self.layouts)
             mixed = self._mixed_shapes() if mixed is None and serves else mixed or ()
         else:
             # Without graphs a step with prompts gains nothing by padding.
-            make, progress, mixed = partial(EagerStep, self.step), lambda message, done: None, mixed or ()
+            make, progress, mixed = lambda inputs: self.step, lambda message, done: None, mixed or ()
         try:
             with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
                 self.graphs.make(make, sizes, serves, progress, shapes, finest)
@@ -207,7 +207,7 @@ class ModelRunner:
         for part in step.parts:
             assert part.results is not None, "the step before completes this one"
             numbers = part.results.wait()
-            accepted, verified, tokens = self.step.unpacked_results(numbers, part.step.num_rows)
+            accepted, verified, tokens = self.step.unpacked_results(numbers)
             self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
             new_tokens = [
                 ids[: count + 1] if row.sample else []
@@ -242,7 +242,7 @@ class ModelRunner:
         has_confidence = step.plan.wants_confidence and self.step.wants_confidence and step.plan.drafts
         for part in step.parts:
             assert part.drafts is not None
-            seconds, numbers = self.step.unpacked_drafts(part.drafts.wait(), part.step.num_rows)
+            seconds, numbers = self.step.unpacked_drafts(part.drafts.wait())
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
             if sum(seconds) > sum(phases.values()):
                 phases = dict(zip(PHASES, seconds, strict=True))
@@ -291,7 +291,8 @@ class ModelRunner:
     def _update(self, plan: StepPlan) -> None:
         """Bring a plan's changes to the requests' state."""
         self.requests.update(plan)
-        self.grammars.update(plan)
+        if plan.new_requests or plan.finished_req_ids:
+            self.grammars.update(plan)
         if self.step.pending is not None:
             for new in plan.new_requests:
                 self.step.pending.drop(self.requests.records[new.request_id].index)
@@ -319,7 +320,7 @@ class ModelRunner:
                 return [self._run_part(plan, plan.rows)]
             rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
             parts = self.threads.split(rows, self.grammars.answers)
-            return self.threads.run(lambda rows: self._run_part(plan, rows), parts, is_long(parts))
+            return self.threads.run(lambda rows: self._run_part(plan, rows), parts, plan.num_tokens)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise StepOutOfMemory(
@@ -352,32 +353,41 @@ class ModelRunner:
             grammars = self.grammars.of(batch, self._grammars_in_flight())
             special = SpecialRows.of(batch, self.requests, grammars)
         copies = self._copied_states(plan, rows) if self.step.pool is not None else []
-        run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None
-        if run is not None and (guard is None or batch.decode_only):
-            self.layouts.send_padded(batch, run.inputs.num_rows, run.inputs.num_tokens)
-            if guard is not None:
-                run = EagerStep(self.step, run.inputs, guard)
+        runner: StepRunner = self.step
+        padded = self.graphs.find(batch) if self.overlaps and not copies and of_prompt is None else None
+        if padded is not None and (guard is None or batch.decode_only):
+            self.layouts.send_padded(batch, padded.inputs.num_rows, padded.inputs.num_tokens)
+            step = replace(padded.inputs)
+            if guard is None:
+                runner = padded.runner
         else:
-            inputs = self.layouts.send_ragged(batch) if self.overlaps else batch.ragged(share)
-            inputs.chosen_later = special is not None and special.replaces_all
-            run = EagerStep(self.step, inputs, guard, of_prompt, copies)
+            step = self.layouts.send_ragged(batch) if self.overlaps else batch.ragged(share, self.step.state.k)
+            step.chosen_later = special is not None and special.replaces_all
+        step = runner.verify(step, guard, of_prompt)
         waits = grammars is not None and grammars.waits
-        part = PartInFlight(rows, run, run.verify(), special, of_prompt, grammars, waits)
+        part = PartInFlight(rows, runner, step, guard, copies, special, of_prompt, grammars, waits)
         if not waits:
             self._finish(part)
         return part
 
     def _finish(self, part: PartInFlight) -> None:
-        """Queue what follows the target's forward; waits for the masks of grammars."""
+        """Queue what follows the target's forward; waits for the masks of grammars. Where memory does not suffice, the
+        requests' state is as it was before."""
         if part.special is not None:
             part.special.choose(part.step, self.step.ops)
         if part.special is not None and self.overlaps:
             part.logprobs = part.special.logprobs(part.step, self.step.ops)  # may lack memory: before anything changes
-        part.run.accept()
-        part.results = self._results.begin(part.step.results)
-        if self.overlaps:
-            self._draft_part(part)
-        elif part.special is not None:
+        before = StateSnapshot(self.step.state, part.step) if self.overlaps and part.runner is self.step else None
+        try:
+            part.runner.accept(part.step)
+            part.results = self._results.begin(part.step.results)
+            if self.overlaps:
+                self._draft_part(part)
+        except torch.OutOfMemoryError:
+            if before is not None:
+                before.restore()
+            raise
+        if part.special is not None and not self.overlaps:
             part.logprobs = part.special.logprobs(part.step, self.step.ops)  # of accepted drafts alone
 
     def _draft(self, step: StepInFlight, ended: Collection[str] = ()) -> None:
@@ -389,10 +399,10 @@ class ModelRunner:
             num_next = part.step.batch.num_next.numpy()
             num_next[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
             part.step.traits = replace(part.step.traits, drafts=bool(num_next.any()))
-        self.threads.run(self._draft_part, step.parts, is_long([part.rows for part in step.parts]))
+        self.threads.run(self._draft_part, step.parts, step.plan.num_tokens)
 
     def _draft_part(self, part: PartInFlight) -> None:
-        part.run.draft()
+        part.runner.draft(part.step, part.guard, part.copies)
         part.drafts = self._drafts.begin(part.step.drafts)
         if part.grammars is not None:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))

@@ -1,7 +1,8 @@
 """One step: verify, accept, inject, draft, each a verb over one `Step`.
 
 Without a guard nothing here looks at a value, so the same code runs eagerly and is captured in graphs. `verify` leaves
-the requests' state as it is, the others advance it. A step's tokens are there after `accept`.
+the requests' state as it is, the others advance it. A step's tokens are there after `accept`. `draft` injects first:
+nothing comes between the two.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
+from dflash_backend.drafters.base import DraftBatch, Drafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
-from dflash_backend.worker.batch import Step, draft_width
+from dflash_backend.worker.batch import Step
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import PromptLogprobs
-from dflash_backend.worker.pending_context import PendingContext
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import StepOps
+from dflash_backend.worker.step_ops import PendingContext, StepOps
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 
@@ -65,28 +65,34 @@ class ModelStep:
         self.width = self.state.k + 1
         """Tokens of a decode row: the last known one and k drafts."""
 
-    def run(self, step: Step, guard: WriteGuard | None = None) -> Step:
+    def run(self, step: Step) -> Step:
         """A whole step."""
-        self.verify(step, guard)
+        self.verify(step)
         self.accept(step)
-        self.inject(step, guard)
-        self.draft(step, guard)
+        self.draft(step)
         return step
 
     def verify(
         self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
-    ) -> None:
-        """One target forward over all rows, and the tokens that their drafts are compared with."""
+    ) -> Step:
+        """One target forward over all rows, and the tokens that their drafts are compared with; the same `step`."""
         step.timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
         record(step.timestamps, 0)
-        self.ops.lay_out(step, self.state)
+        if step.budget is not None:
+            self.ops.lay_out(step, step.budget, self.state)
         self.ops.prepare(step, self.state)
         if guard is not None:
             guard.check("verify", step.batch.token_row, step.slots, step.batch.query_lens)
             if step.windows is not None:
                 guard.check_windows(step.batch.token_row, step.windows.slots)
         if self.pool is not None:
-            step.states = self._states(self.pool, step, guard)
+            batch, lens = step.batch, step.bounds.query_lens
+            step.states = StateRows.of(
+                self.pool,
+                StateLayout(batch.req_idx, step.starts, batch.query_start, batch.query_lens, lens, step.num_tokens),
+            )
+            if guard is not None:
+                step.states.check()
         context = PagedContext.prepare(
             step.attention, step.positions, step.slots, self.backend, self.target.patterns, self.dtype, step.padded,
             step.states, step.windows,
@@ -102,17 +108,7 @@ class ModelStep:
             step.logits = self.target.logits(hidden)
         step.target_tokens = self.ops.target_tokens(step, self.state)
         record(step.timestamps, 1)
-
-    @staticmethod
-    def _states(pool: StatePool, step: Step, guard: WriteGuard | None) -> StateRows:
-        """The rows as recurrent layers see them. Raises `RuntimeError` when there is a guard and a row starts elsewhere
-        than its state ends."""
-        batch, lens = step.batch, step.bounds.query_lens
-        own = StateLayout(batch.req_idx, step.starts, batch.query_start, batch.query_lens, lens, step.num_tokens)
-        rows = StateRows.of(pool, own)
-        if guard is not None:
-            rows.check()
-        return rows
+        return step
 
     def accept(self, step: Step) -> None:
         """Which drafts are the target's own tokens, and which token follows them."""
@@ -131,45 +127,41 @@ class ModelStep:
             if pending is not None:
                 context = pending.exchange(context, step, self.state)
             if len(context.positions):
-                self._write_context(drafter, context, step, guard)
+                assert context.token_row is not None
+                if guard is not None:
+                    guard.check("inject", context.token_row, context.slots)
+                if drafter.reads_next_tokens:
+                    req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
+                    context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
+                drafter.inject(context)
         record(step.timestamps, 4)
 
-    def _write_context(self, drafter: Drafter, context: ContextBatch, step: Step, guard: WriteGuard | None) -> None:
-        assert context.token_row is not None
-        if guard is not None:
-            guard.check("inject", context.token_row, context.slots)
-        if drafter.reads_next_tokens:
-            req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
-            context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
-        drafter.inject(context)
-
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
-        """Propose the next step's drafts and leave them in the state, after the anchor. Then bring the states of
-        recurrent layers to the accepted drafts: they come last, so that what fails before leaves them as they were.
+        """Inject, propose the next step's drafts and leave them in the state, after the anchor. Then bring the states
+        of recurrent layers to the accepted drafts: they come last, so that what fails before leaves them as they were.
         copies: slots of recurrent states that are copied after that, and where to."""
-        if self.drafter is not None and step.traits.drafts:
-            self._propose(self.drafter, step, guard)
+        self.inject(step, guard)
+        batch, state, drafter = step.batch, self.state, self.drafter
+        if drafter is not None and step.traits.drafts:
+            queries, before = None, None
+            if drafter.placeholder_id is not None:
+                lookahead_base = drafter.lookahead_base or 0
+                queries = self.ops.prepare_draft(step, state, drafter.placeholder_id, lookahead_base)
+                if guard is not None:
+                    guard.check_draft(queries, batch.num_next, lookahead_base)
+            if drafter.reads_next_tokens and step.features is not None:
+                before = self.ops.features_before_anchors(step, step.features)
+            draft = DraftBatch(
+                state.tokens, state.computed, batch.req_idx, batch.num_next, step.draft_width, queries, before
+            )
+            asked = self.wants_confidence and step.traits.wants_confidence
+            sampler = self.ops.draft_sampler(step, state, self.draft_temperature_ratio, asked)
+            self.ops.store_drafts(drafter.propose(draft, sampler), batch, state)
         if step.states is not None:
-            self._commit(step.states, step.batch.num_new + step.num_accepted, copies)
+            self._commit(step.states, batch.num_new + step.num_accepted, copies)
         record(step.timestamps, 5)
-        confidence = self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0))
+        confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
         step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
-
-    def _propose(self, drafter: Drafter, step: Step, guard: WriteGuard | None) -> None:
-        queries, before = None, None
-        if drafter.placeholder_id is not None:
-            lookahead_base = drafter.lookahead_base or 0
-            queries = self.ops.prepare_draft(step, self.state, drafter.placeholder_id, lookahead_base)
-            if guard is not None:
-                guard.check_draft(queries, step.batch.num_next, lookahead_base)
-        if drafter.reads_next_tokens and step.features is not None:
-            before = self.ops.features_before_anchors(step, step.features)
-        batch, state = step.batch, self.state
-        width = draft_width(step, state)
-        draft = DraftBatch(state.tokens, state.computed, batch.req_idx, batch.num_next, width, queries, before)
-        asked = self.wants_confidence and step.traits.wants_confidence
-        sampler = self.ops.draft_sampler(step, self.state, self.draft_temperature_ratio, asked)
-        self.ops.store_drafts(drafter.propose(draft, sampler), step.batch, self.state)
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: Slots) -> None:
@@ -185,18 +177,19 @@ class ModelStep:
         """Numbers in `Step.results` and in `Step.drafts` of that many rows, padding rows included, at most."""
         return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
 
-    def unpacked_results(self, numbers: np.ndarray, num_rows: int) -> tuple[list[int], list[int], list[list[int]]]:
+    def unpacked_results(self, numbers: np.ndarray) -> tuple[list[int], list[int], list[list[int]]]:
         """The parts of `Step.results` on the host: of each row its accepted drafts, its verified ones, and k + 1
         tokens. Lists, since after a step's products each call of numpy takes some microseconds."""
         counts = numbers.tolist()
+        num_rows = len(counts) // (self.width + 2)
         tokens = [counts[first : first + self.width] for first in range(2 * num_rows, len(counts), self.width)]
         return counts[:num_rows], counts[num_rows : 2 * num_rows], tokens
 
-    def unpacked_drafts(self, numbers: np.ndarray, num_rows: int) -> tuple[list[float], np.ndarray]:
+    def unpacked_drafts(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
         """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`."""
         times = numbers[:NUM_TIMESTAMPS].tolist()
         seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]
-        return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(num_rows, -1)
+        return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(-1, max(1, self.state.k))
 
 
 def record(timestamps: torch.Tensor, index: int) -> None:

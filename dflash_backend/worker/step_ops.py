@@ -4,12 +4,19 @@ kernel what it computes.
 `DeviceStepOps` launches kernels. None of them waits for the device or has a shape that depends on a value, so they can
 be captured in a graph; rows are padded, and the host knows bounds of their lengths. `HostStepOps` is the form of a CPU:
 the kernels' references, on exact lengths, so that nothing is padded.
+
+On a CPU a request that does not draft needs its context KV only when a block is full, or when it drafts, and injecting
+one token costs nearly as much as injecting sixteen, since the operations are small. So `PendingContext` keeps the
+features of such a request until its tokens fill a block, which the prefix cache may then publish (PUBLISH), or until it
+drafts again; then they go to the drafter together. A request keeps less than a block.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +28,9 @@ from dflash_backend.worker.batch import (
     DeviceBatch,
     Step,
     draft_of_row,
-    draft_width,
     exact_layout,
     window_slots,
 )
-from dflash_backend.worker.pending_context import PendingContext
 from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
@@ -41,6 +46,163 @@ from dflash_kernels import (
     verify_budget,
 )
 from dflash_kernels.dispatch import use_triton
+
+# With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
+MAX_WAITING_ROWS = 16
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class _Tokens(NamedTuple):
+    """Tokens as arrays: features as integers of their size, `[n, L * hidden]`, since NumPy has no bfloat16 and takes a
+    fraction of torch's time for a few rows; the rows, positions and slots `[n]`."""
+
+    features: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+    @classmethod
+    def of(cls, context: ContextBatch) -> _Tokens:
+        """Those of a context; memory is shared."""
+        assert context.token_row is not None
+        rows = context.token_row.numpy()
+        return cls(as_integers(context.features), rows, context.positions.numpy(), context.slots.numpy())
+
+    def part(self, index: np.ndarray) -> _Tokens:
+        """Those at these places."""
+        return _Tokens(*(each[index] for each in self))
+
+    def context(self, dtype: torch.dtype) -> ContextBatch:
+        """As a context, of features in this dtype."""
+        features, rows, positions, slots = map(torch.from_numpy, self)
+        return ContextBatch(features.view(dtype), positions, slots, token_row=rows)
+
+
+def as_integers(features: torch.Tensor) -> np.ndarray:
+    """The same memory as integers of the same size."""
+    return features.view(_INTEGERS[features.dtype.itemsize]).numpy()
+
+
+class PendingContext:
+    """The features that wait, by request index. The parts of a step may use it side by side: no two have a request in
+    common.
+
+    What waits of a request lies in one block: consecutive positions and slots, of which the first are known.
+    """
+
+    def __init__(self, num_requests: int, block_size: int) -> None:
+        self._counts = np.zeros(num_requests, dtype=np.int64)
+        self._positions = np.zeros(num_requests, dtype=np.int64)  # of the first token that waits
+        self._slots = np.zeros(num_requests, dtype=np.int64)
+        self._block_size = block_size
+        # `[num_requests, block_size, L * hidden]`, once the width is known.
+        self._features: np.ndarray | None = None
+        self._lock = threading.Lock()
+
+    def num_waiting(self, req_idx: int) -> int:
+        """Tokens of a request that wait."""
+        return self._counts.item(req_idx)
+
+    def drop(self, req_idx: int) -> None:
+        """Drop what waits of a request: its index goes to another."""
+        self._counts[req_idx] = 0
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._counts[:] = 0
+
+    def keep_step(self, step: Step, features: torch.Tensor, state: StateTensors) -> bool:
+        """Keep back the context of a whole step, after `accept`, if all of it can wait: what `exchange` would do, in a
+        fraction of the time."""
+        batch, num_rows = step.batch, step.batch.req_idx.numel()
+        if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
+            return False
+        if num_rows == 1:
+            index = one_row.number(batch.req_idx)
+            full = state.computed.numpy().item(index) % state.block_size == 0
+            if full or one_row.number(batch.num_next):
+                return False
+            self._keep_token(index, as_integers(features), one_row.number(step.positions), one_row.number(step.slots))
+            return True
+        if batch.num_next.numpy().any():
+            return False
+        req_idx = batch.req_idx.numpy()
+        if not (state.computed.numpy()[req_idx] % state.block_size).all():
+            return False
+        self._keep_one_each(req_idx, as_integers(features), step.positions.numpy(), step.slots.numpy())
+        return True
+
+    def exchange(self, context: ContextBatch, step: Step, state: StateTensors) -> ContextBatch:
+        """Keep back what can wait of a step's `context`, and add what has waited and is needed now. After `accept`."""
+        batch, req_idx = step.batch, step.batch.req_idx.numpy()
+        counts = self._counts[req_idx]
+        may_wait = len(req_idx) <= MAX_WAITING_ROWS
+        if not may_wait and not counts.any():
+            return context
+        rests = (batch.num_next.numpy() == 0) & (batch.num_new.numpy() == 1) & may_wait
+        if not rests.any() and not counts.any():
+            return context
+        # Where the block begins that is not full yet.
+        tail = state.computed.numpy()[req_idx] // state.block_size * state.block_size
+        is_full = self._positions[req_idx] < tail
+        needed = [
+            self._take(int(req_idx[row]), row) for row in ((counts > 0) & (is_full | ~rests)).nonzero()[0].tolist()
+        ]
+        tokens = _Tokens.of(context)
+        keeps = rests[tokens.rows] & (tokens.positions >= tail[tokens.rows])
+        if keeps.any():
+            waits, tokens = tokens.part(keeps), tokens.part(~keeps)
+            self._keep(waits, req_idx[waits.rows])
+        elif not needed:
+            return context
+        joined = [np.concatenate(parts) for parts in zip(*needed, tokens, strict=True)] if needed else tokens
+        return _Tokens(*joined).context(context.features.dtype)
+
+    def _take(self, req_idx: int, row: int) -> _Tokens:
+        """What a request has waiting, at least a token, as tokens of this row."""
+        count, self._counts[req_idx] = self._counts.item(req_idx), 0
+        assert self._features is not None
+        steps = np.arange(count)
+        positions, slots = self._positions[req_idx] + steps, self._slots[req_idx] + steps
+        return _Tokens(self._features[req_idx, :count], np.full(count, row, dtype=np.int32), positions, slots)
+
+    def _keep(self, tokens: _Tokens, req_idx: np.ndarray) -> None:
+        """Keep tokens of the requests `req_idx`; those of one request follow each other."""
+        if len(set(req_idx.tolist())) == len(req_idx):
+            self._keep_one_each(req_idx, tokens.features, tokens.positions, tokens.slots)
+            return
+        for token, index in enumerate(req_idx.tolist()):
+            self._keep_token(
+                index, tokens.features[token : token + 1], tokens.positions.item(token), tokens.slots.item(token)
+            )
+
+    def _keep_token(self, req_idx: int, features: np.ndarray, position: int, slot: int) -> None:
+        """Keep one token of one request; features `[1, L * hidden]`."""
+        count = self._counts.item(req_idx)
+        self._space(features)[req_idx, count] = features[0]
+        if count == 0:
+            self._positions[req_idx], self._slots[req_idx] = position, slot
+        self._counts[req_idx] = count + 1
+
+    def _keep_one_each(
+        self, req_idx: np.ndarray, features: np.ndarray, positions: np.ndarray, slots: np.ndarray
+    ) -> None:
+        """Keep a token each of the requests `req_idx`, all distinct."""
+        counts = self._counts[req_idx]
+        self._space(features)[req_idx, counts] = features
+        self._positions[req_idx] = np.where(counts == 0, positions, self._positions[req_idx])
+        self._slots[req_idx] = np.where(counts == 0, slots, self._slots[req_idx])
+        self._counts[req_idx] = counts + 1
+
+    def _space(self, features: np.ndarray) -> np.ndarray:
+        """Where features of this width wait. The system gives its memory as it is written."""
+        if self._features is None:
+            with self._lock:
+                if self._features is None:
+                    shape = len(self._counts), self._block_size, features.shape[1]
+                    self._features = np.empty(shape, features.dtype)
+        return self._features
+
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -78,25 +240,23 @@ class DeviceStepOps:
 
     _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out)
     _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
-    _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
+    argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(argmax.argmax)
+    log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(log_odds.log_odds)
     _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
     _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores)
-    _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
     _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
-    _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
+    apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
     _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise)
     _inject_slots = staticmethod(prepare_draft.inject_slots)
     _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
     _store_drafts = staticmethod(prepare_draft.store_drafts)
 
-    def lay_out(self, step: Step, state: StateTensors) -> None:
+    def lay_out(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
-        if step.budget is None:
-            return
         batch = step.batch
         num_draft, query_start, query_lens, logits_start, token_row, logits_token, logits_row = self._lay_out(
-            state.confidence, step.budget, batch.req_idx, batch.num_new, batch.num_draft, batch.logits_start,
+            state.confidence, budget, batch.req_idx, batch.num_new, batch.num_draft, batch.logits_start,
             step.num_tokens, len(step.logits_row),
         )  # fmt: skip
         step.batch = replace(
@@ -115,14 +275,10 @@ class DeviceStepOps:
         self._fill_in(step, state)
         batch, bounds, seq_lens = step.batch, step.bounds, step.seq_lens
         rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
-        layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
-        step.windows = window_slots(batch, step.positions, step.slots, layout, state)
-        step.attention, step.padded = replace(layout, shared=step.shared, exact=bounds.exact), True
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most likely token of each of the `logits` `[n, vocab]` in their own dtype: int64 `[n]`, the lowest id
-        among equals."""
-        return self._argmax(logits)
+        step.attention = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
+        if state.window_blocks is not None:
+            step.windows = window_slots(step, state.window_blocks, state.block_size)
+        step.attention, step.padded = replace(step.attention, shared=step.shared, exact=bounds.exact), True
 
     def sample(
         self,
@@ -140,10 +296,6 @@ class DeviceStepOps:
     ) -> torch.Tensor:
         """The scores of all tokens, as `drafters.base.SampleOps.noisy_scores`."""
         return self._noisy_scores(logits, temperature, seeds, positions.contiguous())
-
-    def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """How sure the `logits` are of a column in each row, as `drafters.base.SampleOps.log_odds`."""
-        return self._log_odds(logits, columns)
 
     def target_tokens(self, step: Step, state: StateTensors) -> torch.Tensor:
         """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
@@ -186,10 +338,6 @@ class DeviceStepOps:
         """The accepted drafts of each row, if the host knows them."""
         return None
 
-    def snapshot(self, step: Step, state: StateTensors) -> StateSnapshot | None:
-        """What `accept` and drafting change, for a step that may run out of memory."""
-        return StateSnapshot(state, step)
-
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
         return None
@@ -212,7 +360,7 @@ class DeviceStepOps:
     ) -> DraftQueries:
         """What the drafter's model runs, after `accept`: a row of `step.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""
-        batch, bounds, width = step.batch, step.bounds, draft_width(step, state) + lookahead_base
+        batch, bounds, width = step.batch, step.bounds, step.draft_width + lookahead_base
         ids, positions, slots, query_lens, seq_lens = self._prepared_draft(
             batch, state, placeholder_id, width, lookahead_base
         )
@@ -234,7 +382,7 @@ class DeviceStepOps:
         its noise."""
         if temperature_ratio == 0.0 or not step.traits.sampled:
             return DraftSampler(self, wants_confidence=wants_confidence)
-        req_idx = self._draft_req_idx(step.batch, draft_width(step, state))
+        req_idx = self._draft_req_idx(step.batch, step.draft_width)
         temperature = state.temperature[req_idx] * temperature_ratio
         return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
 
@@ -254,10 +402,6 @@ class DeviceStepOps:
         columns = torch.arange(1, state.k + 1, device=index.device)
         positions = state.computed.index_select(0, index)[:, None] + columns
         return state.tokens[index[:, None], positions.clamp(max=state.max_len - 1)]
-
-    def apply_token_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-        """Set `logits` to -inf where the packed masks of their `rows` have a 0, in place."""
-        self._apply_bitmask(logits, bitmask, rows)
 
     def penalise(self, logits: torch.Tensor, rows: penalties.PenalisedRows, state: StateTensors) -> None:
         """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
@@ -304,13 +448,13 @@ class HostStepOps(DeviceStepOps):
 
     _lay_out = staticmethod(verify_budget.lay_out_reference)
     _prepare = staticmethod(prepare_step.prepare_reference)
-    _argmax = staticmethod(argmax.argmax_reference)
+    argmax = staticmethod(argmax.argmax_reference)
+    log_odds = staticmethod(log_odds.log_odds_reference)
     _sample = staticmethod(sample.sample_reference)
     _noisy_scores = staticmethod(sample.noisy_scores_reference)
-    _log_odds = staticmethod(log_odds.log_odds_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)
-    _apply_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
+    apply_token_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _penalise = staticmethod(penalties.count_and_penalise_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
@@ -320,15 +464,13 @@ class HostStepOps(DeviceStepOps):
         self._fill_in(step, state)
         batch = step.batch
         step.attention = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
-        step.windows = window_slots(batch, step.positions, step.slots, step.attention, state)
+        if state.window_blocks is not None:
+            step.windows = window_slots(step, state.window_blocks, state.block_size)
         step.padded = bool((step.slots.numpy() < 0).any())
 
     def known_counts(self, step: Step) -> np.ndarray | None:
         counts: np.ndarray = step.num_accepted.numpy()
         return counts
-
-    def snapshot(self, step: Step, state: StateTensors) -> StateSnapshot | None:
-        return None  # a CPU never raises `torch.OutOfMemoryError`
 
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         return PendingContext(len(state.tokens), state.block_size)

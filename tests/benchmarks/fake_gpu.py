@@ -121,9 +121,9 @@ def check_engine() -> None:
     seen = worker._worker.step.state.computed  # type: ignore[attr-defined]
     forward = CapturedStep.verify
 
-    def looking(step: CapturedStep) -> object:
+    def looking(captured: CapturedStep, *args: object) -> object:
         seen.sum().item()
-        return forward(step)
+        return forward(captured, *args)
 
     with mock.patch.object(CapturedStep, "verify", looking):
         refused("within a step", lambda: cycles(core))

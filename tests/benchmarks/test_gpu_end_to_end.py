@@ -29,7 +29,7 @@ from benchmarks.gpu.results import (
 from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
 from dflash_backend.messages import GenerationRequest, StepOutputs
-from dflash_backend.worker.batch_parallel import one_thread
+from dflash_backend.worker.batch_parallel import op_threads
 from dflash_backend.worker.graphs import capture_sizes
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def run_parts(directory: Path, shape: str, *names: str) -> Results:
     """The parts in this process."""
     records = directory / "records"
     Recorder(records).write_raw("device", run.describe_device("cpu"))
-    with one_thread():
+    with op_threads(1):
         for name in names:
             options = ["--shape", shape, "--device", "cpu", "--acceptance-length", "2.4", "--seconds", "60"]
             assert part.main([name, *options, "--records", str(records)]) == 0

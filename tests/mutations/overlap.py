@@ -14,8 +14,8 @@ OVERLAP_MUTANTS = (
     Mutant(
         "on a CPU a step's tokens wait for its drafts",
         "dflash_backend/worker/runner.py",
-        "        if self.overlaps:\n            self._draft_part(part)\n        elif",
-        "        self._draft_part(part)\n        if",
+        "            if self.overlaps:\n                self._draft_part(part)\n",
+        "            self._draft_part(part)\n",
         EARLY,
     ),
     Mutant(

@@ -83,7 +83,7 @@ RESTING_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/worker/pending_context.py",
+        "dflash_backend/worker/step_ops.py",
         ("tests/worker/test_pending_context.py", "tests/worker/test_pause_in_drafting.py"),
         (
             "a full block waits beside others that are not full",

@@ -38,9 +38,8 @@ SPECIAL_MUTANTS = (
         SPECIAL,
         (
             "a special request takes the others out of their graph",
-            "run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is None else None",
-            "run: PaddedStep | None = self.graphs.find(batch) if not copies and of_prompt is "
-            "None and special is None else None",
+            "not copies and of_prompt is None else None",
+            "not copies and of_prompt is None and special is None else None",
         ),
     ),
     *mutants_of(

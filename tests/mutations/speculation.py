@@ -276,8 +276,8 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_verify_budget.py",),
         (
             "confidences come back for other requests",
-            "self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0))",
-            "self.state.confidence.index_select(0, step.batch.req_idx.clamp(min=0).flip(0))",
+            "state.confidence.index_select(0, batch.req_idx.clamp(min=0))",
+            "state.confidence.index_select(0, batch.req_idx.clamp(min=0).flip(0))",
         ),
     ),
     *mutants_of(
@@ -399,7 +399,7 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a step that proposes fewer drafts is taken",
-            "            and draft_width <= (inputs.draft_width or 0)\n",
+            "            and draft_width <= inputs.draft_width\n",
             "",
         ),
         ("a step has fewer tokens than its rows", "and num_tokens <= inputs.num_tokens <= most_tokens", ""),

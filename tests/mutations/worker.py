@@ -191,7 +191,7 @@ WORKER_MUTANTS = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(queries, step.batch.num_next, lookahead_base)",
+        "guard.check_draft(queries, batch.num_next, lookahead_base)",
         "pass",
         ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),

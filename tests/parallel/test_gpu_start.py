@@ -199,20 +199,19 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
         run=lambda inputs: events.append("run"),
         verify=verify,
         accept=accept,
-        inject=lambda step: events.append("inject"),
         draft=draft,
     )
     stream: Any = SimpleNamespace(synchronize=lambda: events.append("synchronize"))
-    inputs = Step(*[None] * 5)  # type: ignore[arg-type]
+    inputs = Step(*[None] * 6)  # type: ignore[arg-type]
     captured = CapturedStep(model, inputs, None, stream)
-    captured.verify()
-    captured.accept()
-    captured.draft()
+    step = captured.verify(inputs)
+    captured.accept(step)
+    captured.draft(step)
     assert [event for event in events if not event.startswith("new")] == [
         *("begin stream", "run", "end stream", "synchronize"),
         *("begin there first", "begin graph 0", "verify", "end graph 0", "end there first"),
         *("begin there second", "begin graph 1", "accept", "end graph 1", "end there second"),
-        *("begin there third", "begin graph 2", "inject", "draft", "end graph 2", "end there third"),
+        *("begin there third", "begin graph 2", "draft", "end graph 2", "end there third"),
         *("replay there first", "replay graph 0", "replay there second", "replay graph 1"),
         *("replay there third", "replay graph 2"),
     ]

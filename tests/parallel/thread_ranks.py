@@ -27,7 +27,6 @@ from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.worker.batch import Step
-from dflash_backend.worker.graphs import EagerStep
 from dflash_backend.worker.step import ModelStep
 from tests.worker.engines import device_runner
 
@@ -222,35 +221,32 @@ def thread_links(built: BuiltEngine) -> ThreadLinks:
     return target.ranks.links
 
 
-class EmulatedGraphs(EagerStep):
+class EmulatedGraphs:
     """As `CapturedStep`: after one run its parts are captured, and from then on the others run on replays alone."""
 
-    def __init__(self, step: ModelStep, inputs: Step, links: ThreadLinks) -> None:
-        super().__init__(step, inputs)
-        self._links = links
-        super().verify()
-        super().accept()
-        super().draft()
-        peers = step.target.peers
+    def __init__(self, model: ModelStep, inputs: Step, links: ThreadLinks) -> None:
+        self._model, self._links = model, links
+        model.run(replace(inputs))
+        step, peers = replace(inputs), model.target.peers
         with peers.capturing() as verified_there:
-            super().verify()
+            model.verify(step)
         with peers.capturing() as accepted_there:
-            super().accept()
+            model.accept(step)
         with peers.capturing() as drafted_there:
-            super().draft()
+            model.draft(step)
         self._there = verified_there, accepted_there, drafted_there
 
-    def verify(self) -> Step:
+    def verify(self, step: Step, *_: object) -> Step:
         with self._replaying(0):
-            return super().verify()
+            return self._model.verify(step)
 
-    def accept(self) -> None:
+    def accept(self, step: Step) -> None:
         with self._replaying(1):
-            super().accept()
+            self._model.accept(step)
 
-    def draft(self) -> None:
+    def draft(self, step: Step, *_: object) -> None:
         with self._replaying(2):
-            super().draft()
+            self._model.draft(step)
 
     @contextmanager
     def _replaying(self, part: int) -> Iterator[None]:

@@ -24,13 +24,13 @@ class ReferenceStepOps(DeviceStepOps):
 
     _lay_out = staticmethod(HostStepOps._lay_out)
     _prepare = staticmethod(HostStepOps._prepare)
-    _argmax = staticmethod(HostStepOps._argmax)
+    argmax = staticmethod(HostStepOps.argmax)
     _sample = staticmethod(HostStepOps._sample)
     _noisy_scores = staticmethod(HostStepOps._noisy_scores)
-    _log_odds = staticmethod(HostStepOps._log_odds)
+    log_odds = staticmethod(HostStepOps.log_odds)
     _lowest_kept = staticmethod(HostStepOps._lowest_kept)
     _accept = staticmethod(HostStepOps._accept)
-    _apply_bitmask = staticmethod(HostStepOps._apply_bitmask)
+    apply_token_bitmask = staticmethod(HostStepOps.apply_token_bitmask)
     _inject_slots = staticmethod(HostStepOps._inject_slots)
     _prepare_draft = staticmethod(HostStepOps._prepare_draft)
     _store_drafts = staticmethod(HostStepOps._store_drafts)
@@ -64,8 +64,8 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
 
 def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:
     """Of each row of a step that has run: accepted and verified drafts, k + 1 tokens and confidences."""
-    results = runner.step.unpacked_results(step.results.cpu().numpy(), step.num_rows)
-    return *results, runner.step.unpacked_drafts(step.drafts.cpu().numpy(), step.num_rows)[1]
+    results = runner.step.unpacked_results(step.results.cpu().numpy())
+    return *results, runner.step.unpacked_drafts(step.drafts.cpu().numpy())[1]
 
 
 def engine(**settings: Any) -> BuiltEngine:

@@ -42,7 +42,7 @@ class RandomStep:
                 token[start:end] = int(rows.query_start[r] + rows.num_new[r]) - 1 + np.arange(end - start)
         device = rows.req_idx.device
         logits_token, logits_row = (torch.from_numpy(each).to(device) for each in (token, row))
-        return Step(rows, logits_token, logits_row, bounds, BatchTraits(True, True))
+        return Step(rows, logits_token, logits_row, bounds, BatchTraits(True, True), self.state.k)
 
     def to(self, device: torch.device) -> RandomStep:
         """A copy on another device."""

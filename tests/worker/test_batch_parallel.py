@@ -12,7 +12,6 @@ from dflash_backend.worker.batch_parallel import (
     INTRA_OP_TOKENS,
     MAX_WEIGHT_BYTES,
     BatchThreads,
-    is_long,
     num_batch_threads,
 )
 
@@ -79,7 +78,7 @@ def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
         return part[0].request_id, torch.get_num_threads()
 
     before = torch.get_num_threads()
-    assert pool.run(work, parts) == [("a", 1), ("b", 1)]
+    assert pool.run(work, parts, 200) == [("a", 1), ("b", 1)]
     assert torch.get_num_threads() == before
 
 
@@ -89,8 +88,8 @@ def test_a_long_prompt_has_threads_within_operations_unless_its_bits_must_be_tho
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    pool, longer, shorter = BatchThreads(2, batch_invariant), [[row("a", INTRA_OP_TOKENS)]], [[row("a", 9)]]
-    ran = [pool.run(lambda part: torch.get_num_threads(), each, is_long(each))[0] for each in (longer, shorter)]
+    pool = BatchThreads(2, batch_invariant)
+    ran = [pool.run(lambda part: torch.get_num_threads(), [[]], size)[0] for size in (INTRA_OP_TOKENS, 9)]
     torch.set_num_threads(before)
     assert ran == [threads, 1]
 
@@ -105,7 +104,7 @@ def test_an_error_in_any_part_is_raised_after_all_have_ended(failing: str) -> No
             raise RuntimeError(f"part {failing} failed")
 
     with pytest.raises(RuntimeError, match=f"part {failing} failed"):
-        BatchThreads(2).run(work, [[row("a", 100)], [row("b", 100)]])
+        BatchThreads(2).run(work, [[row("a", 100)], [row("b", 100)]], 200)
     assert sorted(ended) == ["a", "b"]
 
 

@@ -19,13 +19,12 @@ from dflash_backend.worker.batch import BatchTraits, HostBatch, Step
 from dflash_backend.worker.graphs import (
     CAPTURE_STRIDE,
     TOKEN_SIZES,
-    EagerStep,
     capture_shapes,
     capture_sizes,
-    replay,
     warm_up,
 )
 from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.step import ModelStep
 from dflash_kernels import measured_linear
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged, unpacked
 
@@ -132,7 +131,7 @@ def test_steps_with_the_most_drafts_have_more_sizes_than_those_with_fewer(pair: 
         runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes)
         found: dict[tuple[int, int], set[int]] = {}
         for step in runner.graphs.steps(sampled=False):
-            drafts = step.inputs.num_tokens // step.inputs.num_rows - 1, step.inputs.draft_width or 0
+            drafts = step.inputs.num_tokens // step.inputs.num_rows - 1, step.inputs.draft_width
             found.setdefault(drafts, set()).add(step.inputs.num_rows)
         assert found == {shape: fine if shape == (7, 7) else coarse for shape in shapes or [(7, 7)]}
 
@@ -161,7 +160,7 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], k: i
     assert step.inputs.num_rows == 4
     step = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == size)
     runner.layouts.send_padded(rows, size, step.inputs.num_tokens)
-    padded = unpacked(runner, replay(step))
+    padded = unpacked(runner, step.run())
 
     assert sum(padded[1]) == (k + 3 if budget is None else budget)
     for ours, theirs in zip(ragged[:3], padded[:3], strict=True):
@@ -179,7 +178,7 @@ def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, 
     with unchanged(memory(runner)):
         for step in runner.graphs.steps(sampled):
             runner.layouts.send_nothing(step.inputs.num_rows, step.inputs.num_tokens)
-            replay(step)
+            step.run()
 
 
 def test_the_smallest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
@@ -281,10 +280,10 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
     tried: list[tuple[int, bool]] = []
     messages: list[str] = []
 
-    def make(inputs: Step) -> EagerStep | None:
+    def make(inputs: Step) -> ModelStep | None:
         """Memory for four steps."""
         tried.append((inputs.num_rows, inputs.traits.sampled))
-        return EagerStep(runner.step, inputs) if len(tried) <= 4 else None
+        return runner.step if len(tried) <= 4 else None
 
     runner.graphs.make(make, capture_sizes(16), True, lambda message, fraction: messages.append(message))
     assert tried[:4] == [(16, True), (16, False), (8, True), (8, False)]
@@ -304,16 +303,16 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     prepare = {"use_graphs": True, "serves": False, "progress": lambda message, fraction: None}
     collections: list[str] = []
 
-    captured: list[EagerStep] = []
+    captured: list[Step] = []
     measured: list[bool] = []
 
-    def refuse(self: graphs.GraphCapturer, inputs: Step) -> EagerStep:
+    def refuse(self: graphs.GraphCapturer, inputs: Step) -> ModelStep:
         """All but the first."""
         assert not gc.isenabled()
         measured.append(measured_linear._State.measuring)
         if not captured:
-            captured.append(EagerStep(runner.step, inputs))
-            return captured[0]
+            captured.append(inputs)
+            return runner.step
         raise graphs.CaptureError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs.GraphCapturer, "__init__", lambda *_: None)

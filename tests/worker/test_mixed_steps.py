@@ -12,7 +12,7 @@ import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan
 from dflash_backend.worker.batch import HostBatch
-from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, replay, smallest_mixed
+from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.support.scale import SCALE
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged, unpacked
@@ -80,7 +80,7 @@ def test_a_mixed_step_does_what_the_ragged_step_does(pair: dict[str, Any], size:
     runner.layouts.send_padded(rows, step.inputs.num_rows, step.inputs.num_tokens)
     if budget is not None:
         step.inputs.budget[0] = budget  # type: ignore[index]
-    padded = unpacked(runner, replay(step))
+    padded = unpacked(runner, step.run())
 
     for ours, theirs in zip(ragged[:3], padded[:3], strict=True):
         assert ours[:5] == theirs[:5]
@@ -100,7 +100,7 @@ def test_a_budget_has_the_tokens_that_prompts_leave(pair: dict[str, Any]) -> Non
     assert (rows.num_new.sum(), rows.num_draft.sum()) == (13, 21)
     (step,) = runner.graphs.mixed(sampled=True)
     runner.layouts.send_padded(rows, 4, 30)
-    padded = unpacked(runner, replay(step))
+    padded = unpacked(runner, step.run())
     assert sum(padded[1]) == 17
 
 
@@ -111,7 +111,7 @@ def test_padding_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]
     with unchanged(memory(runner)):
         for step in runner.graphs.mixed(sampled):
             runner.layouts.send_nothing(step.inputs.num_rows, step.inputs.num_tokens)
-            replay(step)
+            step.run()
 
 
 def test_the_smallest_step_that_is_worth_its_padding_is_taken(

@@ -27,7 +27,7 @@ def test_the_layout(
     num_draft = num_draft if samples else 0
     columns = (np.array([number]) for number in (index, start, unverified, num_new, num_draft, num_next))
     batch = HostBatch(["a"], *columns, np.array([samples]), BatchTraits(False, num_next > 0, samples))
-    alone, beside = batch.ragged(share), batch.ragged(share, row_multiple=2)
+    alone, beside = batch.ragged(share, 0), batch.ragged(share, 0, row_multiple=2)
     assert (alone.num_rows, beside.num_rows) == (1, 2)
     assert alone.logits_row.tolist() == beside.logits_row.tolist()
     for field in fields(alone.batch):
@@ -50,7 +50,7 @@ def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int) -> N
     state, index = step.state, 0
     state.num_blocks[index] = state.blocks.shape[1]
     columns = (np.array([number]) for number in (index, 7, 0, 1, 5, 3))
-    inputs = HostBatch(["a"], *columns, np.array([True]), BatchTraits(False, True)).ragged(share)
+    inputs = HostBatch(["a"], *columns, np.array([True]), BatchTraits(False, True)).ragged(share, state.k)
     ops = HostStepOps()
     ops.prepare(inputs, state)
     drafts = state.tokens[index, 8:13].tolist()

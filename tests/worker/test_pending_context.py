@@ -9,8 +9,8 @@ import torch
 
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
-from dflash_backend.worker import pending_context
-from dflash_backend.worker.pending_context import PendingContext
+from dflash_backend.worker import step_ops
+from dflash_backend.worker.step_ops import PendingContext
 from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine
 
@@ -54,15 +54,15 @@ def test_full_blocks_have_their_context_and_others_wait(
     monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
 ) -> None:
     kept: list[list[torch.Tensor]] = []
-    for most_rows in (pending_context.MAX_WAITING_ROWS, 0):
-        monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", most_rows)
+    for most_rows in (step_ops.MAX_WAITING_ROWS, 0):
+        monkeypatch.setattr(step_ops, "MAX_WAITING_ROWS", most_rows)
         outputs = Engine(max_num_seqs=3)
         for index, prompt in enumerate(prompts):
             outputs.add_resting(str(index), prompt, 100)
         seen, most = [], 0
         for number in range(60):
             crowded = 30 <= number < 34  # as with more rows than may wait
-            monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", min(most_rows, 2) if crowded else most_rows)
+            monkeypatch.setattr(step_ops, "MAX_WAITING_ROWS", min(most_rows, 2) if crowded else most_rows)
             outputs.step()
             waiting = [outputs.pending.num_waiting(index) for index in range(3)]
             assert max(waiting) < BLOCK_SIZE
@@ -93,8 +93,8 @@ def test_hits_behind_a_request_that_never_drafted_draft_as_well(
     monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
 ) -> None:
     counts = []
-    for most_rows in (pending_context.MAX_WAITING_ROWS, 0):
-        monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", most_rows)
+    for most_rows in (step_ops.MAX_WAITING_ROWS, 0):
+        monkeypatch.setattr(step_ops, "MAX_WAITING_ROWS", most_rows)
         outputs = Engine(max_num_seqs=2)
         outputs.add_resting("first", prompts[0], 40)
         outputs.finish()

@@ -244,7 +244,7 @@ def test_each_phase_has_the_time_of_its_own_work(runner: ModelRunner, monkeypatc
     takes(1, step.target, "forward")
     takes(2, type(step.ops), "accept")
     takes(4, step.drafter, "inject")
-    takes(8, type(step), "_propose")
+    takes(8, step.drafter, "propose")
     takes(16, type(step), "inject")
     runner.submit(prefill(1, "a", [0, 1, 2, 3, 4, 5]))
     runner.collect()
@@ -275,9 +275,7 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
 ) -> None:
     """Parts run side by side."""
     seconds = [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0], [2.0, 1.0, 1.0, 1.0]]
-    monkeypatch.setattr(
-        runner.step, "unpacked_drafts", lambda part, num_rows: (seconds[part], np.zeros((0, K))), raising=False
-    )
+    monkeypatch.setattr(runner.step, "unpacked_drafts", lambda part: (seconds[part], np.zeros((0, K))), raising=False)
     parts: Any = [
         SimpleNamespace(
             drafts=SimpleNamespace(wait=lambda number=number: number),

@@ -12,7 +12,7 @@ import torch
 
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.worker.batch import Step
-from dflash_backend.worker.graphs import EagerStep, PaddedStep, capture_sizes
+from dflash_backend.worker.graphs import capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import HostStepOps
@@ -36,17 +36,16 @@ class Replayed:
     """A padded step as a graph runs it: with the memory of its capture, at the same addresses in each replay, and
     nothing in Python between the parts of a graph. `replays`: how often each number of rows was run."""
 
-    def __init__(self, step: ModelStep, inputs: Step, replays: Counter[int]) -> None:
-        self.inputs = inputs
-        self._eager, self._replays = EagerStep(step, inputs), replays
+    def __init__(self, model: ModelStep, replays: Counter[int]) -> None:
+        self._model, self._replays = model, replays
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self.at = "begin"
 
-    def verify(self) -> Step:
+    def verify(self, step: Step, *_: object) -> Step:
         assert self.at == "begin", "the first graph was queued twice"
         self.at = "verified"
-        self._replays[self.inputs.num_rows] += 1
-        step = self._eager.verify()
+        self._replays[step.num_rows] += 1
+        step = self._model.verify(step)
         assert isinstance(step.logits, torch.Tensor)
         if self._kept is None:
             self._kept = step.logits, step.target_tokens
@@ -56,15 +55,15 @@ class Replayed:
         step.logits, step.target_tokens = self._kept
         return step
 
-    def accept(self) -> None:
+    def accept(self, step: Step) -> None:
         assert self.at == "verified", "the second graph was queued without the first"
         self.at = "accepted"
-        self._eager.accept()
+        self._model.accept(step)
 
-    def draft(self) -> None:
+    def draft(self, step: Step, *_: object) -> None:
         assert self.at == "accepted", "the third graph was queued without the second"
         self.at = "begin"
-        self._eager.draft()
+        self._model.draft(step)
 
 
 def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int], list[int]]:
@@ -74,8 +73,8 @@ def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int],
     runner, replays, without = built.runner, Counter[int](), []
     assert isinstance(runner, ModelRunner)
 
-    def make(inputs: Step) -> PaddedStep:
-        return Replayed(runner.step, inputs, replays)
+    def make(inputs: Step) -> Replayed:
+        return Replayed(runner.step, replays)
 
     runner.graphs.make(make, capture_sizes(COUNT), True, lambda message, fraction: None)
     send = runner.layouts.send_ragged
@@ -165,7 +164,8 @@ def test_a_step_whose_rows_all_choose_later_chooses_once(others: int, monkeypatc
     """On a CPU: the target's own tokens and those after penalties take a pass over the vocabulary each."""
     widths: list[int] = []
     argmax = HostStepOps.argmax
-    monkeypatch.setattr(HostStepOps, "argmax", lambda ops, logits: (widths.append(len(logits)), argmax(ops, logits))[1])
+    counted = staticmethod(lambda logits: (widths.append(len(logits)), argmax(logits))[1])
+    monkeypatch.setattr(HostStepOps, "argmax", counted)
     built = engine(max_num_seqs=4, max_model_len=128, kv_cache_gb=0.1)
     outputs = Outputs(built)
     for i in range(3):
