@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
-from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs
+from dflash_backend.messages import ENCODER, EngineCoreOutputs, GenerationRequest, QueueState, SamplingParams
 from dflash_backend.text.detokenizer import Detokenizer
 
 
@@ -88,7 +88,7 @@ class HostClock:
         self._phase_s = 0.0
         self._message_s = 0.0
 
-    def __call__(self, outputs: StepOutputs) -> None:
+    def __call__(self, outputs: EngineCoreOutputs) -> None:
         """Take in what a step returned."""
         self._phase_s += sum(outputs.phase_seconds.values())
         started = time.perf_counter()
@@ -144,7 +144,7 @@ def run_engine(
     prompts: list[list[int]],
     streams: int,
     max_tokens: int,
-    on_step: Callable[[StepOutputs], None] | None = None,
+    on_step: Callable[[EngineCoreOutputs], None] | None = None,
 ) -> Measurement:
     """Our engine in this process: `streams` requests are kept in flight, text is made as it would be streamed.
 

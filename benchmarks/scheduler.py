@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv import KVManager
-from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepDrafts, StepPlan, StepResult
+from dflash_backend.core.plan import DraftOutput, ModelRunnerOutput, RequestResult, ScheduledRequest, SchedulerOutput
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
@@ -60,12 +60,12 @@ class _TimedWorker:
 
     def __init__(self) -> None:
         self._rng = random.Random(1)
-        self._plan: StepPlan | None = None
+        self._plan: SchedulerOutput | None = None
         self.called_s = 0.0
         self.returned_s = 0.0
         self.num_rows = 0
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan; note the time at which the core handed it over."""
         self.called_s = time.thread_time()
         self._plan = plan
@@ -73,7 +73,7 @@ class _TimedWorker:
     def reset(self) -> None:
         """Nothing to remove."""
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         """A random result for each row of the plan."""
         plan = self._plan
         assert plan is not None
@@ -84,12 +84,12 @@ class _TimedWorker:
             results.append(RequestResult(row.request_id, tokens, accepted, num_verified=row.num_draft))
         self.num_rows = len(plan.rows)
         self.returned_s = time.thread_time()
-        return StepResult(plan.step_id, results)
+        return ModelRunnerOutput(plan.step_id, results)
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """No confidences."""
         assert self._plan is not None
-        return StepDrafts(self._plan.step_id)
+        return DraftOutput(self._plan.step_id)
 
 
 def _config(num_blocks: int) -> SchedulerConfig:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.kv_cache import bytes_per_block, window_bytes_per_block
@@ -55,7 +55,7 @@ def most_held(built: BuiltEngine, num_tokens: int) -> tuple[int, int]:
     most = most_of_windows = 0
     submit = built.runner.submit
 
-    def note(plan: StepPlan) -> None:
+    def note(plan: SchedulerOutput) -> None:
         nonlocal most, most_of_windows
         for request in scheduler.running.values():
             most = max(most, len(request.block_ids))

@@ -2,7 +2,8 @@
 
 Stub to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
 `AbortRequests`, `Shutdown`. Engine to stub: `LoadProgress` while it loads, then `EngineReady` or `EngineFailed`, then
-one `StepOutputs` a step. Everything is tagged by its type, so `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
+one `EngineCoreOutputs` a step. Everything is tagged by its type, so `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of
+them.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ class BlocksRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
 KVEvent = BlocksStored | BlocksRemoved
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     """All that came of one engine step, or of the intake before it: what `EngineCore.step` returns.
 
     rejected: requests that the engine did not take, or ended with an error; they have no delta.
@@ -343,8 +344,8 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine takes requests. What the stub must know to validate them and to find their blocks.
 
-    hashes_cover_next_token: as `covers_next_token` of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts
-    begin with cached blocks at all. has_drafter: whether drafts come from a drafter's checkpoint.
+    reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks at
+    all. has_drafter: whether drafts come from a drafter's checkpoint.
     """
 
     max_model_len: int
@@ -353,7 +354,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     kv_block_size: int
     vocab_size: int
     description: str
-    hashes_cover_next_token: bool = False
+    reads_next_tokens: bool = False
     finds_blocks: bool = True
     has_drafter: bool = False
 
@@ -367,7 +368,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 EngineInput = GenerationRequest | AbortRequests | Shutdown
-EngineOutput = StepOutputs | LoadProgress | EngineReady | EngineFailed
+EngineOutput = EngineCoreOutputs | LoadProgress | EngineReady | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()
 ENGINE_INPUT: msgspec.msgpack.Decoder[EngineInput] = msgspec.msgpack.Decoder(EngineInput)

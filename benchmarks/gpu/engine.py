@@ -19,7 +19,7 @@ from benchmarks.gpu.floor import PHASES, Ceilings, CycleSize, cycle_work, floor_
 from benchmarks.gpu.results import DFLASH, NO_DRAFT, Cycle
 from benchmarks.gpu.shapes import Shape
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import StepDrafts, StepPlan, StepResult, Worker
+from dflash_backend.core.plan import DraftOutput, ModelRunnerOutput, SchedulerOutput, Worker
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
 WARM_UP = 6
@@ -84,7 +84,7 @@ class SkippedPrefill:
         """Whether `submit` returns before the step has run."""
         return self._worker.overlaps
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         """Submit the plan with each prompt reduced to its last token, as if the others were computed."""
         if self.computes_prompts:
             self._worker.submit(plan)
@@ -95,14 +95,14 @@ class SkippedPrefill:
         ]
         self._worker.submit(replace(plan, rows=rows))
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step."""
         started = time.perf_counter()
         result = self._worker.collect()
         self.waited_s += time.perf_counter() - started
         return result
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """The drafts of the step that was collected last."""
         started = time.perf_counter()
         drafts = self._worker.collect_drafts(ended)

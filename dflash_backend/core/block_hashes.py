@@ -38,11 +38,11 @@ class BlockHashes:
 
     __slots__ = ("_block_size", "_hashes", "_last", "_num_next")
 
-    def __init__(self, cache_salt: str, block_size: int, covers_next_token: bool = False) -> None:
-        """covers_next_token: whether a block's hash covers the token after it."""
+    def __init__(self, cache_salt: str, block_size: int, reads_next_tokens: bool = False) -> None:
+        """reads_next_tokens: whether a block's hash covers the token after it."""
         self._last = root_hash(cache_salt)
         self._block_size = block_size
-        self._num_next = int(covers_next_token)
+        self._num_next = int(reads_next_tokens)
         self._hashes: list[bytes] = []
 
     def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:

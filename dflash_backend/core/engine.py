@@ -1,4 +1,4 @@
-"""The step loop: requests in, `StepOutputs` out. Plan, run on the worker, apply; no threads and no queues of its own.
+"""The step loop: requests in, `EngineCoreOutputs` out. Plan, run on the worker, apply; no threads, no queues.
 
 A step's tokens are there before its drafts. `step` returns them, and `finish_step`, called once they are sent, takes in
 the drafts; a worker on a CPU drafts only then.
@@ -25,26 +25,26 @@ import msgspec
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
 from dflash_backend.core.plan import (
+    ModelRunnerOutput,
     RequestResult,
     ScheduledRequest,
+    SchedulerOutput,
     StepFailed,
     StepOutOfMemory,
-    StepPlan,
-    StepResult,
     Worker,
 )
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import SpeculationCounts
-from dflash_backend.core.trace import StepTimes, StepTrace
+from dflash_backend.core.trace import StepTrace, TraceTimes
 from dflash_backend.messages import (
+    EngineCoreOutputs,
     EngineStats,
     ErrorStatus,
     FinishReason,
     GenerationRequest,
     RequestRejected,
-    StepOutputs,
     TokenDelta,
     TokenLogprobs,
 )
@@ -55,7 +55,7 @@ __all__ = ["EngineCore", "RequestError"]
 MAX_UNEXPLAINED_FAILURES = 3
 # Decode rows that a request of a failed step runs alone before it runs beside others again.
 ROWS_TO_CLEAR = 2
-# How often `StepOutputs` carry stats: a metrics page is read every few seconds.
+# How often `EngineCoreOutputs` carry stats: a metrics page is read every few seconds.
 STATS_INTERVAL_S = 0.25
 _NO_STOPS: Mapping[str, int] = MappingProxyType({})
 
@@ -65,12 +65,12 @@ class _StepInFlight:
     """A submitted step, the requests of its rows in the plan's order, and when planning started, ended, and the worker
     had it; then its result, when that was awaited, had come, and was applied."""
 
-    plan: StepPlan
+    plan: SchedulerOutput
     requests: list[Request]
     started: float
     planned: float
     submitted: float
-    result: StepResult | None = None
+    result: ModelRunnerOutput | None = None
     waited: float = 0.0
     executed: float = 0.0
     applied: float = 0.0
@@ -101,9 +101,9 @@ class EngineCore:
         # The step that was collected last, until its drafts are.
         self._drafting: _StepInFlight | None = None
         # What the next `step` returns beside its own.
-        self._outputs = StepOutputs()
+        self._outputs = EngineCoreOutputs()
         # A step that the worker could not run, and why; nothing is planned before `_isolate` has looked into it.
-        self._failed_step: tuple[StepPlan, str] | None = None
+        self._failed_step: tuple[SchedulerOutput, str] | None = None
         self._clock = clock
         self._last_finished = 0.0  # when the drafts of the last step had come
         self._trace = trace
@@ -153,14 +153,14 @@ class EngineCore:
             if request is not None:
                 self._remove(request, "abort" if num_kept is None else "stop", now)
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineCoreOutputs:
         """Advance by one step and return what came of it, with at most one delta a request.
 
         With overlap the deltas are those of the step before the one submitted now; the first call yields none.
         """
         self.finish_step()
         started = self._clock()
-        outputs, self._outputs = self._outputs, StepOutputs()
+        outputs, self._outputs = self._outputs, EngineCoreOutputs()
         if self._deadlines.heap and self._deadlines.heap[0][0] <= started:
             self._expire(started, outputs)
         if self._grammars.waiting:
@@ -220,15 +220,15 @@ class EngineCore:
         self.scheduler.observe(step.plan, result, seconds, drafts.phase_seconds.get("draft", 0.0))
         if self._trace is not None:
             drafted_from = None if self._overlap else begun
-            times = StepTimes(
+            times = TraceTimes(
                 step.started, step.planned, step.submitted, step.waited, step.executed, step.applied, finished,
                 drafted_from,
             )  # fmt: skip
             self._trace.step(step.plan, result, drafts.phase_seconds, times)
 
-    def idle_outputs(self) -> StepOutputs:
+    def idle_outputs(self) -> EngineCoreOutputs:
         """What is left to say once nothing is unfinished: the counts as they are now."""
-        outputs, self._outputs = self._outputs, StepOutputs()
+        outputs, self._outputs = self._outputs, EngineCoreOutputs()
         return msgspec.structs.replace(outputs, stats=self.stats())
 
     def has_unfinished(self) -> bool:
@@ -287,13 +287,13 @@ class EngineCore:
             assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
         scheduler.kv.check(scheduler.running.values())
 
-    def _expire(self, now: float, outputs: StepOutputs) -> None:
+    def _expire(self, now: float, outputs: EngineCoreOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
         for request in self._deadlines.pop_expired(now):
             self._remove(request, "abort", now)
             outputs.deltas.append(TokenDelta(request.request_id, [], "abort", request.stats(now)))
 
-    def _queue_compiled(self, outputs: StepOutputs) -> None:
+    def _queue_compiled(self, outputs: EngineCoreOutputs) -> None:
         """Queue the requests whose grammars are compiled; refuse those whose grammars cannot be followed."""
         for request, error in self._grammars.pop_done(idle=len(self._requests) == self._grammars.num_waiting):
             if error is None:
@@ -302,7 +302,7 @@ class EngineCore:
                 self._remove(request, "error", self._clock(), queued=False)
                 outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
 
-    def _run(self, plan: StepPlan, started: float, outputs: StepOutputs) -> bool:
+    def _run(self, plan: SchedulerOutput, started: float, outputs: EngineCoreOutputs) -> bool:
         """Give a step to the worker; False when it could not run, and then the next one is smaller or isolates the
         requests of this one."""
         was_idle = not self._in_flight
@@ -321,7 +321,7 @@ class EngineCore:
             return True
         return False
 
-    def _submit(self, plan: StepPlan, started: float) -> None:
+    def _submit(self, plan: SchedulerOutput, started: float) -> None:
         """Put a step in flight. When this raises, it is not in flight."""
         planned = self._clock()
         running = self.scheduler.running
@@ -332,7 +332,7 @@ class EngineCore:
                 request.row_in_flight = row
         self._in_flight.append(_StepInFlight(plan, requests, started, planned, self._clock()))
 
-    def _isolate(self, plan: StepPlan, message: str, outputs: StepOutputs) -> None:
+    def _isolate(self, plan: SchedulerOutput, message: str, outputs: EngineCoreOutputs) -> None:
         """After a failed step, with nothing in flight: end the requests that fail alone too; the others go on.
 
         The worker starts again, without any request, and each request of the plan runs a few steps alone. When all of
@@ -355,11 +355,11 @@ class EngineCore:
             if self._is_in_progress(request):
                 self.scheduler.add(request)
 
-    def _run_alone(self, request: Request, outputs: StepOutputs) -> None:
+    def _run_alone(self, request: Request, outputs: EngineCoreOutputs) -> None:
         """Run a request that no queue holds until it has decoded, overlapping as usual; fail it if a step fails. No
         queue holds it afterwards."""
         self.scheduler.add(request)
-        alone = StepOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
+        alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
         num_decodes = 0
         try:
             while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
@@ -390,7 +390,7 @@ class EngineCore:
             message, self._failed_step = self._failed_step[1], None
             raise StepFailed(message)
 
-    def _collect_down_to(self, num_left: int, outputs: StepOutputs) -> None:
+    def _collect_down_to(self, num_left: int, outputs: EngineCoreOutputs) -> None:
         """Wait for the oldest steps in flight and apply their results, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             self.finish_step()
@@ -415,7 +415,7 @@ class EngineCore:
             self._drafting = step
 
     def _apply(
-        self, request: Request, row: ScheduledRequest, result: RequestResult, now: float, outputs: StepOutputs
+        self, request: Request, row: ScheduledRequest, result: RequestResult, now: float, outputs: EngineCoreOutputs
     ) -> None:
         """Bring a request up to what the worker did in its row."""
         if not result.fits(row):
@@ -462,7 +462,7 @@ class EngineCore:
         self,
         request: Request,
         reason: str,
-        outputs: StepOutputs,
+        outputs: EngineCoreOutputs,
         queued: bool = True,
         status: ErrorStatus = "INTERNAL",
     ) -> None:

@@ -107,7 +107,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class SchedulerOutput:
     """One step. The worker first removes the requests of `finished_req_ids` (also preempted ones), then adds those of
     `new_requests`, then runs all `rows` together, decode rows and prefill chunks alike.
 
@@ -191,7 +191,7 @@ class RequestResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class ModelRunnerOutput:
     """What a step yielded, a row each, in the plan's order: known once drafts are accepted, before the next ones are
     proposed. `mask_seconds` is the host's time of filling grammars' masks."""
 
@@ -201,8 +201,8 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """What a step proposed, known after its `StepResult`.
+class DraftOutput:
+    """What a step proposed, known after its `ModelRunnerOutput`.
 
     confidences: for each row, in the plan's order, the drafter's in the drafts that it proposed; empty where it has
     none. num_kept: by request id, how many drafts the next row verifies where the worker kept fewer than it proposed.
@@ -240,7 +240,7 @@ class Worker(Protocol):
         worker that does not overlap never gets a row with `num_unverified_drafts`."""
         ...
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         """Queue a step after those that were submitted before; at most one of them has not been collected. Raises
         `StepOutOfMemory` and `StepFailed`; after any other error the worker is of no more use."""
         ...
@@ -249,11 +249,11 @@ class Worker(Protocol):
         """Remove every request, as if none had ever been in a plan. Nothing may be in flight. The KV stays."""
         ...
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step that was submitted and not collected; waits for it. There must be one."""
         ...
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """What the step that was collected last proposed; waits for it. Called once after each `collect`, before the
         next `submit` or `collect`. ended: the requests of its rows that have ended: their drafts are of no use. Raises
         `StepFailed`."""

@@ -19,7 +19,7 @@ import msgspec
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.spec_counts import StepYields
+from dflash_backend.core.spec_counts import RequestYields
 from dflash_backend.core.speculation import SpeculatingRow
 from dflash_backend.messages import (
     DEFAULT_PRIORITY,
@@ -109,7 +109,7 @@ class Request:
     num_prompt_logprobs: int = 0
     spec_stats: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     # Only kept for a request with stop strings, which the text may have reached steps ago.
-    yields: StepYields | None = None
+    yields: RequestYields | None = None
 
     @classmethod
     def from_generation_request(
@@ -142,7 +142,7 @@ class Request:
             draft_length=k,
             speculation=SpeculatingRow(k),
             spec_stats=SpecDecodingStats.zeros(k),
-            yields=StepYields() if sampling.stop else None,
+            yields=RequestYields() if sampling.stop else None,
         )
 
     @property

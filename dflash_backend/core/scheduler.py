@@ -27,7 +27,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, share_prefixes
-from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, SharedPrefix, StepPlan, StepResult
+from dflash_backend.core.plan import (
+    DraftBudget,
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    SharedPrefix,
+)
 from dflash_backend.core.request import (
     Request,
     chunk_end,
@@ -280,7 +287,7 @@ class Scheduler:
         else:
             self.queue.discard(request)
 
-    def plan(self, now: float, in_flight: bool = False) -> StepPlan | None:
+    def plan(self, now: float, in_flight: bool = False) -> SchedulerOutput | None:
         """The next step. `now` is the clock in seconds; `in_flight` says that one step's result has not been applied.
 
         None when no request is left, or when what is in flight must be applied before anything can be planned.
@@ -322,7 +329,7 @@ class Scheduler:
         builder.charge(self.queue, self.running)
         return self._finished_plan(builder)
 
-    def _finished_plan(self, builder: PlanBuilder) -> StepPlan:
+    def _finished_plan(self, builder: PlanBuilder) -> SchedulerOutput:
         self._step_id += 1
         rows = list(builder.rows.values())
         shared: list[SharedPrefix] = []
@@ -337,7 +344,7 @@ class Scheduler:
             writable = {request_id: blocks[0] for request_id, blocks in by_group.items()}
             writable_of_windows = {request_id: blocks[1] for request_id, blocks in by_group.items() if blocks[1:]}
         budget = self.choose_budget(rows)
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step_id=self._step_id,
             rows=rows,
             new_requests=builder.new_requests,
@@ -360,7 +367,7 @@ class Scheduler:
             return None
         return self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
+    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float, draft_s: float) -> None:
         """Take in how long a step has run, and how much of that was drafting."""
         num_prefill = plan.num_prefill_tokens
         num_positions = sum(row.num_computed for row in plan.rows)
@@ -368,7 +375,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.observe(plan, result, seconds, draft_s)
 
-    def shrink(self, plan: StepPlan) -> None:
+    def shrink(self, plan: SchedulerOutput) -> None:
         """Make the next step smaller than `plan`, which did not fit the device's memory: preempt the requests that it
         admitted, which restores the state before it, or else the latest request. The request that arrived first stays.
         Nothing may be in flight.

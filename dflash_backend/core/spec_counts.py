@@ -19,7 +19,7 @@ MAX_STEPS = 50_000
 
 
 @dataclass(slots=True)
-class StepYields:
+class RequestYields:
     """Of each step of a request that yielded tokens: the drafts that it verified, and how many tokens it yielded."""
 
     steps: list[tuple[int, int]] = field(default_factory=list)
@@ -49,17 +49,17 @@ class LateStops:
     """The yields of requests with stop strings that have ended lately."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[str, StepYields]] = deque()
+        self._ended: deque[tuple[str, RequestYields]] = deque()
         self._num_steps = 0
 
-    def remember(self, request_id: str, yields: StepYields) -> None:
+    def remember(self, request_id: str, yields: RequestYields) -> None:
         """The request has ended; the oldest are forgotten when there are too many steps."""
         self._ended.append((request_id, yields))
         self._num_steps += len(yields.steps)
         while self._num_steps > MAX_STEPS:
             self._num_steps -= len(self._ended.popleft()[1].steps)
 
-    def take(self, request_id: str) -> StepYields | None:
+    def take(self, request_id: str) -> RequestYields | None:
         """What the last request of this id yielded, if it is still known; it is forgotten."""
         for index in range(len(self._ended) - 1, -1, -1):
             known, yields = self._ended[index]
@@ -83,11 +83,11 @@ class SpeculationCounts:
         self._reported = SpecDecodingStats.zeros(k)
         self._reported_drafts_per_pos = [0] * k
 
-    def remember(self, request_id: str, yields: StepYields) -> None:
+    def remember(self, request_id: str, yields: RequestYields) -> None:
         """A request with stop strings has ended."""
         self._ended.remember(request_id, yields)
 
-    def take_back(self, request_id: str, yields: StepYields | None, num_kept: int) -> None:
+    def take_back(self, request_id: str, yields: RequestYields | None, num_kept: int) -> None:
         """A stop string ended an answer after `num_kept` tokens. yields: of the request; None: it has ended by itself
         meanwhile."""
         if yields is None and (yields := self._ended.take(request_id)) is None:

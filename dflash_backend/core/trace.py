@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
 
 STEPS, PHASES, MESSAGES, HOST = 1, 2, 3, 4
 BUFFER_BYTES = 4 << 20
@@ -34,7 +34,7 @@ _TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages", HOST: "host"}
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class TraceTimes:
     """When the engine began to plan a step, had its plan, had submitted it, began to wait for its result, had it, had
     applied it, and had its drafts; seconds of the engine's clock. Without overlap a worker runs the step while it is
     submitted, and injects and drafts from `drafted_from` on; with overlap it goes on at once, and that is None."""
@@ -77,7 +77,9 @@ class StepTrace:
             args = {"reason": reason, "output tokens": num_output_tokens}
             self._write(self._request_event("e", request_id, at, args))
 
-    def step(self, plan: StepPlan, result: StepResult, phase_seconds: Mapping[str, float], times: StepTimes) -> None:
+    def step(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, phase_seconds: Mapping[str, float], times: TraceTimes
+    ) -> None:
         """A step was run and applied, and has drafted."""
         rows = {
             row.request_id: {

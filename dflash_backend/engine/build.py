@@ -20,7 +20,7 @@ from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.device import choose_device, num_cores, share_cores
@@ -255,10 +255,10 @@ def _measured_sizes(
     requests get no longer."""
     report("measuring the memory of the largest steps", 0.9)
 
-    def make_runner() -> Callable[[StepPlan], object]:
+    def make_runner() -> Callable[[SchedulerOutput], object]:
         runner = _runner(config, models, most, _one_block(config, models, most))
 
-        def run(plan: StepPlan) -> StepResult:
+        def run(plan: SchedulerOutput) -> ModelRunnerOutput:
             runner.submit(plan)
             return runner.collect()
 
@@ -467,7 +467,7 @@ def engine_ready(
         kv_block_size=scheduler.block_size,
         vocab_size=pair.target.vocab_size,
         description=_describe(pair, sizes, kv, device, dtype, attention),
-        hashes_cover_next_token=scheduler.reads_next_tokens,
+        reads_next_tokens=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
         has_drafter=pair.draft_model is not None,
     )

@@ -29,6 +29,7 @@ from dflash_backend.messages import (
     ENCODER,
     ENGINE_INPUT,
     AbortRequests,
+    EngineCoreOutputs,
     EngineFailed,
     EngineOutput,
     EngineSetup,
@@ -37,7 +38,6 @@ from dflash_backend.messages import (
     QueueState,
     RequestRejected,
     Shutdown,
-    StepOutputs,
 )
 from dflash_backend.process_watch import WatchedProcess
 
@@ -129,7 +129,7 @@ class EngineLoop:
             elif busy:
                 self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
-                self._say(StepOutputs(queue=self._queue()))
+                self._say(EngineCoreOutputs(queue=self._queue()))
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
@@ -139,7 +139,7 @@ class EngineLoop:
         if requests := [message for message in decoded if isinstance(message, GenerationRequest)]:
             # Before anything is done with them: what dies with this process from here on was worked on.
             self._num_received += len(requests)
-            self._say(StepOutputs(queue=_with_more_waiting(self._queue(), requests)))
+            self._say(EngineCoreOutputs(queue=_with_more_waiting(self._queue(), requests)))
         for message in decoded:
             if isinstance(message, GenerationRequest):
                 if (refusal := self._add(message)) is not None:
@@ -149,7 +149,7 @@ class EngineLoop:
             elif isinstance(message, Shutdown):
                 self._ending = True
         if rejected:
-            self._say(StepOutputs(rejected=rejected, queue=self._queue()))
+            self._say(EngineCoreOutputs(rejected=rejected, queue=self._queue()))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
@@ -165,7 +165,7 @@ class EngineLoop:
             return RequestRejected(request.request_id, "INTERNAL", message)
         return None
 
-    def _say(self, outputs: StepOutputs) -> None:
+    def _say(self, outputs: EngineCoreOutputs) -> None:
         self._channel.send(outputs)
         self._spoke_at = time.monotonic()
 

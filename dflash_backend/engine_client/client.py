@@ -29,6 +29,7 @@ from dflash_backend.messages import (
     ENCODER,
     ENGINE_OUTPUT,
     AbortRequests,
+    EngineCoreOutputs,
     EngineFailed,
     EngineInput,
     EngineOutput,
@@ -38,7 +39,6 @@ from dflash_backend.messages import (
     LoadProgress,
     QueueState,
     Shutdown,
-    StepOutputs,
 )
 
 ENGINE_MODULE = "dflash_backend.engine.process"
@@ -309,7 +309,7 @@ class EngineClient:
         with contextlib.suppress(zmq.Again):
             while len(messages) < MESSAGES_A_TURN:
                 message = ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK))
-                if isinstance(message, StepOutputs) and message.queue is not None:
+                if isinstance(message, EngineCoreOutputs) and message.queue is not None:
                     self._confirm(message.queue)
                 messages.append(message)
         return messages

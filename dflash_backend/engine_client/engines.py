@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, QueueLoad
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger
-from dflash_backend.messages import AbortRequests, EngineReady, SamplingParams, StepOutputs
+from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineReady, SamplingParams
 from dflash_backend.routing.router import Route
 
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
@@ -34,7 +34,7 @@ class EngineOutputs(NamedTuple):
     """Outputs of the engine with this number."""
 
     engine: int
-    outputs: StepOutputs
+    outputs: EngineCoreOutputs
 
 
 class Engines:

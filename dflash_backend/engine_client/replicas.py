@@ -18,7 +18,7 @@ from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.engine_client.engines import EngineOutputs, Engines, NoEngineError, Placement
 from dflash_backend.engine_client.gpus import engine_environments
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger
-from dflash_backend.messages import BlocksStored, EngineReady, KVEvent, SamplingParams, StepOutputs
+from dflash_backend.messages import BlocksStored, EngineCoreOutputs, EngineReady, KVEvent, SamplingParams
 from dflash_backend.routing import router as routing
 
 # How long a thread waits for its engine before it looks whether it is to end.
@@ -157,7 +157,7 @@ class Replicas(Engines):
         if self._blind or not ready.finds_blocks or sampling.prompt_logprobs is not None:
             return ()
         num_blocks = (len(token_ids) - 1) // ready.kv_block_size
-        hashes = BlockHashes(sampling.cache_salt, ready.kv_block_size, ready.hashes_cover_next_token)
+        hashes = BlockHashes(sampling.cache_salt, ready.kv_block_size, ready.reads_next_tokens)
         return hashes.first(num_blocks, token_ids)
 
     def _choose(
@@ -201,7 +201,7 @@ class Replicas(Engines):
         except Exception as error:  # noqa: BLE001 - a defect of this process: who answers requests must know
             self._arrived.put(error)
 
-    def _pass_on(self, index: int, outputs: list[StepOutputs]) -> None:
+    def _pass_on(self, index: int, outputs: list[EngineCoreOutputs]) -> None:
         events = [event for message in outputs for event in message.kv_events]
         if events:
             with self._lock:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
-from dflash_backend.messages import AbortRequests, EngineFailed, EngineInput, EngineReady, StepOutputs
+from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineFailed, EngineInput, EngineReady
 
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
@@ -143,7 +143,7 @@ class EngineSupervisor:
         if (engine := self.engine) is not None:
             engine.send(message)
 
-    def receive(self, timeout_ms: int) -> list[StepOutputs]:
+    def receive(self, timeout_ms: int) -> list[EngineCoreOutputs]:
         """The engine's outputs, waiting at most `timeout_ms` for something to happen, or until `wake`.
 
         Raises `EngineLost` once for each engine that took requests and has died or hangs.
@@ -175,8 +175,8 @@ class EngineSupervisor:
     def _new_process(self) -> EngineClient:
         return EngineClient(self._config, self._command, self._server_pid, self._environ)
 
-    def _poll(self, engine: EngineClient, timeout_ms: int) -> list[StepOutputs]:
-        outputs: list[StepOutputs] = []
+    def _poll(self, engine: EngineClient, timeout_ms: int) -> list[EngineCoreOutputs]:
+        outputs: list[EngineCoreOutputs] = []
         try:
             if self._exit_reason is not None:
                 raise EngineError(self._exit_reason)
@@ -186,7 +186,7 @@ class EngineSupervisor:
                 if isinstance(message, EngineFailed):
                     # The next poll raises it: the outputs before it are still good.
                     self._exit_reason = message.message
-                elif isinstance(message, StepOutputs):
+                elif isinstance(message, EngineCoreOutputs):
                     outputs.append(message)
         except EngineError as error:
             # First refuse new requests, then answer those that run; the next poll waits for the process to end.

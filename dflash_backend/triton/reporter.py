@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from dflash_backend.engine_client.engines import Engines
-from dflash_backend.messages import StepOutputs
+from dflash_backend.messages import EngineCoreOutputs
 from dflash_backend.triton.activity_log import ActivityLog
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
@@ -61,7 +61,7 @@ class Reporter:
         self.has_finished = True
         self._activity.note_finished()
 
-    def follow(self, index: int, outputs: StepOutputs) -> None:
+    def follow(self, index: int, outputs: EngineCoreOutputs) -> None:
         """Take the counters and times of the engine with this number."""
         self._metrics.observe_step(outputs.phase_seconds)
         if outputs.stats is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.core.plan import NewRequest, SchedulerOutput
 from dflash_backend.structured_output.compiler import GrammarCompiler, GrammarError
 from dflash_backend.structured_output.matcher import BitmaskFiller, FailureStatus, GrammarMatcher, MatcherRules
 from dflash_backend.worker.batch import HostBatch, spans
@@ -195,7 +195,7 @@ class GrammarStates:
         self.checks = not beside and device.type == "cpu"
         self.send = Uploader(INITIAL_BYTES, device, grows=True).send if device.type == "cuda" else share
 
-    def update(self, plan: StepPlan) -> None:
+    def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`."""
         for request_id in plan.finished_req_ids:
             self.answers.pop(request_id, None)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from dflash_backend.config import ConfigError
-from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, SchedulerOutput, StepOutOfMemory
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
@@ -32,7 +32,7 @@ GRAPH_OVERHEAD_BYTES = GIB // 2
 # there are no kernels.
 LARGEST_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 
-RunStep = Callable[[StepPlan], object]
+RunStep = Callable[[SchedulerOutput], object]
 """Runs a step to its end."""
 
 
@@ -192,7 +192,9 @@ def _step_does_not_fit(probe: MemoryProbe, weights: int, config: SchedulerConfig
     )
 
 
-def prefill_step(config: SchedulerConfig, most: int | None = None, before: StepPlan | None = None) -> StepPlan:
+def prefill_step(
+    config: SchedulerConfig, most: int | None = None, before: SchedulerOutput | None = None
+) -> SchedulerOutput:
     """The last chunks of as many prompts as there may be requests, with as many tokens as a step may have, `most` at
     most: the first is the longest request, then come more while there are tokens left for them, each with one at least.
     before: the step before, whose requests are removed."""
@@ -206,10 +208,10 @@ def prefill_step(config: SchedulerConfig, most: int | None = None, before: StepP
         left -= num_new
         rows.append(_row(config, f"prefill-{step_id}-{index}", longest - num_new if index == 0 else 0, num_new, 0))
     finished = [] if before is None else [row.request_id for row in before.rows]
-    return StepPlan(step_id, rows, [_request(row) for row in rows], finished)
+    return SchedulerOutput(step_id, rows, [_request(row) for row in rows], finished)
 
 
-def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:
+def decode_step(config: SchedulerConfig, before: SchedulerOutput) -> SchedulerOutput:
     """The step after `before`, whose requests are removed: a decode row with all its drafts for each request there
     may be, the first one as long as drafts are made."""
     k = config.num_speculative_tokens
@@ -221,7 +223,7 @@ def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:
     starts = [longest] + [min(1, longest)] * (num_rows - 1)
     step_id = before.step_id + 1
     rows = [_row(config, f"decode-{step_id}-{index}", start, 1, k) for index, start in enumerate(starts)]
-    return StepPlan(step_id, rows, [_request(row) for row in rows], [row.request_id for row in before.rows])
+    return SchedulerOutput(step_id, rows, [_request(row) for row in rows], [row.request_id for row in before.rows])
 
 
 def _row(config: SchedulerConfig, request_id: str, start: int, num_new: int, num_draft: int) -> ScheduledRequest:

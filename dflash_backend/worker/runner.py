@@ -19,13 +19,13 @@ import torch
 
 from dflash_backend.core.plan import (
     DraftBudget,
+    DraftOutput,
+    ModelRunnerOutput,
     RequestResult,
     ScheduledRequest,
-    StepDrafts,
+    SchedulerOutput,
     StepFailed,
     StepOutOfMemory,
-    StepPlan,
-    StepResult,
 )
 from dflash_backend.messages import ErrorStatus
 from dflash_backend.models.peers import RankLostError
@@ -82,11 +82,11 @@ class PartInFlight:
 
 
 @dataclass(frozen=True)
-class StepInFlight:
+class BatchInFlight:
     """A step that was submitted: all that `collect` and `collect_drafts` need, since its requests may be gone by
     then."""
 
-    plan: StepPlan
+    plan: SchedulerOutput
     parts: list[PartInFlight]
 
 
@@ -120,9 +120,9 @@ class ModelRunner:
         self._results, self._drafts = (
             Downloader(size, self.device) for size in step.result_sizes(self.layouts.max_rows)
         )
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[BatchInFlight] = deque()
         # The step that was collected last, until its drafts are.
-        self._collected: StepInFlight | None = None
+        self._collected: BatchInFlight | None = None
 
     @torch.inference_mode()
     def prepare(
@@ -179,7 +179,7 @@ class ModelRunner:
             return []
         return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.width)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
@@ -187,7 +187,7 @@ class ModelRunner:
             for step in filter(None, (self._collected, *self._in_flight)):
                 self._draft(step)
             self._update(plan)
-            self._in_flight.append(StepInFlight(plan, self._run(plan) if plan.rows else []))
+            self._in_flight.append(BatchInFlight(plan, self._run(plan) if plan.rows else []))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
@@ -197,7 +197,7 @@ class ModelRunner:
             self.step.pending.clear()
         self.grammars.clear()
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         """As `core.plan.Worker.collect`."""
         if self._collected is not None:
             self.collect_drafts(())
@@ -227,9 +227,9 @@ class ModelRunner:
                 )
             if part.grammars is not None:
                 mask_seconds += part.grammars.mask_seconds
-        return StepResult(step.plan.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
+        return ModelRunnerOutput(step.plan.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
         step, self._collected = self._collected, None
         assert step is not None
@@ -261,7 +261,7 @@ class ModelRunner:
         if self._in_flight:
             self._finish_waiting(self._in_flight[0])
         ordered = [confidences[row.request_id] for row in step.plan.rows] if has_confidence else []
-        return StepDrafts(step.plan.step_id, ordered, num_kept, errors, phases)
+        return DraftOutput(step.plan.step_id, ordered, num_kept, errors, phases)
 
     def _with_grammar(
         self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]
@@ -288,7 +288,7 @@ class ModelRunner:
         """Those of the step in flight, if there is one with any; on a CPU there never is."""
         return self._in_flight[0].parts[0].grammars if self._in_flight and self._in_flight[0].parts else None
 
-    def _update(self, plan: StepPlan) -> None:
+    def _update(self, plan: SchedulerOutput) -> None:
         """Bring a plan's changes to the requests' state."""
         self.requests.update(plan)
         if plan.new_requests or plan.finished_req_ids:
@@ -304,7 +304,7 @@ class ModelRunner:
                 [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
             )
 
-    def _copied_states(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+    def _copied_states(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
         """The slots of the rows' recurrent states that are copied after the rows, and those that they are copied to."""
         first = len(self.step.state.tokens)
         return [
@@ -313,7 +313,7 @@ class ModelRunner:
             if (slot := plan.snapshot_slots.get(row.request_id)) is not None
         ]
 
-    def _run(self, plan: StepPlan) -> list[PartInFlight]:
+    def _run(self, plan: SchedulerOutput) -> list[PartInFlight]:
         """Queue a step that has rows: on a CPU until its drafts are accepted. Raises `StepOutOfMemory`."""
         try:
             if self.overlaps:
@@ -339,7 +339,7 @@ class ModelRunner:
             for row, num_verified in zip(rows, lens.tolist(), strict=True)
         ]
 
-    def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
+    def _run_part(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest]) -> PartInFlight:
         """Queue a step of some of a plan's rows, and the copy of its results; in inference mode, which each thread has
         for itself."""
         budget = plan.budget if self.overlaps else None
@@ -390,7 +390,7 @@ class ModelRunner:
         if part.special is not None and not self.overlaps:
             part.logprobs = part.special.logprobs(part.step, self.step.ops)  # of accepted drafts alone
 
-    def _draft(self, step: StepInFlight, ended: Collection[str] = ()) -> None:
+    def _draft(self, step: BatchInFlight, ended: Collection[str] = ()) -> None:
         """Inject and draft, where that has not been done yet: on a CPU. Rows of requests that have ended, which the
         core knows by then, propose nothing."""
         if self.overlaps or not step.parts or step.parts[0].drafts is not None:
@@ -408,7 +408,7 @@ class ModelRunner:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 
     @torch.inference_mode()
-    def _finish_waiting(self, step: StepInFlight) -> None:
+    def _finish_waiting(self, step: BatchInFlight) -> None:
         """Queue what follows the forward of a step that waited for the drafts of the one before. The device runs the
         forward meanwhile, and the masks are filled."""
         for part in step.parts:
@@ -429,7 +429,7 @@ def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> l
 
 
 @contextmanager
-def step_errors(plan: StepPlan, device: torch.device) -> Iterator[None]:
+def step_errors(plan: SchedulerOutput, device: torch.device) -> Iterator[None]:
     """Turn an error within the block, which runs `plan`, into `StepFailed`.
 
     Four kinds pass unchanged: `StepOutOfMemory`, which the core answers otherwise; `KVWriteError`, since other

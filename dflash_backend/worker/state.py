@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.core.plan import NewRequest, SchedulerOutput
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.transfers import Uploader, share
@@ -181,7 +181,7 @@ class RequestStates:
         self.num_prompt_logprobs = np.full(count, -1, dtype=np.int64)
         self.num_processed = 0  # requests of `RequestRecord.processed`
 
-    def update(self, plan: StepPlan) -> None:
+    def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
 
         Waits for the device only for requests that name tokens, as in a logit bias, whose ids it copies by themselves.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput
 from dflash_backend.drafters.base import DraftQueries
 
 
@@ -20,7 +20,7 @@ class WriteGuard:
     """Checks the slots that each row of a step, or of a part of one, is about to write against the blocks that the plan
     lets it write."""
 
-    def __init__(self, plan: StepPlan, rows: Sequence[ScheduledRequest], block_size: int) -> None:
+    def __init__(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest], block_size: int) -> None:
         """`plan.writable_block_ids` must be there."""
         assert plan.writable_block_ids is not None
         self._allowed = [plan.writable_block_ids.get(row.request_id, frozenset()) for row in rows]

@@ -28,7 +28,7 @@ from benchmarks.gpu.results import (
 )
 from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
-from dflash_backend.messages import GenerationRequest, StepOutputs
+from dflash_backend.messages import EngineCoreOutputs, GenerationRequest
 from dflash_backend.worker.batch_parallel import op_threads
 from dflash_backend.worker.graphs import capture_sizes
 
@@ -139,8 +139,8 @@ def test_one_row_has_more_positions_than_the_others() -> None:
         def add_request(self, request: GenerationRequest) -> None:
             self.lengths.append(len(request.prompt_token_ids))
 
-        def step(self) -> StepOutputs:
-            return StepOutputs()
+        def step(self) -> EngineCoreOutputs:
+            return EngineCoreOutputs()
 
         def abort(self, names: list[str]) -> None:
             assert len(names) == len(self.lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from tests.core.toy_engine import Clock, Engine, make_config, make_request
 from tests.core.toy_worker import ToyWorker
@@ -20,14 +20,14 @@ class SlowToy(ToyWorker):
         super().__init__(config)
         self.took: list[float] = []
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         super().submit(plan)
         tokens = [(row.num_new + row.num_draft, row.num_draft or row.num_computed) for row in plan.rows]
         num_prompt = sum(count for count, decodes in tokens if not decodes or count > 4)
         num_decode = sum(count for count, decodes in tokens) - num_prompt
         self.took.append(self.fixed_s + self.prompt_s * num_prompt + self.decode_s * num_decode)
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         self.clock.now += self.took[-1]
         return super().collect()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from dflash_backend.core.engine import RequestError
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 from tests.core.checked_engine import CheckedEngine
@@ -125,11 +125,11 @@ def _is_taken(engine: CheckedEngine, tenant: str) -> bool:
     return len(scheduler.waiting) < num_free or max(0, own - num_free) < min(config.max_queue_size, left)
 
 
-def _failures(rng: random.Random) -> Callable[[StepPlan], bool]:
+def _failures(rng: random.Random) -> Callable[[SchedulerOutput], bool]:
     """Every step of a bad request fails, and one of several requests that would not fail again."""
     failing, numbers = rng.randrange(30), itertools.count()
 
-    def fails(plan: StepPlan) -> bool:
+    def fails(plan: SchedulerOutput) -> bool:
         fails_once = len(plan.rows) > 1 and next(numbers) == failing
         return fails_once or any(row.request_id.startswith("bad") for row in plan.rows)
 

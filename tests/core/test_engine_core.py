@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dflash_backend.core.engine import EngineCore, RequestError
-from dflash_backend.core.plan import RequestResult, StepDrafts, StepResult
+from dflash_backend.core.plan import DraftOutput, ModelRunnerOutput, RequestResult
 from dflash_backend.core.request import derive_seed
 from dflash_backend.messages import ErrorStatus, RequestRejected, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
@@ -301,8 +301,8 @@ class _WrongWorker(ToyWorker):
     def reset(self) -> None:
         raise AssertionError("nothing has failed")
 
-    def collect(self) -> StepResult:
-        return StepResult(super().collect().step_id, self._rows)
+    def collect(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(super().collect().step_id, self._rows)
 
 
 @pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"])
@@ -373,7 +373,7 @@ def test_the_counts_of_the_engine_are_those_of_its_requests_and_of_the_worker() 
 class _RefusingDrafts(ToyWorker):
     """Says with the drafts of its second step that request "a" cannot go on."""
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         drafts = super().collect_drafts(ended)
         errors: dict[str, tuple[str, ErrorStatus]] = {"a": ("its grammar ends", "INVALID_ARGUMENT")}
         return replace(drafts, errors=errors if drafts.step_id == 2 else {})

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import SchedulerOutput
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import make_config, make_request
 
@@ -14,7 +14,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 MODES = pytest.mark.parametrize("lag", [None, 1, 2], ids=["no overlap", "lag 1", "lag 2"])
 
 
-def _runs(request_id: str, plan: StepPlan) -> bool:
+def _runs(request_id: str, plan: SchedulerOutput) -> bool:
     return any(row.request_id == request_id for row in plan.rows)
 
 

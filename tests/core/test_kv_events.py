@@ -78,7 +78,7 @@ def test_a_drafter_that_reads_the_next_token_has_other_hashes_which_who_asks_can
     prompt = [*PROMPT, *PROMPT]
     engine.add(make_request("a", prompt, max_tokens=1))
     engine.steps(5)
-    assert engine.known == set(BlockHashes("", 4, covers_next_token=True).first(4, prompt))
+    assert engine.known == set(BlockHashes("", 4, reads_next_tokens=True).first(4, prompt))
 
 
 def test_without_the_setting_nothing_is_reported() -> None:

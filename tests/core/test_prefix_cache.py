@@ -22,14 +22,14 @@ def test_a_digest_covers_everything_before_it() -> None:
 
 def test_a_digest_covers_the_token_behind_the_block_where_the_drafter_reads_it() -> None:
     def hashes(token_ids: list[int]) -> list[bytes]:
-        return list(BlockHashes("", 2, covers_next_token=True).first(2, token_ids))
+        return list(BlockHashes("", 2, reads_next_tokens=True).first(2, token_ids))
 
     ours = hashes([1, 2, 3, 4, 5])
     assert hashes([1, 2, 3, 4, 5, 6]) == ours
     assert hashes([1, 2, 3, 4, 9])[0] == ours[0], "the token behind the second is not that behind the first"
     assert hashes([1, 2, 3, 4, 9])[1] != ours[1]
     assert hashes([1, 2, 9, 4, 5])[0] != ours[0]
-    chain = BlockHashes("", 2, covers_next_token=True)
+    chain = BlockHashes("", 2, reads_next_tokens=True)
     chain.first(1, [1, 2, 3])
     assert list(chain.first(2, [1, 2, 3, 4, 5])) == ours
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
+from dflash_backend.core.plan import ModelRunnerOutput, RequestResult, SchedulerOutput
 from dflash_backend.core.request import Request
 from dflash_backend.messages import TokenLogprobs
 from tests.core.toy_engine import PROMPT, crowd, make_config, make_request
@@ -18,15 +18,15 @@ def entry(position: int) -> TokenLogprobs:
 class PromptWorker(ToyWorker):
     """A toy that answers the rows of requests that ask with an entry for each position of the prompt behind theirs."""
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         super().submit(plan)
         self.rows = {row.request_id: row for row in plan.rows}
         new = {request.request_id: request for request in plan.new_requests}
         self.news = {**getattr(self, "news", {}), **new}
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         result = super().collect()
-        return StepResult(result.step_id, [self._with_prompt(row) for row in result.rows])
+        return ModelRunnerOutput(result.step_id, [self._with_prompt(row) for row in result.rows])
 
     def _with_prompt(self, result: RequestResult) -> RequestResult:
         row, new = self.rows[result.request_id], self.news[result.request_id]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from dflash_backend.core.kv.cascade import share_prefixes
-from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput, SharedPrefix
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from tests.core.toy_engine import Engine, make_config, make_request
@@ -15,10 +15,10 @@ SYSTEM, OTHER = list(range(30, 62)), list(range(70, 98))
 CONFIG = {"min_shared_positions": 12, "num_blocks": 256, "max_num_seqs": 16}
 
 
-def sharing(**changes: object) -> tuple[Engine, list[StepPlan]]:
+def sharing(**changes: object) -> tuple[Engine, list[SchedulerOutput]]:
     """An engine, and the plans that it makes."""
     engine = Engine(make_config(**(CONFIG | changes)), lag=2)
-    plans: list[StepPlan] = []
+    plans: list[SchedulerOutput] = []
     submit = engine.worker.submit
     engine.worker.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
     return engine, plans
@@ -31,7 +31,7 @@ def ask(engine: Engine, prompt: list[int], count: int, first: int = 0) -> None:
         engine.steps(3)
 
 
-def groups(plan: StepPlan) -> list[tuple[set[str], int]]:
+def groups(plan: SchedulerOutput) -> list[tuple[set[str], int]]:
     return [
         ({row.request_id for row in plan.rows[each.first_row :][: each.num_rows]}, each.num_blocks)
         for each in plan.shared_prefixes

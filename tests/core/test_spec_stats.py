@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.core import spec_counts
-from dflash_backend.core.spec_counts import LateStops, StepYields
+from dflash_backend.core.spec_counts import LateStops, RequestYields
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from tests.core.toy_engine import Engine, make_config, make_request
@@ -79,7 +79,7 @@ def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(nu
 def test_the_yields_of_requests_that_have_ended_are_forgotten_when_they_are_many(monkeypatch) -> None:
     monkeypatch.setattr(spec_counts, "MAX_STEPS", 5)
     stops = LateStops()
-    yields = {name: StepYields() for name in ("a", "b", "b again")}
+    yields = {name: RequestYields() for name in ("a", "b", "b again")}
     for name, steps in yields.items():
         for _ in range(2):
             steps.note(3, 4)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.core.speculation.costs import StepShape
 from dflash_backend.core.speculation.policy import LATER_EVERY, AdaptiveSpeculation, SpeculatingRow
 from tests.core.toy_engine import Engine, make_config, make_request
@@ -20,7 +20,7 @@ def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
     return engine
 
 
-def drafts_of(plans: list[StepPlan]) -> list[int]:
+def drafts_of(plans: list[SchedulerOutput]) -> list[int]:
     return [sum(row.num_next_draft for row in plan.rows) for plan in plans]
 
 

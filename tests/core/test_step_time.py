@@ -6,7 +6,7 @@ import pytest
 
 from dflash_backend.core import scheduler
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import (
     AUTO_LIGHT_STEPS,
@@ -252,7 +252,7 @@ class Device(OverlappingToy):
         super().__init__(config, 1 if overlaps else 0)
         self.clock, self.overlaps = clock, overlaps
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         self.clock.advance(1.0)
         return super().collect()
 
@@ -264,7 +264,7 @@ def test_the_times_of_steps_add_up_to_the_time_that_passed(overlap: bool, monkey
     core = EngineCore(config, Device(config, clock, overlap), clock, overlap=overlap)
     observe = core.scheduler.observe
 
-    def observed(plan: StepPlan, result: StepResult, seconds: float, draft_seconds: float) -> None:
+    def observed(plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float, draft_seconds: float) -> None:
         seen.append(seconds)
         observe(plan, result, seconds, draft_seconds)
 

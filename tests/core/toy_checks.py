@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig
 
 
-def check_shared(plan: StepPlan, work: Sequence[tuple[ScheduledRequest, Any, int]], config: SchedulerConfig) -> None:
+def check_shared(
+    plan: SchedulerOutput, work: Sequence[tuple[ScheduledRequest, Any, int]], config: SchedulerConfig
+) -> None:
     """Groups of decode rows, apart from one another, each with one prefix of final blocks that all of them have.
 
     work: each row with what the worker holds of its request, and the row's start.

@@ -24,14 +24,14 @@ from operator import mul
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.plan import (
     DraftBudget,
+    DraftOutput,
+    ModelRunnerOutput,
     NewRequest,
     RequestResult,
     ScheduledRequest,
-    StepDrafts,
+    SchedulerOutput,
     StepFailed,
     StepOutOfMemory,
-    StepPlan,
-    StepResult,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from tests.core.toy_checks import check_shared
@@ -83,9 +83,9 @@ class ToyWorker:
         # A drafter that reads the token behind a position keeps its state there.
         self._shift = int(config.reads_next_tokens)
         self._held: dict[str, _Held] = {}
-        self._results: deque[StepResult] = deque()
+        self._results: deque[ModelRunnerOutput] = deque()
         # What is left of the steps that have run: injecting and drafting, which waits until it is asked for.
-        self._rests: deque[Callable[[Collection[str]], StepDrafts]] = deque()
+        self._rests: deque[Callable[[Collection[str]], DraftOutput]] = deque()
         self._is_collected = False  # and its drafts are not
         num_slots = config.num_blocks * config.block_size
         # Of tokens, positions and drafts of one request: one that ended by accepted drafts runs past its longest.
@@ -98,39 +98,39 @@ class ToyWorker:
         self.pool: BlockPool | None = None
         self.window_pool: BlockPool | None = None
         self.keep_plans = True
-        self.plans: list[StepPlan] = []
+        self.plans: list[SchedulerOutput] = []
         self.num_steps = 0
         # A step of more tokens does not fit the made-up device's memory.
         self.max_tokens_in_memory: int | None = None
         # Whether a step fails, by what it runs. It fails midway: requests and blocks of the plan were taken in.
-        self.fails: Callable[[StepPlan], bool] = lambda plan: False
+        self.fails: Callable[[SchedulerOutput], bool] = lambda plan: False
         # Whether injecting and drafting fail, before anything is written.
-        self.fails_to_draft: Callable[[StepPlan], bool] = lambda plan: False
+        self.fails_to_draft: Callable[[SchedulerOutput], bool] = lambda plan: False
         self.num_failed = 0
         # Seconds of the target's pass and of drafting, and who is told that they have passed.
-        self.target_s: Callable[[StepPlan], float] = lambda plan: 0.0
-        self.draft_s: Callable[[StepPlan], float] = lambda plan: 0.0
+        self.target_s: Callable[[SchedulerOutput], float] = lambda plan: 0.0
+        self.draft_s: Callable[[SchedulerOutput], float] = lambda plan: 0.0
         self.on_time: Callable[[float], None] = lambda seconds: None
         self.num_hidden_blocks = 0  # of rows, which their windows hide
         self.num_left_out = 0  # drafts that were not verified
-        self.refused: list[StepPlan] = []  # plans that did not fit the memory
+        self.refused: list[SchedulerOutput] = []  # plans that did not fit the memory
 
     @property
     def held_ids(self) -> set[str]:
         """Requests that it was told of and not told to remove."""
         return set(self._held)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         self._check_drafts_were_collected()
         self._admit(plan)
         self._results.append(self._run(plan))
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         self._check_drafts_were_collected()
         self._is_collected = True
         return self._results.popleft()
 
-    def collect_drafts(self, ended: Collection[str]) -> StepDrafts:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         assert self._is_collected, "the drafts of no step, or twice"
         self._is_collected = False
         return self._rests.popleft()(ended)
@@ -143,7 +143,7 @@ class ToyWorker:
         assert not self._rests, "the drafts of a step were left behind"
         self._held.clear()
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: SchedulerOutput) -> None:
         """What is decided when a step is submitted: whether it fits the memory."""
         assert plan.num_tokens <= self._config.max_num_batched_tokens
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
@@ -163,11 +163,11 @@ class ToyWorker:
         if self.keep_plans:
             self.plans.append(plan)
 
-    def _take_deltas_only(self, plan: StepPlan) -> None:
+    def _take_deltas_only(self, plan: SchedulerOutput) -> None:
         """Take what a plan brings that does not run."""
         self._take_deltas(plan)
 
-    def _take_deltas(self, plan: StepPlan) -> None:
+    def _take_deltas(self, plan: SchedulerOutput) -> None:
         """Remove and add requests, and take the blocks that rows gained."""
         for request_id in plan.finished_req_ids:
             del self._held[request_id]
@@ -188,7 +188,7 @@ class ToyWorker:
             if row.request_id in added:
                 held.first_start = row.num_computed
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """The step itself, all rows at once, phase by phase."""
         self._take_deltas(plan)
         work = [(row, self._held[row.request_id], self._start_of(row)) for row in plan.rows]
@@ -223,11 +223,11 @@ class ToyWorker:
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
         self._rests.append(partial(self._finish, plan, work))
         self.on_time(self.target_s(plan))
-        return StepResult(plan.step_id, accepted)
+        return ModelRunnerOutput(plan.step_id, accepted)
 
     def _finish(
-        self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]], ended: Collection[str] = ()
-    ) -> StepDrafts:
+        self, plan: SchedulerOutput, work: list[tuple[ScheduledRequest, _Held, int]], ended: Collection[str] = ()
+    ) -> DraftOutput:
         """Inject and draft."""
         if self.fails_to_draft(plan):
             self.num_failed += 1
@@ -241,7 +241,7 @@ class ToyWorker:
                 self._propose(row, held)
         draft_s = self.draft_s(plan)
         self.on_time(draft_s)
-        return StepDrafts(
+        return DraftOutput(
             plan.step_id, [held.confidences for _, held, _ in work], phase_seconds={"draft": draft_s} if draft_s else {}
         )
 
@@ -300,7 +300,7 @@ class ToyWorker:
         base = self._config.lookahead_base
         return row.num_next_draft + base if row.num_next_draft and base is not None else 0
 
-    def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
+    def _check_owners(self, plan: SchedulerOutput, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
         """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the
         prefix cache, and in the guard's set when there is one."""
         num_holders = Counter(block_id for held in self._held.values() for block_id in held.block_ids)
@@ -314,7 +314,7 @@ class ToyWorker:
         if self.window_kv:
             self._check_window_owners(plan, work)
 
-    def _check_window_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
+    def _check_window_owners(self, plan: SchedulerOutput, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
         """OWN, for the layers with a window. Of the blocks of a request those count that one of its queries may see."""
         num_holders = Counter(
             block_id for held in self._held.values() for block_id in held.window_ids[self._first_visible(held) :]
@@ -390,10 +390,10 @@ class OverlappingToy(ToyWorker):
     def __init__(self, config: SchedulerConfig, lag: int | Callable[[], int] = 1) -> None:
         super().__init__(config)
         self._lag = lag if callable(lag) else lambda: lag
-        self._queue: deque[StepPlan] = deque()
-        self._uncollected: deque[StepPlan] = deque()
+        self._queue: deque[SchedulerOutput] = deque()
+        self._uncollected: deque[SchedulerOutput] = deque()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: SchedulerOutput) -> None:
         self._check_drafts_were_collected()
         assert len(self._uncollected) <= 1, "more than one step is in flight"
         self._check_certainty(plan)
@@ -402,13 +402,13 @@ class OverlappingToy(ToyWorker):
         self._uncollected.append(plan)
         self._run_queue(self._lag())
 
-    def collect(self) -> StepResult:
+    def collect(self) -> ModelRunnerOutput:
         if not self._results:
             self._run_queue(len(self._queue) - 1)
         self._uncollected.popleft()
         return super().collect()
 
-    def _take_deltas_only(self, plan: StepPlan) -> None:
+    def _take_deltas_only(self, plan: SchedulerOutput) -> None:
         self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks
         super()._take_deltas_only(plan)
 
@@ -418,7 +418,7 @@ class OverlappingToy(ToyWorker):
             drafts = self._rests.pop()(())  # a device does not wait
             self._rests.append(lambda ended, drafts=drafts: drafts)
 
-    def _check_certainty(self, plan: StepPlan) -> None:
+    def _check_certainty(self, plan: SchedulerOutput) -> None:
         """A row is as uncertain as the step in flight makes it."""
         added = {new.request_id for new in plan.new_requests}
         ahead = {row.request_id: row for other in self._uncollected for row in other.rows}

@@ -10,7 +10,7 @@ import pytest
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import ConfigError
 from dflash_backend.core.admission import RequestError
-from dflash_backend.core.plan import StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import SchedulerOutput, StepOutOfMemory
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.sampling_params import ParameterError
 
@@ -102,7 +102,7 @@ def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engin
     runner = llm.engine.runner
     submit = runner.submit
 
-    def without_memory(plan: StepPlan) -> None:
+    def without_memory(plan: SchedulerOutput) -> None:
         """Runs no step of more than eight tokens."""
         if plan.num_tokens <= 8:
             return submit(plan)

@@ -15,11 +15,11 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError, QueueLoad, engine_command
 from dflash_backend.messages import (
     AbortRequests,
+    EngineCoreOutputs,
     EngineFailed,
     GenerationRequest,
     RequestRejected,
     SamplingParams,
-    StepOutputs,
     TokenDelta,
 )
 from tests.engine_client import toy_process
@@ -52,7 +52,7 @@ def receive_until(client: EngineClient, enough) -> list:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for message in client.receive(1000):
-            parts = [*message.deltas, *message.rejected] if isinstance(message, StepOutputs) else [message]
+            parts = [*message.deltas, *message.rejected] if isinstance(message, EngineCoreOutputs) else [message]
             received += parts
             if any(enough(part) for part in parts):
                 return received
@@ -241,7 +241,7 @@ def test_a_stub_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_an
 
 def test_an_idle_engine_speaks_now_and_then(engine):
     received = [engine.receive(5000) for _ in range(3)]
-    assert all(isinstance(message, StepOutputs) for messages in received for message in messages)
+    assert all(isinstance(message, EngineCoreOutputs) for messages in received for message in messages)
     assert all(received)
 
 

@@ -22,13 +22,13 @@ from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.engine.process import serve
 from dflash_backend.messages import (
     BlocksRemoved,
+    EngineCoreOutputs,
     EngineReady,
     EngineStats,
     GenerationRequest,
     KVEvent,
     RequestRejected,
     RequestStats,
-    StepOutputs,
     TokenDelta,
     TokenLogprobs,
 )
@@ -112,7 +112,7 @@ class ToyCore:
         waiting = [state.request for state in self._requests.values() if state.request.prompt_token_ids[0] == QUIET]
         return dict(Counter(request.sampling.tenant for request in waiting))
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineCoreOutputs:
         given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]
         if any(state.request.prompt_token_ids[0] == SLOW for state in self._requests.values()):
             time.sleep(0.01)
@@ -122,13 +122,13 @@ class ToyCore:
         self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         deltas = [delta for delta in deltas if delta is not None]
-        return StepOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125}, kv_events=events)
+        return EngineCoreOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125}, kv_events=events)
 
     def finish_step(self) -> None:
         """The toy drafts nothing."""
 
-    def idle_outputs(self) -> StepOutputs:
-        return StepOutputs(stats=self.stats())
+    def idle_outputs(self) -> EngineCoreOutputs:
+        return EngineCoreOutputs(stats=self.stats())
 
     def stats(self) -> EngineStats:
         return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)

@@ -72,8 +72,8 @@ OVERLAP_MUTANTS = (
     Mutant(
         "the times of the last step are never told",
         "dflash_backend/core/engine.py",
-        "        outputs, self._outputs = self._outputs, StepOutputs()\n        return",
-        "        outputs = StepOutputs()\n        return",
+        "        outputs, self._outputs = self._outputs, EngineCoreOutputs()\n        return",
+        "        outputs = EngineCoreOutputs()\n        return",
         EARLY,
     ),
     *mutants_of(
@@ -111,7 +111,7 @@ OVERLAP_MUTANTS = (
         (
             "what is in flight is lost when a step does not fit the memory",
             "self._collect_down_to(0, outputs)  # no request",
-            "self._collect_down_to(0, StepOutputs())  # no request",
+            "self._collect_down_to(0, EngineCoreOutputs())  # no request",
         ),
         (
             "a request that alone does not fit the memory is tried for ever",

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from dflash_backend.messages import EngineStats, StepOutputs
+from dflash_backend.messages import EngineCoreOutputs, EngineStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton import reporter
 from dflash_backend.triton.reporter import Reporter
@@ -102,7 +102,7 @@ def test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log(page: Page, has_d
     reports = Reporter(page, log, engines, lambda: True, lambda: has_drafter)
     for _ in range(20):
         reports.note_finished()
-    reports.follow(0, StepOutputs(stats=EngineStats(spec_decoding=SpecDecodingStats(500, 7500, 3))))
+    reports.follow(0, EngineCoreOutputs(stats=EngineStats(spec_decoding=SpecDecodingStats(500, 7500, 3))))
     for _ in range(3):
         page.now += 1.0
         reports.report(page.now, 0)

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.engine.process import EngineLoop
-from dflash_backend.messages import GenerationRequest, SamplingParams, StepOutputs
+from dflash_backend.messages import EngineCoreOutputs, GenerationRequest, SamplingParams
 from tests.worker.engines import engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -38,7 +38,7 @@ def test_the_engines_process_sends_a_steps_tokens_before_the_drafter_runs(monkey
             return []
 
         def send(self, message: Any) -> None:
-            if isinstance(message, StepOutputs) and message.deltas:
+            if isinstance(message, EngineCoreOutputs) and message.deltas:
                 events.append(f"{sum(len(delta.token_ids) for delta in message.deltas)} tokens")
 
     whole: Any = SimpleNamespace(core=built.core, check=lambda: None, trace=None)

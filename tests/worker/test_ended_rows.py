@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_backend import LLM
-from dflash_backend.core.plan import StepDrafts, StepPlan
+from dflash_backend.core.plan import DraftOutput, SchedulerOutput
 from dflash_backend.core.request import Request
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.worker.step_ops import HostStepOps
@@ -45,13 +45,13 @@ class Watched:
     def follow(self, runner: Any) -> None:
         submit, collect_drafts = runner.submit, runner.collect_drafts
 
-        def submitted(plan: StepPlan) -> None:
+        def submitted(plan: SchedulerOutput) -> None:
             self.plan = plan
             submit(plan)
 
-        def collected(ended: Collection[str]) -> StepDrafts:
+        def collected(ended: Collection[str]) -> DraftOutput:
             self.made.clear()
-            drafts: StepDrafts = collect_drafts(ended)
+            drafts: DraftOutput = collect_drafts(ended)
             index = {name: record.index for name, record in runner.requests.records.items()}
             self.asked = {
                 row.request_id: (row.num_next_draft, self.made.get(index[row.request_id], 0))

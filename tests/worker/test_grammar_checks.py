@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_backend.core.plan import StepFailed, StepPlan
+from dflash_backend.core.plan import SchedulerOutput, StepFailed
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.worker.grammars import STEPS_WITH_MASKS, Filled
@@ -113,7 +113,7 @@ def test_the_grammar_of_a_request_that_failed_is_not_that_of_its_ids_next_user(m
     outputs.add("before", **plain)
     expected = outputs.finish()["before"]
 
-    def failing(plan: StepPlan) -> None:
+    def failing(plan: SchedulerOutput) -> None:
         submit(plan)
         built.runner._in_flight.pop()
         raise StepFailed("TypeError: something about a row")

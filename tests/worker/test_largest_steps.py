@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.memory import decode_step, prefill_step
 from tests.support.tiny_models import make_pair
@@ -29,7 +29,7 @@ def limits(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, k
     )
 
 
-def steps(bounds: SchedulerConfig) -> tuple[StepPlan, StepPlan]:
+def steps(bounds: SchedulerConfig) -> tuple[SchedulerOutput, SchedulerOutput]:
     prefill = prefill_step(bounds)
     return prefill, decode_step(bounds, prefill)
 

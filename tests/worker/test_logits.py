@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.core.plan import NewRequest, SchedulerOutput
 from dflash_backend.messages import SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import BatchTraits, HostBatch
 from dflash_backend.worker.logits import PendingLogprobs, SpecialRows, most_likely, ranked_logprobs
@@ -32,7 +32,7 @@ def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[Rows, R
         NewRequest(name, PROMPT + OUTPUT, len(PROMPT), each, (0,), 0)
         for name, each in zip(names, sampling, strict=True)
     ]
-    requests.update(StepPlan(0, [], new))
+    requests.update(SchedulerOutput(0, [], new))
     index = np.array([requests.records[name].index for name in names])
     state.tokens[index, 6 : 6 + K] = torch.tensor([5, 3, 5])
     position = np.full_like(index, 6)
@@ -123,7 +123,7 @@ def test_a_request_at_the_index_of_another_begins_without_its_counts() -> None:
     metadata, requests = make_batch([{"frequency_penalty": 1.0}])
     apply_processors(torch.zeros(K + 1, VOCAB), metadata, requests)
     sampling = SamplingParams(temperature=0.0, frequency_penalty=1.0)
-    requests.update(StepPlan(1, [], [NewRequest("next", [8, 9], 1, sampling, (0,), 0)], ["0"]))
+    requests.update(SchedulerOutput(1, [], [NewRequest("next", [8, 9], 1, sampling, (0,), 0)], ["0"]))
     assert requests.records["next"].index == int(metadata.req_idx[0])
     position = np.array([2])
     after = Rows(["next"], metadata.req_idx, np.array([0]), position)

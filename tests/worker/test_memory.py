@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.config import ConfigError
-from dflash_backend.core.plan import StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import SchedulerOutput, StepOutOfMemory
 from dflash_backend.worker.memory import GIB, GRAPH_OVERHEAD_BYTES, MemoryUse, expected_use, measure_use
 from tests.worker.test_largest_steps import limits
 
@@ -62,13 +62,13 @@ class Runner:
         self._gpu = gpu
         weakref.finalize(self, gpu.give, STATE)
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: SchedulerOutput) -> None:
         num_bytes = self.bytes_of(plan)
         self._gpu.take(num_bytes)
         self._gpu.give(num_bytes)
 
     @classmethod
-    def bytes_of(cls, plan: StepPlan) -> int:
+    def bytes_of(cls, plan: SchedulerOutput) -> int:
         choices = sum(row.num_draft + 1 for row in plan.rows)
         return plan.num_tokens * cls.PER_TOKEN + choices * cls.PER_CHOICE
 
@@ -137,10 +137,10 @@ def test_the_sum_is_said_in_gib() -> None:
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB\nmore"), StepOutOfMemory("no room for 9 GiB")]
 )
 def test_a_step_that_does_not_fit_names_what_to_lower(error: Exception) -> None:
-    def fail(plan: StepPlan) -> None:
+    def fail(plan: SchedulerOutput) -> None:
         raise error
 
-    make: Callable[[], Callable[[StepPlan], object]] = lambda: fail  # noqa: E731
+    make: Callable[[], Callable[[SchedulerOutput], object]] = lambda: fail  # noqa: E731
     with pytest.raises(ConfigError) as raised:
         measure_use(Gpu(), make, LIMITS, captures=True)
     message = str(raised.value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SchedulerOutput
 from dflash_backend.worker.batch import HostBatch
 from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
@@ -30,7 +30,7 @@ def pair(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | SIZES
 
 
-def mixed_plan(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelRunner, StepPlan]:
+def mixed_plan(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelRunner, SchedulerOutput]:
     """A runner that has run prompts, and a plan in which one more ends and another goes on, beside decode rows."""
     built = on_device_runner(engine(**pair), overlap=False)
     outputs = Outputs(built)

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.plan import DraftBudget, NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import (
+    DraftBudget,
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepOutOfMemory,
+)
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import SpecialRows
-from dflash_backend.worker.runner import ModelRunner, StepInFlight, evenly_truncated
+from dflash_backend.worker.runner import BatchInFlight, ModelRunner, evenly_truncated
 from dflash_backend.worker.step import PHASES
 from tests.worker.engines import (
     device_runner,
@@ -42,19 +49,21 @@ def new(request_id: str, sampling: SamplingParams = GREEDY, prompt: list[int] = 
     return NewRequest(request_id, prompt, len(prompt), sampling, (), seed=1)
 
 
-def prefill(step_id: int, request_id: str, blocks: list[int], sampling: SamplingParams = GREEDY) -> StepPlan:
+def prefill(step_id: int, request_id: str, blocks: list[int], sampling: SamplingParams = GREEDY) -> SchedulerOutput:
     """The whole prompt in one step, and drafts behind it."""
     row = ScheduledRequest(request_id, 0, len(PROMPT), 0, True, K, blocks)
-    return StepPlan(step_id, [row], [new(request_id, sampling)])
+    return SchedulerOutput(step_id, [row], [new(request_id, sampling)])
 
 
-def decode(step_id: int, request_id: str, num_computed: int, num_unverified_drafts: int = 0, **more: Any) -> StepPlan:
+def decode(
+    step_id: int, request_id: str, num_computed: int, num_unverified_drafts: int = 0, **more: Any
+) -> SchedulerOutput:
     """The last token and K drafts."""
     row = ScheduledRequest(request_id, num_computed, 1, K, True, K, [], num_unverified_drafts)
-    return StepPlan(step_id, [row], **more)
+    return SchedulerOutput(step_id, [row], **more)
 
 
-def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+def run(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
     runner.submit(plan)
     return runner.collect()
 
@@ -62,7 +71,7 @@ def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
 def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: ModelRunner) -> None:
     first = prefill(1, "a", [0, 1, 2, 3, 4, 5])
     other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
-    runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
+    runner.submit(SchedulerOutput(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
     runner.submit(decode(2, "a", 6))
     results = [runner.collect()]
     phases = [runner.collect_drafts(()).phase_seconds]
@@ -81,7 +90,7 @@ def test_a_row_with_unverified_drafts_goes_on_where_the_step_before_it_ended(run
     known.append(run(runner, decode(2, "a", 6)).rows[0])
     known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
     assert known[1].num_accepted < K, "the upper bound must be wrong for this to show anything"
-    run(runner, StepPlan(4, [], finished_req_ids=["a"]))
+    run(runner, SchedulerOutput(4, [], finished_req_ids=["a"]))
 
     runner.submit(prefill(5, "a", list(range(8))))
     runner.submit(decode(6, "a", 6))
@@ -105,18 +114,18 @@ def test_logits_are_computed_where_a_row_chooses_a_token_alone(
 
     monkeypatch.setattr(runner.step.target, "logits", counted)
     chunk = ScheduledRequest("a", 0, 4, 0, False, 0, [4, 5, 6, 7])
-    assert run(runner, StepPlan(2, [chunk], [new("a")])).rows[0].token_ids == []
+    assert run(runner, SchedulerOutput(2, [chunk], [new("a")])).rows[0].token_ids == []
     rest = ScheduledRequest("a", 4, 2, 0, True, 0, [])
-    assert run(runner, StepPlan(3, [rest])).rows[0].token_ids == expected
+    assert run(runner, SchedulerOutput(3, [rest])).rows[0].token_ids == expected
     assert num_logits == [1]
 
 
 def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> None:
-    runner.submit(StepPlan(1, []))
-    runner.submit(StepPlan(2, []))
+    runner.submit(SchedulerOutput(1, []))
+    runner.submit(SchedulerOutput(2, []))
     with pytest.raises(RuntimeError, match="step 3 was submitted with 2 steps not collected"):
-        runner.submit(StepPlan(3, []))
-    assert runner.collect() == StepResult(1, [])
+        runner.submit(SchedulerOutput(3, []))
+    assert runner.collect() == ModelRunnerOutput(1, [])
 
 
 def test_a_result_needs_nothing_of_a_request_that_has_been_removed(runner: ModelRunner) -> None:
@@ -143,7 +152,7 @@ def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
     run(runner, prefill(1, "a", list(range(8))))
     before = [layer.slots.clone() for layer in runner.step.kv.draft]
     row = ScheduledRequest("a", 6, 1, K, True, 0, [])
-    num_accepted = run(runner, StepPlan(2, [row])).rows[0].num_accepted
+    num_accepted = run(runner, SchedulerOutput(2, [row])).rows[0].num_accepted
     assert num_accepted < K
     end = 7 + num_accepted
     for layer, then in zip(runner.step.kv.draft, before, strict=True):
@@ -160,7 +169,7 @@ def test_special_logits_of_a_row_in_flight_begin_where_the_step_before_it_ended(
     known.append(run(runner, decode(2, "a", 6)).rows[0])
     known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
     assert known[1].num_accepted < K, "the upper bound must be wrong for this to show anything"
-    run(runner, StepPlan(4, [], finished_req_ids=["a"]))
+    run(runner, SchedulerOutput(4, [], finished_req_ids=["a"]))
 
     runner.submit(prefill(5, "a", list(range(8)), sampling))
     runner.submit(decode(6, "a", 6))
@@ -283,5 +292,5 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
         )
         for number in range(3)
     ]  # fmt: skip
-    runner._collected = StepInFlight(StepPlan(1, []), parts)
+    runner._collected = BatchInFlight(SchedulerOutput(1, []), parts)
     assert runner.collect_drafts(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_backend.config import asset_path
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepDrafts, StepPlan, StepResult
+from dflash_backend.core.plan import DraftBudget, DraftOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.speculation.policy import SpeculatingRow
 from dflash_backend.engine import build
@@ -47,8 +47,8 @@ class Watched:
     def __init__(self, built: BuiltEngine, seed: int) -> None:
         self.built = built
         self._rng = random.Random(seed)
-        self._plans: list[StepPlan] = []
-        self.steps: list[tuple[StepPlan, StepResult]] = []
+        self._plans: list[SchedulerOutput] = []
+        self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.confidences: list[list[list[float]]] = []
         scheduler, runner = built.core.scheduler, built.runner
         scheduler.choose_budget = self._budget  # type: ignore[method-assign]
@@ -58,16 +58,16 @@ class Watched:
             speculation.choose = self._lengths  # type: ignore[method-assign]
         submit, collect, collect_drafts = runner.submit, runner.collect, runner.collect_drafts
 
-        def keep_plan(plan: StepPlan) -> None:
+        def keep_plan(plan: SchedulerOutput) -> None:
             self._plans.append(plan)
             submit(plan)
 
-        def keep_step() -> StepResult:
+        def keep_step() -> ModelRunnerOutput:
             result = collect()
             self.steps.append((self._plans.pop(0), result))
             return result
 
-        def keep_drafts(ended: Collection[str]) -> StepDrafts:
+        def keep_drafts(ended: Collection[str]) -> DraftOutput:
             drafts = collect_drafts(ended)
             plan, _ = self.steps[-1]
             self.confidences.append(drafts.confidences or [[] for _ in plan.rows])

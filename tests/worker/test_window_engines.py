@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
@@ -131,7 +131,7 @@ def test_a_write_to_a_block_of_a_window_that_is_not_the_requests_own_is_noticed(
     rows = [ScheduledRequest("a", 0, 2, 0, False, 0, [1])]
     own = {"a": frozenset({1})}
     guard = WriteGuard(
-        StepPlan(3, rows, writable_block_ids=own, writable_window_block_ids={"a": frozenset({5})}), rows, 4
+        SchedulerOutput(3, rows, writable_block_ids=own, writable_window_block_ids={"a": frozenset({5})}), rows, 4
     )
     row_of_slot = torch.zeros(2, dtype=torch.int32)
     guard.check("verify", row_of_slot, torch.tensor([4, 5]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.core.kv.manager import KVManager
-from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, SchedulerOutput
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
@@ -26,17 +26,17 @@ def runner(request: pytest.FixtureRequest, settings: dict[str, Any]) -> ModelRun
 
 def guard(allowed: dict[str, frozenset[int]]) -> WriteGuard:
     rows = [ScheduledRequest(request_id, 0, 1, 0, True, 0, []) for request_id in allowed]
-    return WriteGuard(StepPlan(3, rows, writable_block_ids=allowed), rows, block_size=4)
+    return WriteGuard(SchedulerOutput(3, rows, writable_block_ids=allowed), rows, block_size=4)
 
 
-def prefill(blocks: list[int], writable: set[int]) -> StepPlan:
+def prefill(blocks: list[int], writable: set[int]) -> SchedulerOutput:
     """The whole prompt and 7 drafts behind it: positions 0 to 13, which lie in four blocks."""
     row = ScheduledRequest("a", 0, len(PROMPT), 0, True, 7, blocks)
     new = NewRequest("a", PROMPT, len(PROMPT), SamplingParams(temperature=0.0, max_tokens=30), (), seed=1)
-    return StepPlan(1, [row], [new], writable_block_ids={"a": frozenset(writable)})
+    return SchedulerOutput(1, [row], [new], writable_block_ids={"a": frozenset(writable)})
 
 
-def whole_step(runner: ModelRunner, plan: StepPlan) -> None:
+def whole_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
     """A step with its drafts."""
     runner.submit(plan)
     runner.collect()

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_backend.core.plan import DraftBudget, RequestResult, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.core.plan import DraftBudget, ModelRunnerOutput, RequestResult, ScheduledRequest, SchedulerOutput
 from dflash_backend.core.scheduler_config import ONE_PASS, DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
@@ -387,7 +387,7 @@ class AdaptiveSpeculation:
         fixed = line.fixed + draft_s
         return optimal_budget_of_few(num_yielding, chances, lambda count: fixed + line.per_draft * count)
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         """Take in a step that was planned."""
         self._num_prefill_tokens = plan.num_prefill_tokens
         if self.rests and not any(row.num_draft or row.num_next_draft for row in plan.rows):
@@ -416,7 +416,7 @@ class AdaptiveSpeculation:
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
         self._stats.num_proposed_tokens += num_proposed
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
+    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float, draft_s: float) -> None:
         """Take in a step that was planned and has run: its time, and how much of that was drafting."""
         is_plain = plan.step_id in self._resting_steps
         self._resting_steps.discard(plan.step_id)
