@@ -344,8 +344,8 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine takes requests. What the stub must know to validate them and to find their blocks.
 
-    reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks at
-    all. has_drafter: whether drafts come from a drafter's checkpoint.
+    reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks
+    at all. has_drafter: whether drafts come from a drafter's checkpoint.
     """
 
     max_model_len: int
