@@ -103,7 +103,7 @@ format: setup ## Format the code
 docs: setup ## Write the generated pages of docs/ and the dashboard
 	$(BIN)/python docs/write_settings.py
 	$(BIN)/python docs/write_published_drafters.py
-	$(BIN)/python docker/grafana/write_dashboard.py
+	$(BIN)/python deploy/grafana/write_dashboard.py
 
 mutants: setup ## Put known defects back into a copy of the source and show that the tests notice
 	$(BIN)/python -m tests.mutations.run

@@ -88,7 +88,7 @@ UP = {"startupProbe": 200, "readinessProbe": 200, "livenessProbe": 200, "HEALTHC
 
 def test_one_that_was_killed_is_healthy_when_it_runs_again(image: Image, stage: Stage, tmp_path: Path) -> None:
     """With what it left in /tmp, as Docker keeps it; here with keys and HTTPS, as compose.keys.yaml has it."""
-    keys = yaml.safe_load((ROOT / "docker" / "compose.keys.yaml").read_text(encoding="utf-8"))
+    keys = yaml.safe_load((ROOT / "deploy" / "compose.keys.yaml").read_text(encoding="utf-8"))
     arguments = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in keys["services"]["dflash"]["command"]]
     arguments = [word.replace("/run/secrets/api_keys", "/cache/keys") for word in arguments]
     arguments += ["--tls-cert=/cache/cert.pem", "--tls-key=/cache/key.pem"]

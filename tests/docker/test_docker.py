@@ -36,9 +36,9 @@ from tests.client.conftest import toy_server
 from tests.docker.dockerfile import read_dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKER = ROOT / "docker"
-DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
-STAGES = read_dockerfile(DOCKER / "Dockerfile")
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+STAGES = read_dockerfile(ROOT / "docker" / "Dockerfile")
 # What the wheel has of the checkout, and where.
 PACKED = {
     "dflash_backend": "dflash_backend",
@@ -52,14 +52,14 @@ PACKED = {
     "demo/held_out": "dflash_backend/_assets/demo/held_out",
 }
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
 
 LABELS = {"instance", "job", "path", "server", "model", "version", "engine", "le"} | {spec.label for spec in METRICS}
 
 
 def read(*parts: str) -> Any:
-    """A YAML file of `docker/`."""
-    return yaml.safe_load(DOCKER.joinpath(*parts).read_text(encoding="utf-8"))
+    """A YAML file of `deploy/`."""
+    return yaml.safe_load(DEPLOY.joinpath(*parts).read_text(encoding="utf-8"))
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -92,8 +92,8 @@ def front_end_page() -> str:
 
 
 def test_the_dashboard_is_what_its_writer_says() -> None:
-    writer = runpy.run_path(str(DOCKER / "grafana" / "write_dashboard.py"))
-    written = (DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8")
+    writer = runpy.run_path(str(DEPLOY / "grafana" / "write_dashboard.py"))
+    written = (DEPLOY / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8")
     assert written == writer["text"](), "run `make docs`"
 
 
@@ -246,7 +246,7 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     # The files of secrets are there in the container alone.
     check, test = ["check", "config", "--syntax-only", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]
     for command in (check, ["check", "rules", "alerts.yml"], test):
-        done = subprocess.run(["promtool", *command], cwd=DOCKER / "prometheus", capture_output=True, text=True)
+        done = subprocess.run(["promtool", *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -266,7 +266,7 @@ def test_prometheus_scrapes_the_server_under_the_job_that_the_alerts_name() -> N
         assert port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)[0].split()
     named = {name for rule in alerts() for name in re.findall(r'up{job="([^"]*)"', rule["expr"])}
     assert named == {job["job_name"] for job in config["scrape_configs"]}
-    assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"])
 
 
 def test_grafana_finds_the_data_source_and_the_dashboard() -> None:
@@ -276,7 +276,7 @@ def test_grafana_finds_the_data_source_and_the_dashboard() -> None:
     assert source["url"].removeprefix("http://").split(":")[0] in services
     grafana = services["grafana"]
     mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
-    assert all((DOCKER / source).is_dir() for source in mounts)
+    assert all((DEPLOY / source).is_dir() for source in mounts)
     assert provider["options"]["path"] == mounts["./grafana/dashboards"]
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == f"{provider['options']['path']}/dflash.json"
@@ -294,7 +294,7 @@ def test_compose_names_settings_that_exist_and_passes_their_defaults() -> None:
 
 
 def test_the_page_names_every_variable_and_build_argument() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in DOCKER.glob("compose*.yaml"))
+    text = "".join(path.read_text(encoding="utf-8") for path in DEPLOY.glob("compose*.yaml"))
     names = set(re.findall(r"\$\{(\w+):-", text)) | set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
     assert names
     assert all(f"`{name}`" in PAGE for name in names), names

@@ -91,10 +91,10 @@ NOT_RUN = {
         "docker run --rm --init --gpus 1 --shm-size 1g --stop-timeout 45 --memory 32g \\": CONTAINER,
         "docker run --rm -v /srv/models:/models:ro dflash-triton inspect /models/Qwen3-8B "
         "--draft /models/Qwen3-8B-DFlash-b16": CONTAINER,
-        "docker compose -f docker/compose.yaml --profile gpu up --build": CONTAINER,
-        "API_KEYS_FILE=/path OPENAI_BIND_ADDRESS=0.0.0.0 docker compose -f docker/compose.yaml "
-        "-f docker/compose.keys.yaml --profile gpu up": CONTAINER,
-        "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f docker/compose.yaml -f docker/compose.admin.yaml "
+        "docker compose -f deploy/compose.yaml --profile gpu up --build": CONTAINER,
+        "API_KEYS_FILE=/path OPENAI_BIND_ADDRESS=0.0.0.0 docker compose -f deploy/compose.yaml "
+        "-f deploy/compose.keys.yaml --profile gpu up": CONTAINER,
+        "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f deploy/compose.yaml -f deploy/compose.admin.yaml "
         "--profile gpu up": CONTAINER,
     },
     "docs/gpu.md": {

@@ -30,13 +30,13 @@ DEPLOYMENT_MUTANTS = (
         ("the wheel has no kernels", "COPY kernels kernels\n", ""),
     ),
     *mutants_of(
-        "docker/compose.yaml",
+        "deploy/compose.yaml",
         COMPOSE,
         ("services of Compose keep their capabilities", "  cap_drop: [ALL]\n", ""),
         ("Triton's environments cannot run in Compose", "mode=1777,exec", "mode=1777"),
     ),
     *mutants_of(
-        "docker/prometheus/alerts.yml",
+        "deploy/prometheus/alerts.yml",
         (
             f"{DOCKER}::test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen",
             f"{DOCKER}::test_probes_that_fail_are_no_requests_that_do",

@@ -176,13 +176,13 @@ VALUE_MUTANTS = (
     ),
     Mutant(
         "the hit rate is queries of hits",
-        "docker/grafana/write_dashboard.py",
+        "deploy/grafana/write_dashboard.py",
         "{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}",
         "{rate('prefix_cache_queries_total')} / {rate('prefix_cache_hits_total')}",
         (f"{DOCKER}::test_a_panel_of_a_ratio_shows_what_its_title_says",),
         (
             (
-                "docker/grafana/dashboards/dflash.json",
+                "deploy/grafana/dashboards/dflash.json",
                 f"{HITS}{BETWEEN}{QUERIES}",
                 f"{QUERIES}{BETWEEN}{HITS}",
             ),
@@ -190,7 +190,7 @@ VALUE_MUTANTS = (
     ),
     Mutant(
         "an alert fires where acceptance is high",
-        "docker/prometheus/alerts.yml",
+        "deploy/prometheus/alerts.yml",
         "> 0.1) < 1.5",
         "> 0.1) > 1.5",
         (f"{DOCKER}::test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen",),
