@@ -15,7 +15,7 @@ SOURCE_FOLDERS = (
     "client",
     "demo",
     "dflash_backend",
-    "docker",
+    "deploy",
     "docs",
     "frontend",
     "kernels",
