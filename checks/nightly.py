@@ -44,6 +44,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "change": (("benchmarks.adaptive", "--change"), "the same when the traffic changes"),
     "mixed": (("checks.mixed", "--requests", "500", "--dropped", "200"), "500 requests at once, 200 dropped"),
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
+    "random_requests": (
+        ("checks.random_requests", "--requests", "1000"),
+        "1,000 random requests to each endpoint: no server error, and a stream brings what the whole answer has",
+    ),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
     "event_loop": (
         ("checks.event_loop",),
@@ -94,6 +98,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
             "tests/text/test_detokenizer.py",
             "tests/frontend/test_parsing.py",
             "tests/frontend/test_harmony.py",
+            "tests/frontend/test_random_requests.py",
             "tests/core/test_prefix_cache.py",
             "tests/demo/test_pair.py",
         ),

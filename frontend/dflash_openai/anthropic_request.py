@@ -112,6 +112,8 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
         elif kind == "tool_result":
             given = block.get("content") or ""
             parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
+            if not isinstance(parts, list):
+                raise invalid(f"{at}.content is {quoted(given)}; allowed: a text or a list of blocks", f"{at}.content")
             text = "\n".join(_text_of(part, f"{at}.content[{place}]") for place, part in enumerate(parts))
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking":
@@ -175,7 +177,7 @@ def _leave_out(what: str, kind: str) -> None:
 def _tool_choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:
     """OpenAI's `tool_choice` and `parallel_tool_calls`. Raises `ApiError`."""
     kind, parallel = choice.get("type"), choice.get("disable_parallel_tool_use") is not True
-    if kind in _CHOICES:
+    if isinstance(kind, str) and kind in _CHOICES:
         return _CHOICES[kind], parallel
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}, parallel

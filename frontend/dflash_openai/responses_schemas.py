@@ -123,7 +123,8 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any
         kind = tool.get("type")
         if kind == "namespace":
             namespace, within = tool.get("name"), tool.get("tools") or []
-            if not isinstance(namespace, str) or not all(isinstance(each, Mapping) for each in within):
+            is_list = isinstance(within, list) and all(isinstance(each, Mapping) for each in within)
+            if not isinstance(namespace, str) or not is_list:
                 raise invalid(f"tools[{index}] is a namespace without a name, or whose 'tools' are no objects", "tools")
             for each in run_by_client(within):
                 yield _chat_tool(each, namespace)

@@ -92,6 +92,14 @@ def of_malformed(rounds: Rounds) -> dict[str, Any]:
     return {"TritonServer": Server, "run": lambda *_: next(warm_up), "memory_mib": lambda pid: next(memory)}
 
 
+def of_random_requests(rounds: Rounds) -> dict[str, Any]:
+    def send_many(*_: Any) -> Any:
+        return {}, None if next(rounds) else "a miss"
+
+    server = SimpleNamespace(port=9, server=Server())
+    return {"running_front_end": lambda *_: nullcontext(server), "PATHS": list("abc"), "send_many": send_many}
+
+
 def of_mixed(rounds: Rounds) -> dict[str, Any]:
     return {"TritonServer": Server, "draw": lambda *_: [], "run": later(lambda: mixed.Report(misses=words(rounds)))}
 
@@ -198,6 +206,7 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "tenant_flood": (1, [], of_tenant_flood),
     "malformed": (2, [], of_malformed),
     "mixed": (1, [], of_mixed),
+    "random_requests": (3, [], of_random_requests),
     "silent_stream": (4, [], of_silent_stream),
     "event_loop": (3, [], of_event_loop),
     "parse_cost": (3, [], of_parse_cost),

@@ -278,6 +278,7 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
         ({"messages": []}, 400, "invalid_request_error", "'messages' is an empty list"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_request_error", "messages[0] has no content"),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
+        ({"tool_choice": {"type": []}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
         ({"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].function.name is None"),
         ({"thinking": {"type": "x"}}, 400, "invalid_request_error", "'thinking.type' is 'x'"),
         ({"output_config": {"format": {}}}, 400, "invalid_request_error", "'output_config.format' is not of the type"),
@@ -288,6 +289,7 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
                 ([{"type": "text", "text": "a"}, {"type": "image"}], "messages[0].content[1] is an image"),
                 ([{"type": "document", "source": {"type": "base64"}}], "is a document that is no text"),
                 ([{"type": "tool_result", "content": [{"type": "image"}]}], "content[0].content[0] is an image"),
+                ([{"type": "tool_result", "content": 5}], "messages[0].content[0].content is 5; allowed: a text or a"),
                 ([{"type": "odd"}], "is a block of the type 'odd'"),
                 (["text"], "is a block of the type None"),
             )

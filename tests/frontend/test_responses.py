@@ -235,6 +235,7 @@ def test_an_input_that_does_not_fit_is_refused_and_not_cut(
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "is 21; allowed: an integer from 0 to 20"),
         ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs", "is -1; allowed"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools", r"tools\[0\] is a namespace without a name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": 5}]}, "tools", r"or whose 'tools' are no objects"),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
             "input[0]",
