@@ -148,8 +148,8 @@ def test_all_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_prompts_are_different_and_long_ones_have_their_length() -> None:
     pair = find_pair("demo")
     for kind in (SHORT, LONG):
-        found = prompts(pair, kind, 6)
-        assert len({tuple(prompt) for prompt in found}) == 6
+        found = prompts(pair, kind, 2)
+        assert found[0] != found[1]
     assert {len(prompt) for prompt in found} == {LONG_TOKENS}
     assert found[0][-20:] == prompts(pair, SHORT, 1)[0][-20:]
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target
 from dflash_backend.checkpoints.gguf import architectures, convert, reader
+from dflash_backend.checkpoints.gguf.parts import in_order, rotation_of_neighbours, whole
 from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.named import NAMED, named_file
 from dflash_backend.config import EngineConfig
@@ -254,7 +256,7 @@ def field(name: str, value: Any, kind: str) -> Callable[[gguf.GGUFWriter], None]
         (field("llama.block_count", 9, "uint32"), "block_count is 9, and tensors of 5 layers are there"),
         (field("llama.embedding_length", "32", "string"), "'embedding_length' is '32'; expected an integer"),
         (field("tokenizer.ggml.pre", "viking", "string"), "'pre' is 'viking'; expected one of llama-bpe"),
-        (field("tokenizer.ggml.model", "bert", "string"), r"'model' is 'bert'; expected gpt2 .* or llama"),
+        (field("tokenizer.ggml.model", "bert", "string"), r"'model' is 'bert'; expected gpt2 .* or gemma4"),
         (field("tokenizer.ggml.tokens", ["a"] * VOCAB_SIZE, "array"), "97 tokens, 1 of them different"),
         (field("tokenizer.ggml.merges", ["ab"], "array"), "'merges' is .*; expected two parts"),
         (field("tokenizer.ggml.eos_token_id", 97, "uint32"), "'eos_token_id' is 97; expected an integer from 0 to 96"),
@@ -363,6 +365,36 @@ def test_byte_level_tokens(tmp_path: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "cab"}]).text == "cab"
 
 
+def pieces_of(tmp_path: Path, pre: str, text: str) -> list[str]:
+    """How a text is split before merges."""
+    path = tmp_path / f"{pre}.gguf"
+    make_gguf(path, fields=field("tokenizer.ggml.pre", pre, "string"))
+    made = read_tokenizer(reader.read_model(path), VOCAB_SIZE).tokenizer
+    return [text[start:end] for _, (start, end) in made.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_texts_are_split_as_the_file_names_it(tmp_path: Path) -> None:
+    assert pieces_of(tmp_path, "gpt-4o", "It's 12345 theABC's\n") == ["It's", " ", "123", "45", " the", "ABC's", "\n"]
+    assert pieces_of(tmp_path, "qwen2", "It's 123") == ["It", "'s", " ", "1", "2", "3"]
+    marked = "a\u0301b!"
+    assert pieces_of(tmp_path, "qwen35", marked) == [marked[:3], "!"]
+    assert pieces_of(tmp_path, "qwen2", marked) == ["a", marked[1:3], "!"]
+
+
+@pytest.mark.parametrize("other", ["<|call|>", "<|im_end|>"])
+def test_gpt_oss_goes_on_after_the_end_of_a_channel(tmp_path: Path, other: str) -> None:
+    tokens = ["a", "<|end|>", "<|return|>", other]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in (("tokens", tokens), ("token_type", [1, 3, 3, 3]), ("merges", ["a a"][:0])):
+            field(f"tokenizer.ggml.{name}", value, "array")(writer)
+        field("tokenizer.ggml.eos_token_id", 2, "uint32")(writer)
+
+    make_gguf(tmp_path / "m.gguf", fields=add)
+    ends = read_tokenizer(reader.read_model(tmp_path / "m.gguf"), VOCAB_SIZE).ends
+    assert ends == ((2, 3) if other == "<|call|>" else (2, 1, 3))
+
+
 def sentencepiece(add_space_prefix: bool) -> Callable[[gguf.GGUFWriter], None]:
     """Bytes, then pieces of which the one with the higher score is merged first."""
     pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("c", -4.0), ("ab", -9.0), ("bc", -5.0), ("▁a", -8.0)]
@@ -398,6 +430,63 @@ def test_sentencepiece_tokens(tmp_path: Path, prefix: bool) -> None:
     assert ["<", "s>"] not in model["merges"]  # no text becomes a token of control
     assert ["s", ">"] in model["merges"]
     assert tokenizer.eos_token_ids == (2,)
+
+
+def test_gemma_4s_tokens_have_their_merges_in_the_file(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        sentencepiece(False)(writer)
+        writer.kv_data[0].pop("tokenizer.ggml.model")
+        writer.kv_data[0].pop("tokenizer.ggml.add_space_prefix")
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges(["▁ a", "a b", "b c"])
+
+    make_gguf(tmp_path / "m.gguf", changes={"vocab_size": 300}, fields=add)
+    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    space, ab, c, space_a = 259, 263, 262, 265
+    # By the order of merges, where the scores would have "bc" first; no space before a text.
+    assert tokenizer.encode("abc a é") == [1, ab, c, space_a, space, 3 + 0xC3, 3 + 0xA9]
+
+
+def after_a_cut(path: Path, real: Callable[..., Any]) -> Callable[..., Any]:
+    def cut(*given: Any) -> Any:
+        os.truncate(path, 20_000)
+        return real(*given)
+
+    return cut
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapped one would kill the process."""
+    make_gguf(tmp_path / "m.gguf")
+    for module, name in ((convert, "read_tokenizer"), (convert, "_check_kinds")):
+        data = (tmp_path / "m.gguf").read_bytes()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, after_a_cut(tmp_path / "m.gguf", getattr(module, name)))
+            refused(tmp_path / "m.gguf", "ends after the file, which has become shorter since it was opened")
+        (tmp_path / "m.gguf").write_bytes(data)
+    with open(tmp_path / "m.gguf", "rb") as stream:
+        parser = reader._Parser(tmp_path / "m.gguf", stream, os.fstat(stream.fileno()).st_size)
+        os.truncate(tmp_path / "m.gguf", 500)
+        with pytest.raises(CheckpointError, match="ends after the file"):
+            parser.parse()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, turned: bool) -> None:
+    """8 million numbers become 32 MB on disk."""
+    rows, columns = 1 << 12, 1 << 11
+    block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0][1]
+    (tmp_path / "w").write_bytes(bytes(rows * columns // 32 * block_bytes))
+    tensor = reader.GgufTensor(tmp_path / "w", "w", "Q4_0", (rows, columns), 0, 32, block_bytes)
+    part = in_order(tensor, rotation_of_neighbours(np.arange(rows), 64)) if turned else whole(tensor)
+    with open(os.devnull, "wb") as stream:
+        list(convert._write_part(whole(replace(tensor, shape=(1, 32))), stream))  # imports
+        tracemalloc.start()
+        assert sum(convert._write_part(part, stream)) == 4 * rows * columns
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 24 << 20
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

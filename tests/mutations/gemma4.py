@@ -104,8 +104,8 @@ GEMMA4_MUTANTS = (
     Mutant(
         "drafts know nothing of the target's soft cap",
         "dflash_backend/drafters/dflash/config.py",
-        "dataclasses.replace(self, logits=dataclasses.replace(self.logits, softcap=gemma4.softcap))",
-        "self",
+        "dataclasses.replace(found, logits=dataclasses.replace(self.logits, softcap=gemma4.softcap))",
+        "found",
         ("tests/drafters/test_dflash_config.py",),
     ),
 )

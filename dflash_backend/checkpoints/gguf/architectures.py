@@ -1,7 +1,8 @@
 """What GGUF calls the fields and tensors of each architecture that is read, and the `config.json` that says the same.
 
 To add an architecture that has Llama's decoder layer: an entry in `ARCHITECTURES`, with the fields and tensors that it
-has beyond Llama's. The family's own reader then checks the config, as that of any checkpoint.
+has beyond Llama's; where tensors are joined or turned over, a file that makes `Part`s of a layer's. The family's own
+reader then checks the config, as that of any checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from dflash_backend.checkpoints.gguf import drafter, gemma4, gpt_oss, hybrids
+from dflash_backend.checkpoints.gguf.parts import (
+    LayerParts,
+    Part,
+    in_order,
+    less_one,
+    odd,
+    rotation_of_neighbours,
+    whole,
+)
 from dflash_backend.checkpoints.gguf.reader import GgufModel, GgufTensor
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -40,7 +53,7 @@ PARTS = {
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 ROUTER = {"ffn_gate_inp": "mlp.gate"}
-LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)")
 ROPE_FACTORS = "rope_freqs.weight"
 
 # Fields after the architecture's name that are read, and those that say what is known without them.
@@ -62,13 +75,41 @@ ROPE_TOLERANCE = 1e-4
 class Architecture:
     """One architecture. name, model_type: those of Hugging Face's config. permuted: the rows of queries and keys are in
     the order of a rotation of neighbours, which our rotation of halves is not. parts: its tensors beyond Llama's.
-    experts: it has a mixture of experts in place of the MLP."""
+    experts: it has a mixture of experts in place of the MLP, a matrix for each projection of each. fields: that are
+    read beyond Llama's. layer_parts: makes what is not a tensor as it is. centred: norms that are kept with a 1 that
+    the model adds. outer, prefix: tensors of no layer, and what the names of all begin with. some_rotated, windows: a
+    part of a head may be rotated, layers may have a window."""
 
     name: str
     model_type: str
     permuted: bool = False
     parts: tuple[tuple[str, str], ...] = ()
     experts: bool = False
+    fields: tuple[str, ...] = ()
+    layer_parts: LayerParts = lambda tensors, config: {}
+    centred: tuple[str, ...] = ()
+    outer: tuple[tuple[str, str], ...] = tuple(OUTER.items())
+    prefix: str = "model."
+    some_rotated: bool = False
+    windows: bool = False
+
+    @property
+    def is_drafter(self) -> bool:
+        """Whether it is no target: then its tokens are the target's."""
+        return self.model_type == drafter.NAME
+
+
+def _hybrid(name: str, model_type: str, layer_parts: LayerParts, experts: bool) -> Architecture:
+    return Architecture(
+        name,
+        model_type,
+        parts=tuple((QK_NORMS | ROUTER | hybrids.PARTS).items()),
+        experts=experts,
+        fields=hybrids.FIELDS + EXPERT_FIELDS,
+        layer_parts=layer_parts,
+        centred=hybrids.CENTRED,
+        some_rotated=True,
+    )
 
 
 ARCHITECTURES = {
@@ -77,20 +118,43 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", parts=tuple(QK_NORMS.items())),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", "qwen3_moe", parts=tuple((QK_NORMS | ROUTER).items()), experts=True
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        parts=tuple((QK_NORMS | ROUTER).items()),
+        experts=True,
+        fields=EXPERT_FIELDS,
+    ),
+    "qwen3next": _hybrid("Qwen3NextForCausalLM", "qwen3_next", hybrids.next_parts, experts=True),
+    "qwen35": _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", hybrids.plain_parts, experts=False),
+    "qwen35moe": _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", hybrids.plain_parts, experts=True),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        parts=tuple(gpt_oss.PARTS.items()),
+        fields=EXPERT_FIELDS,
+        layer_parts=gpt_oss.gpt_oss_parts,
+        windows=True,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        parts=tuple((QK_NORMS | gemma4.PARTS).items()),
+        fields=gemma4.FIELDS,
+        layer_parts=gemma4.gemma4_parts,
+        some_rotated=True,
+        windows=True,
+    ),
+    drafter.NAME: Architecture(
+        "DFlashDraftModel",
+        drafter.NAME,
+        parts=tuple(QK_NORMS.items()),
+        fields=drafter.FIELDS,
+        layer_parts=drafter.drafter_parts,
+        outer=tuple(drafter.OUTER.items()),
+        prefix="",
+        windows=True,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of the converted checkpoint, of this shape: the numbers of a tensor of the file from `start` on. Its
-    rows are in the order of a rotation of neighbours within each head where head_dim is not 0."""
-
-    source: GgufTensor
-    shape: tuple[int, ...]
-    start: int = 0
-    head_dim: int = 0
 
 
 def read_architecture(model: GgufModel) -> Architecture:
@@ -113,30 +177,36 @@ def read_config(model: GgufModel, rope_factors: list[float] | None) -> dict[str,
     head_dim = fields.integer("attention.key_length", default=max(1, hidden // heads))
     if "attention.key_length" not in fields and hidden % heads:
         raise fields.fail("embedding_length", f"a multiple of attention.head_count ({heads})")
-    for field in ("attention.value_length", "rope.dimension_count"):
+    for field in ("attention.value_length", *(() if architecture.some_rotated else ("rope.dimension_count",))):
         if fields.integer(field, default=head_dim) != head_dim:
             raise fields.fail(field, f"{head_dim}, the size of a head")
     positions = fields.integer("context_length")
     _check_unlike(fields, positions, architecture)
     theta = fields.number("rope.freq_base", default=10000.0)
+    own_heads = architecture.model_type == "gemma4_text"  # of two kinds, and with factors of its own
+    scaling = {} if own_heads else _rope_scaling(fields, theta, head_dim, rope_factors)
+    inner = fields.integer("expert_feed_forward_length") if "expert_feed_forward_length" in fields else None
     config: dict[str, Any] = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": fields.integer("block_count"),
-        "intermediate_size": _same(fields, "feed_forward_length"),
+        "intermediate_size": _same(fields, "feed_forward_length", inner),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same(fields, "attention.head_count_kv", heads),
+        "num_key_value_heads": heads if own_heads else _same(fields, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         "max_position_embeddings": positions,
-        "vocab_size": _tensor(model, "token_embd.weight").shape[0],
-        "rope_parameters": {"rope_theta": theta} | _rope_scaling(fields, theta, head_dim, rope_factors),
-        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "rope_parameters": {"rope_theta": theta} | scaling,
         "attention_bias": architecture.permuted and "blk.0.attn_q.bias" in model.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in model.tensors,
         "dtype": _dtype(model),
     }
+    if not architecture.is_drafter:
+        config |= {
+            "vocab_size": _tensor(model, "token_embd.weight").shape[0],
+            "tie_word_embeddings": "output.weight" not in model.tensors,
+        }
     if architecture.experts:
         config |= {
             "num_experts": fields.integer("expert_count"),
@@ -144,13 +214,27 @@ def read_config(model: GgufModel, rope_factors: list[float] | None) -> dict[str,
             "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
             "norm_topk_prob": True,  # llama.cpp does so whatever the file says: no field is about it
         }
-    return config
+    return config | _own_config(model, fields, config, rope_factors)
+
+
+def _own_config(
+    model: GgufModel, fields: JsonReader, config: dict[str, Any], rope_factors: list[float] | None
+) -> dict[str, Any]:
+    """What an architecture has beyond Llama's, or otherwise."""
+    model_type = config["model_type"]
+    if model_type == drafter.NAME:
+        return drafter.read_drafter(model, fields, config) | {"model_type": "qwen3"}
+    if model_type == "gemma4_text":
+        return gemma4.read_gemma4(fields, config, frozenset(model.tensors), rope_factors)
+    if model_type == "gpt_oss":
+        return gpt_oss.read_gpt_oss(fields, config)
+    return hybrids.read_hybrid(fields, config) if read_architecture(model).centred else {}
 
 
 def unknown_fields(model: GgufModel) -> list[str]:
     """The fields of the architecture's own that are not read."""
     prefix = f"{model.metadata['general.architecture']}."
-    known = FIELDS + (EXPERT_FIELDS if read_architecture(model).experts else ())
+    known = FIELDS + read_architecture(model).fields
     return sorted(name for name in model.metadata if name.startswith(prefix) and name[len(prefix) :] not in known)
 
 
@@ -158,44 +242,68 @@ def read_parts(model: GgufModel, config: Mapping[str, Any]) -> dict[str, Part]:
     """The tensors of the converted checkpoint by Hugging Face's names. Raises `CheckpointError` on a tensor of the file
     that no such architecture has."""
     architecture = read_architecture(model)
-    names = PARTS | dict(architecture.parts)
-    head_dim = config["head_dim"]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    parts: dict[str, Part] = {}
+    outer, parts = dict(architecture.outer), dict[str, Part]()
+    layers: dict[int, dict[str, GgufTensor]] = {}
     for tensor in model.tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue
         match = LAYER.fullmatch(tensor.name)
-        if tensor.name in OUTER:
-            parts[OUTER[tensor.name]] = Part(tensor, tensor.shape)
-        elif match and match[2] in names:
-            turned = heads.get(match[2], 0) if architecture.permuted else 0
-            if turned and (tensor.shape[0] != turned * head_dim or head_dim % 2):
-                raise _odd(tensor, f"{turned} times {head_dim} rows, of heads of an even size")
-            name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
-            parts[name] = Part(tensor, tensor.shape, head_dim=head_dim if turned else 0)
-        elif match and architecture.experts and match[2] in EXPERTS and match[3] == "weight":
-            if len(tensor.shape) != 3 or tensor.shape[0] != config["num_experts"]:
-                raise _odd(tensor, f"one matrix for each of {config['num_experts']} experts")
-            for i in range(tensor.shape[0]):
-                name = f"model.layers.{int(match[1])}.mlp.experts.{i}.{EXPERTS[match[2]]}.weight"
-                parts[name] = Part(tensor, tensor.shape[1:], i * math.prod(tensor.shape[1:]))
+        if tensor.name in outer:
+            parts[outer[tensor.name]] = _norm_or_whole(architecture, tensor.name, tensor)
+        elif match:
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor
         else:
-            raise CheckpointError(
-                f"{tensor.file}: the tensor {shown(tensor.name)} is none that {model.metadata['general.architecture']} "
-                "is known to have here; leaving it out would change the model's answers"
-            )
-    layers = {name.split(".")[2] for name in parts if name.startswith("model.layers.")}
-    if layers != {str(i) for i in range(min(config["num_hidden_layers"], len(parts)))}:
-        raise CheckpointError(
-            f"{model.path}: block_count is {config['num_hidden_layers']}, and tensors of {len(layers)} layers are there"
-        )
+            raise _unknown(tensor, model)
+    num_layers = config["num_hidden_layers"]
+    # Layers that draft the model's next tokens come last.
+    last = _fields(model).integer("block_count")
+    if any(i not in layers for i in range(num_layers)) or any(i >= last for i in layers):
+        raise CheckpointError(f"{model.path}: block_count is {last}, and tensors of {len(layers)} layers are there")
+    for i, tensors in sorted(layers.items()):
+        if i < num_layers:
+            prefix = f"{architecture.prefix}layers.{i}."
+            parts |= {prefix + name: part for name, part in architecture.layer_parts(tensors, config).items()}
+            for name, tensor in tensors.items():
+                parts |= {prefix + ours: part for ours, part in _own_parts(model, config, name, tensor).items()}
     return parts
 
 
-def _odd(tensor: GgufTensor, expected: str) -> CheckpointError:
+def _own_parts(model: GgufModel, config: Mapping[str, Any], name: str, tensor: GgufTensor) -> dict[str, Part]:
+    """What a tensor of a layer becomes by itself. name: after the layer's."""
+    architecture = read_architecture(model)
+    stem, _, kind = name.rpartition(".")
+    names, head_dim = PARTS | dict(architecture.parts), config["head_dim"]
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if kind == "weight" and architecture.experts and stem in EXPERTS:
+        if len(tensor.shape) != 3 or tensor.shape[0] != config["num_experts"]:
+            raise odd(tensor, f"one matrix for each of {config['num_experts']} experts")
+        size = math.prod(tensor.shape[1:])
+        return {
+            f"mlp.experts.{i}.{EXPERTS[stem]}.weight": Part((tensor,), tensor.shape[1:], i * size)
+            for i in range(tensor.shape[0])
+        }
+    if kind not in ("weight", "bias") or stem not in names:
+        raise _unknown(tensor, model)
+    if architecture.permuted and stem in heads:
+        if tensor.shape[0] != heads[stem] * head_dim or head_dim % 2:
+            raise odd(tensor, f"{heads[stem]} times {head_dim} rows, of heads of an even size")
+        part = in_order(tensor, rotation_of_neighbours(np.arange(tensor.shape[0]), head_dim))
+    else:
+        part = _norm_or_whole(architecture, name, tensor)
+    return {f"{names[stem]}.{kind}": part}
+
+
+def _norm_or_whole(architecture: Architecture, name: str, tensor: GgufTensor) -> Part:
+    if name.removesuffix(".weight") in architecture.centred:
+        return Part((tensor,), tensor.shape, change=less_one)
+    # A row of one number is a vector to some writers.
+    return whole(tensor, (1, *tensor.shape) if len(tensor.shape) == 1 and name.endswith("inp_shexp.weight") else None)
+
+
+def _unknown(tensor: GgufTensor, model: GgufModel) -> CheckpointError:
     return CheckpointError(
-        f"{tensor.file}: the tensor {tensor.name} has shape {list(tensor.shape)}; expected {expected}"
+        f"{tensor.file}: the tensor {shown(tensor.name)} is none that {model.metadata['general.architecture']} "
+        "is known to have here; leaving it out would change the model's answers"
     )
 
 
@@ -224,11 +332,13 @@ def _same(fields: JsonReader, field: str, default: int | None = None) -> int:
 
 def _check_unlike(fields: JsonReader, positions: int, architecture: Architecture) -> None:
     """Refuse what the architecture's name covers in llama.cpp and the family's decoder here does not do."""
-    if not fields.boolean("attention.causal", default=True):
+    if not architecture.is_drafter and not fields.boolean("attention.causal", default=True):
         raise fields.fail("attention.causal", "true")
-    if 0 < fields.integer("attention.sliding_window", default=0, low=0) < positions:
+    window = fields.integer("attention.sliding_window", default=0, low=0)
+    if 0 < window < positions and not architecture.windows:
         raise fields.fail("attention.sliding_window", "none: which layers have it, this format does not say")
-    if not architecture.experts and fields.integer("expert_count", default=0, low=0):
+    may_have = architecture.experts or EXPERT_FIELDS[0] in architecture.fields
+    if not may_have and fields.integer("expert_count", default=0, low=0):
         raise fields.fail("expert_count", f"0: {architecture.name} has no experts here")
 
 

@@ -1,7 +1,7 @@
 """A GGUF model as a directory of the kind that everything else reads, made once and kept beside the hub's cache.
 
 Ranks, the front end, `inspect` and the engine then read one format, and a second start costs nothing. Tensors are
-dequantised a few rows at a time from the mapped file. A quantised type becomes float32, which holds its numbers exactly
+dequantised a few rows at a time. A quantised type becomes float32, which holds its numbers exactly
 (what a step or two of 4 bits and a 16-bit scale give does not fit bfloat16); the model is served in the dtype that its
 config names.
 """
@@ -23,7 +23,14 @@ from typing import IO, Any
 import numpy as np
 
 from dflash_backend.checkpoints.files import SINGLE, part_of_bytes
-from dflash_backend.checkpoints.gguf.architectures import ROPE_FACTORS, Part, read_config, read_parts, unknown_fields
+from dflash_backend.checkpoints.gguf.architectures import (
+    ROPE_FACTORS,
+    read_architecture,
+    read_config,
+    read_parts,
+    unknown_fields,
+)
+from dflash_backend.checkpoints.gguf.parts import Array, Part
 from dflash_backend.checkpoints.gguf.reader import INSTALL, GgufModel, GgufTensor, read_model, shards
 from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -32,11 +39,13 @@ from dflash_backend.error_text import shown
 Report = Callable[[str], None]
 
 # Of what this module writes: another one converts anew.
-FORMAT = 1
+FORMAT = 2
 FOLDER = "dflash-gguf"
 # Types that are written as they are, with their names in safetensors and their sizes; all others become float32.
 KEPT = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 NUMBERS_AT_ONCE = 1 << 20
+# A tensor of fewer bytes is read whole where its rows change places.
+WHOLE_BYTES = 1 << 23
 REPORT_S = 2.0
 SPARE_BYTES = 64 << 20  # of the disk
 MAX_ROPE_FACTORS = 1 << 16
@@ -87,9 +96,10 @@ def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Repor
     _check_kinds(model)
     config = read_config(model, _rope_factors(model))
     parts = read_parts(model, config)
-    tokenizer = read_tokenizer(model, config["vocab_size"])
+    # A drafter's tokens are the target's.
+    tokenizer = None if read_architecture(model).is_drafter else read_tokenizer(model, config["vocab_size"])
     unknown = unknown_fields(model)
-    notes = list(tokenizer.notes)
+    notes = list(tokenizer.notes) if tokenizer is not None else []
     if unknown:
         notes.append(f"fields that this version does not know are not read: {', '.join(map(shown, unknown))}")
     config["gguf"] = {"file": str(path.absolute()), "notes": notes}
@@ -99,13 +109,12 @@ def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Repor
     partial.mkdir()
     try:
         _write_tensors(path, parts, partial / SINGLE, report)
-        tokenizer.tokenizer.save(str(partial / "tokenizer.json"))
-        ends = {"eos_token_id": list(tokenizer.ends)} if tokenizer.ends else {}
-        for name, data in (
-            ("tokenizer_config.json", tokenizer.config),
-            ("generation_config.json", ends),
-            ("config.json", config),
-        ):
+        pages = {"config.json": config}
+        if tokenizer is not None:
+            tokenizer.tokenizer.save(str(partial / "tokenizer.json"))
+            pages["tokenizer_config.json"] = tokenizer.config
+            pages["generation_config.json"] = {"eos_token_id": list(tokenizer.ends)} if tokenizer.ends else {}
+        for name, data in pages.items():
             (partial / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
         if _key(files) != key:
             raise CheckpointError(f"{path} has changed while it was converted; start again")
@@ -131,8 +140,8 @@ def _rope_factors(model: GgufModel) -> list[float] | None:
         return None
     if tensor.kind != "F32" or math.prod(tensor.shape) > MAX_ROPE_FACTORS:
         raise CheckpointError(f"{tensor.file}: the tensor {ROPE_FACTORS} is {tensor.kind} {list(tensor.shape)}")
-    rows = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
-    return [float(factor) for factor in rows.view("<f4")]
+    with open(tensor.file, "rb") as source:
+        return [float(factor) for factor in _read(source, tensor, 0, 1, tensor.num_bytes)[0].view("<f4")]
 
 
 def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Report | None) -> None:
@@ -140,7 +149,7 @@ def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Re
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, part in parts.items():
-        dtype, size = KEPT.get(part.source.kind, KEPT["F32"])
+        dtype, size = KEPT[_written_kind(part)]
         begin, end = end, end + math.prod(part.shape) * size
         header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
     _check_space(path, file.parent, end)
@@ -168,34 +177,86 @@ def _check_space(path: Path, directory: Path, size: int) -> None:
         )
 
 
+def _written_kind(part: Part) -> str:
+    """The type that a part is written in: its sources' own where it is kept and is the same in all."""
+    kinds = {source.kind for source in part.sources}
+    kind = kinds.pop()
+    return kind if kind in KEPT and not kinds and part.change is None else "F32"
+
+
 def _write_part(part: Part, stream: IO[bytes]) -> Iterator[int]:
     """Write a tensor, some rows at a time. Yields the bytes of each time."""
-    tensor, count = part.source, math.prod(part.shape)
-    # Whole rows where they change places, a bias's of one number each; else as many blocks as there are.
-    columns = math.prod(part.shape[1:]) if part.head_dim else tensor.block
-    if columns % tensor.block:
-        raise CheckpointError(f"{tensor.file}: the tensor {shown(tensor.name)} is {tensor.kind}; expected floats")
-    row_bytes = columns // tensor.block * tensor.block_bytes
-    offset = tensor.offset + part.start // tensor.block * tensor.block_bytes
-    rows = np.memmap(tensor.file, np.uint8, "r", offset, (count // columns, row_bytes))
-    step = max(1, NUMBERS_AT_ONCE // columns)
-    for at in range(0, len(rows), step):
-        taken = rows[at : at + step]
-        if part.head_dim:
-            taken = rows[rotation_of_neighbours(np.arange(at, at + len(taken)), part.head_dim)]
-        yield stream.write(_numbers(taken, tensor).data)
+    kind = _written_kind(part)
+    if part.rows is not None:
+        step = part.matrix_rows or max(1, NUMBERS_AT_ONCE // part.columns)
+        for at in range(0, part.rows.size, step):
+            numbers = _rows(part, part.rows[at : at + step], kind)
+            if part.column_order is not None:
+                numbers = numbers[:, part.column_order]
+            yield stream.write(np.ascontiguousarray(numbers.T if part.matrix_rows else numbers).data)
+        return
+    (tensor,) = part.sources
+    first, count = part.start // tensor.block, math.prod(part.shape) // tensor.block
+    step = max(1, NUMBERS_AT_ONCE // tensor.block)
+    with open(tensor.file, "rb") as source:
+        for at in range(0, count, step):
+            blocks = _read(source, tensor, first + at, min(step, count - at), tensor.block_bytes)
+            yield stream.write(np.ascontiguousarray(_changed(_numbers(blocks, tensor), part, kind, tensor.kind)).data)
 
 
-def rotation_of_neighbours(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Where GGUF has the rows `[num_rows]` of a projection whose heads are rotated by halves: it has the two numbers
-    that are rotated together beside one another."""
-    head, within = rows // head_dim, rows % head_dim
-    half = head_dim // 2
-    found: np.ndarray[Any, Any] = head * head_dim + 2 * (within % half) + within // half
+def _rows(part: Part, wanted: Array, kind: str) -> Array:
+    """The numbers `[num_rows, columns]` of these rows, counted through all sources, in the type `kind`."""
+    found, first = np.empty((wanted.size, part.columns), _dtype(kind)), 0
+    for tensor in part.sources:
+        if part.columns % tensor.block:
+            raise CheckpointError(f"{tensor.file}: the tensor {shown(tensor.name)} is {tensor.kind}; expected floats")
+        count = math.prod(tensor.shape) // part.columns
+        here = np.flatnonzero((wanted >= first) & (wanted < first + count))
+        if here.size:
+            rows = _some_rows(tensor, wanted[here] - first, part.columns // tensor.block * tensor.block_bytes)
+            found[here] = _changed(_numbers(rows, tensor), part, kind, tensor.kind)
+        first += count
     return found
 
 
-def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
+def _some_rows(tensor: GgufTensor, wanted: Array, row_bytes: int) -> Array:
+    """The bytes `[num_rows, row_bytes]` of these rows of a tensor."""
+    with open(tensor.file, "rb") as source:
+        if tensor.num_bytes <= WHOLE_BYTES:
+            rows: Array = _read(source, tensor, 0, tensor.num_bytes // row_bytes, row_bytes)[wanted]
+            return rows
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return np.concatenate([_read(source, tensor, int(run[0]), run.size, row_bytes) for run in runs])
+
+
+def _read(source: IO[bytes], tensor: GgufTensor, first: int, count: int, row_bytes: int) -> Array:
+    """The bytes `[count, row_bytes]` of a tensor from its row `first` on. They are read and not mapped: a mapped file
+    that is cut short meanwhile kills its reader."""
+    source.seek(tensor.offset + first * row_bytes)
+    data = source.read(count * row_bytes)
+    if len(data) < count * row_bytes:
+        raise CheckpointError(
+            f"{tensor.file}: the tensor {shown(tensor.name)} ends after the file, which has become shorter since it "
+            "was opened; copy or download it again"
+        )
+    return np.frombuffer(data, np.uint8).reshape(count, row_bytes)
+
+
+def _dtype(kind: str) -> str:
+    return "<f4" if kind == "F32" else "<u2"
+
+
+def _changed(numbers: Array, part: Part, kind: str, source: str) -> Array:
+    """Numbers of a source as they are written."""
+    if source in KEPT:
+        numbers = numbers.view(_dtype(source))
+    if kind == "F32" and source in ("F16", "BF16"):
+        numbers = numbers.view("<f2").astype("<f4") if source == "F16" else (numbers.astype("<u4") << 16).view("<f4")
+    with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
+        return numbers if part.change is None else part.change(numbers).astype("<f4", copy=False)
+
+
+def _numbers(rows: Array, tensor: GgufTensor) -> Array:
     """Rows of bytes as their numbers: float32, or the bytes of a type that is kept. Raises `NotImplementedError` for a
     type without a dequantiser, and `CheckpointError` without the package."""
     if tensor.kind in KEPT:
@@ -208,7 +269,7 @@ def _numbers(rows: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, 
     except ImportError:
         raise CheckpointError(INSTALL) from None
     with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
-        numbers: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType[tensor.kind]).astype(
-            "<f4", "C", copy=False
-        )
+        # As one row: the library takes 16 at a time, however short they are.
+        flat = dequantize(rows.reshape(1, -1), GGMLQuantizationType[tensor.kind]).astype("<f4", "C", copy=False)
+    numbers: Array = flat.reshape(len(rows), -1)
     return numbers

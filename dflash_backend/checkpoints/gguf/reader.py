@@ -8,13 +8,13 @@ seconds for a vocabulary; what dequantises is that package's.)
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -105,19 +105,17 @@ def read_model(path: Path) -> GgufModel:
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     try:
-        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Parser(file, data).parse()
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        if isinstance(error, CheckpointError):
-            raise
+        with open(file, "rb") as stream:
+            return _Parser(file, stream, os.fstat(stream.fileno()).st_size).parse()
+    except OSError as error:
         raise CheckpointError(f"{file} cannot be read as GGUF: {error}") from None
 
 
 class _Parser:
-    """Reads one file from its beginning."""
+    """Reads one file from its beginning. It is not mapped: one that is cut short meanwhile would kill its reader."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
-        self._file, self._data, self._at, self._items = file, data, 0, 0
+    def __init__(self, file: Path, stream: IO[bytes], size: int) -> None:
+        self._file, self._stream, self._size, self._at, self._items = file, stream, size, 0, 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """The metadata and the tensors."""
@@ -154,7 +152,7 @@ class _Parser:
             raise self._damaged(f"the field {shown(name)} says that it has {count} values")
         if kind != STRING:
             return self._numbers(name, kind, count)
-        if 8 * count > len(self._data) - self._at:
+        if 8 * count > self._size - self._at:
             raise self._damaged(f"the field {shown(name)} ends after the file")
         return [self._string(f"the field {shown(name)}") for _ in range(count)]
 
@@ -185,7 +183,7 @@ class _Parser:
             if 0 in shape or shape[-1] % block:
                 raise self._damaged(f"the tensor {shown(name)} of {kind} has shape {list(shape)}")
             tensor = GgufTensor(self._file, name, kind, shape, start + offset, block, block_bytes)
-            if tensor.offset + tensor.num_bytes > len(self._data):
+            if tensor.offset + tensor.num_bytes > self._size:
                 raise self._damaged(f"the tensor {shown(name)} ends after the file")
             if name in tensors:
                 raise self._damaged(f"the tensor {shown(name)} is there twice")
@@ -208,10 +206,11 @@ class _Parser:
         return struct.unpack(form, self._take(struct.calcsize(form), "its header"))
 
     def _take(self, size: int, what: str) -> bytes:
-        if size > len(self._data) - self._at:
+        data = self._stream.read(size) if size <= self._size - self._at else b""
+        if len(data) < size:
             raise self._damaged(f"{what} ends after the file")
         self._at += size
-        return self._data[self._at - size : self._at]
+        return data
 
     def _damaged(self, reason: str) -> CheckpointError:
         return self._fail(f"cannot be read as GGUF: {reason}; it is truncated or damaged, download or copy it again")

@@ -1,8 +1,8 @@
 """`tokenizer.json` and `tokenizer_config.json` of a GGUF's metadata.
 
-Two kinds are read: byte-level BPE (`gpt2`), whose way to split a text has only a name in the file, and SentencePiece's
-BPE (`llama`), whose merges follow from the scores. Special tokens are those that the file calls control tokens; those
-that users defined are matched whole as well.
+Three kinds are read: byte-level BPE (`gpt2`), whose way to split a text has only a name in the file, SentencePiece's
+BPE (`llama`), whose merges follow from the scores, and that with its merges in the file (`gemma4`). Special tokens are
+those that the file calls control tokens; those that users defined are matched whole as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")
 # Control tokens that end an answer, whatever the file says, as in llama.cpp.
-END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<end_of_turn>")
+END_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|return|>",
+    "<|call|>",
+)
 TEMPLATE = "tokenizer.chat_template"
 # No vocabulary has a longer one, and to find a token's merges takes the square of its length.
 MAX_TOKEN_CHARS = 512
@@ -36,6 +46,14 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDING}"
+)
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDING}"
+)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDING}"
 )
 
 
@@ -57,6 +75,8 @@ _OF_LLAMA3, _OF_QWEN2, _OF_GPT2 = Split(_LLAMA3, whole=True, bos=True), Split(_Q
 SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _OF_LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _OF_QWEN2),
+    "qwen35": Split(_QWEN35, nfc=True),
+    "gpt-4o": Split(_GPT_4O, whole=True),
     "tekken": Split(_TEKKEN, whole=True, bos=True),
     "smollm": Split(digits=True),
     "gpt-2": _OF_GPT2,
@@ -93,15 +113,17 @@ def read_tokenizer(model: GgufModel, vocab_size: int) -> GgufTokenizer:
         raise CheckpointError(f"{fields.where}: a token has {longest} characters; expected {MAX_TOKEN_CHARS} at most")
     ids = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     kind = fields.string("model")
-    if kind not in ("gpt2", "llama"):
-        raise fields.fail("model", "gpt2 (byte-level BPE) or llama (SentencePiece); other tokenizers are not read")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        expected = "gpt2 (byte-level BPE), llama (SentencePiece) or gemma4; other tokenizers are not read"
+        raise fields.fail("model", expected)
     special = {name: _token(fields, field, tokens) for name, field in SPECIAL.items()}
     notes: tuple[str, ...] = ()
     try:
         if kind == "gpt2":
             tokenizer, bos, notes = _byte_level(fields, ids)
         else:
-            tokenizer, bos = _sentencepiece(fields, types, ids, special["unk_token"])
+            merges = _merges(fields) if kind == "gemma4" else _merges_by_score(fields, types, ids)
+            tokenizer, bos = _sentencepiece(fields, ids, merges, special["unk_token"], kind == "llama"), True
         _add_tokens(tokenizer, tokens, types)
         _add_ends(tokenizer, fields, ids, special, bos)
     except CheckpointError:
@@ -131,11 +153,7 @@ def _byte_level(fields: JsonReader, ids: dict[str, int]) -> tuple[Tokenizer, boo
     if split is None:
         raise fields.fail("pre", f"one of {', '.join(SPLITS)}: how other vocabularies split a text is not known here")
     notes = () if fields.given("pre") else (f"no field says how texts are split for tokens: as by {MISSING_SPLIT}",)
-    lines = fields.strings("merges")
-    merges = [(one, other) for one, _, other in (line.partition(" ") for line in lines) if one and other]
-    if len(merges) != len(lines):
-        raise fields.fail("merges", "two parts with a space between them in each")
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(ids, _merges(fields), ignore_merges=split.whole))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
@@ -146,9 +164,15 @@ def _byte_level(fields: JsonReader, ids: dict[str, int]) -> tuple[Tokenizer, boo
     return tokenizer, split.bos, notes
 
 
-def _sentencepiece(
-    fields: JsonReader, types: tuple[int, ...], ids: dict[str, int], unknown: str | None
-) -> tuple[Tokenizer, bool]:
+def _merges(fields: JsonReader) -> list[tuple[str, str]]:
+    lines = fields.strings("merges")
+    merges = [(one, other) for one, _, other in (line.partition(" ") for line in lines) if one and other]
+    if len(merges) != len(lines):
+        raise fields.fail("merges", "two parts with a space between them in each")
+    return merges
+
+
+def _merges_by_score(fields: JsonReader, types: tuple[int, ...], ids: dict[str, int]) -> list[tuple[str, str]]:
     scores = fields.data.get("scores")
     if not isinstance(scores, list) or len(scores) != len(types) or not all(_is_number(score) for score in scores):
         raise CheckpointError(f"{fields.where}: field 'scores' has not one finite number for each of the tokens")
@@ -160,14 +184,20 @@ def _sentencepiece(
         known = sorted((ids[one], ids[other], one, other) for one, other in halves if one in ids and other in ids)
         merges += [(-scores[i], -len(one), -len(other), one, other) for _, _, one, other in known]
     merges.sort(key=lambda merge: merge[:3])
-    model = models.BPE(ids, [merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    prefix = fields.boolean("add_space_prefix", default=True)
+    return [merge[3:] for merge in merges]
+
+
+def _sentencepiece(
+    fields: JsonReader, ids: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, prefix: bool
+) -> Tokenizer:
+    """prefix: whether a text begins with a space where the file does not say."""
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = fields.boolean("add_space_prefix", default=prefix)
     space = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return tokenizer, True
+    return tokenizer
 
 
 def _is_number(value: object) -> bool:
@@ -205,7 +235,10 @@ def _ends(fields: JsonReader, tokens: tuple[str, ...], types: tuple[int, ...]) -
         for end in ENDS
         if fields.given(f"{end}_token_id")
     ]
-    known = [i for i, token in enumerate(tokens) if types[i] == CONTROL and token in END_TEXTS]
+    texts = {token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL}
+    # gpt-oss ends its channels with <|end|>, and goes on.
+    ends = [text for text in END_TEXTS if text != "<|end|>" or not {"<|return|>", "<|call|>"} <= texts]
+    known = [i for i, token in enumerate(tokens) if types[i] == CONTROL and token in ends]
     return tuple(dict.fromkeys([*named, *known]))
 
 

@@ -20,6 +20,7 @@ from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER
 from dflash_backend.drafters.spec import DraftModelSpec
 
 DFLASH = "dflash"
+ZLAB = "z-lab"
 MAX_BLOCK_SIZE = 256
 
 # The layer is Qwen3's either way; the two config classes differ in what they give to missing fields.
@@ -127,11 +128,15 @@ class DFlashSpec(DraftModelSpec):
 
     def for_target(self, target: TargetSpec) -> DFlashSpec:
         """The drafter with the target's soft cap of logits where it multiplies by the target's head and has no cap of
-        its own, as in vLLM. A cap changes no greedy draft, and changes how noise chooses."""
+        its own, as in vLLM. A cap changes no greedy draft, and changes how noise chooses. z-lab's drafters take the
+        feature of the target's last layer after the norm, also those whose file does not say how many it has."""
+        found = self
+        if self.format == ZLAB and self.num_target_layers is None:
+            found = dataclasses.replace(self, normed_last_layer=target.decoder.num_layers - 1 in self.target_layer_ids)
         gemma4 = target.decoder.gemma4
         if gemma4 is None or gemma4.softcap is None or self.has_lm_head or self.logits.softcap is not None:
-            return self
-        return dataclasses.replace(self, logits=dataclasses.replace(self.logits, softcap=gemma4.softcap))
+            return found
+        return dataclasses.replace(found, logits=dataclasses.replace(self.logits, softcap=gemma4.softcap))
 
     def mismatch(self, target: TargetSpec) -> str | None:
         if self.mask_token_id < target.vocab_size:

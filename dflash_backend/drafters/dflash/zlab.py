@@ -40,7 +40,9 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     """
     dflash, eagle = config.object("dflash_config"), config.object("eagle_config")
     decoder = read_drafter_decoder(config, dflash, QWEN3)
-    num_target_layers = config.integer("num_target_layers", high=MAX_LAYERS)
+    # GGUF has no such field: the ids are held to the target that is served, as those of speculators are.
+    unsaid = config.given("gguf") and not config.given("num_target_layers")
+    num_target_layers = None if unsaid else config.integer("num_target_layers", high=MAX_LAYERS)
     layer_ids, layer_notes = _layer_ids(config, num_target_layers, decoder.num_layers)
     block_size, block_notes = _block_size(config, dflash)
     vocab_size = config.integer("vocab_size", low=2)
@@ -69,7 +71,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         has_mask_embedding=has_mask_embedding(directory),
         dtype=dtype,
         scales_embedding=True,
-        normed_last_layer=num_target_layers - 1 in layer_ids,
+        normed_last_layer=num_target_layers is not None and num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
         logits=read_logits(dflash, config),
         notes=layer_notes
@@ -77,23 +79,25 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         + dtype_notes
         + window_notes(config)
         + causality_notes(causal, [config], dflash, sliding)
-        + unknown_fields(KNOWN, *configs),
+        + unknown_fields(KNOWN | {"gguf"}, *configs)
+        + config.object("gguf").strings("notes"),
     )
 
 
 def _layer_ids(
-    config: JsonReader, num_target_layers: int, num_draft_layers: int
+    config: JsonReader, num_target_layers: int | None, num_draft_layers: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Layer ids, and notes for the log."""
     named = named_layers(config, ZLAB_FIELDS)
     if named is None:
+        assert num_target_layers is not None  # GGUF names the ids
         ids = default_layer_ids(num_target_layers, num_draft_layers)
         note = (
             f"no field names the target's layers, so the layer ids {list(ids)} are the method's default for "
             f"{num_draft_layers} of {num_target_layers} layers; acceptance is low if the drafter was trained on others"
         )
         return ids, (note,)
-    if max(named.ids) >= num_target_layers:
+    if num_target_layers is not None and max(named.ids) >= num_target_layers:
         limit = "below" if named.convention == LAYER else "up to"
         raise named.fail(f"{named.convention} {limit} num_target_layers ({num_target_layers})")
     return named.ids, named.notes
