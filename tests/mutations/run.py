@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,16 @@ def mutate(mutant: Mutant, root: Path) -> dict[str, str]:
     return texts
 
 
+def check_compiles(mutant: Mutant, texts: Mapping[str, str]) -> None:
+    """Raises MutantError where a file of the mutant is no Python any more: any test would notice that."""
+    for file, text in texts.items():
+        try:
+            if file.endswith(".py"):
+                compile(text, file, "exec")
+        except SyntaxError as error:
+            raise MutantError(f"mutant '{mutant.name}' does not compile: {error}") from error
+
+
 def make_copy(folder: Path) -> None:
     """Copy what the tests need into `folder`: with its bytecode, which fits a file until a mutant changes its time."""
     ignore = shutil.ignore_patterns(".hypothesis", "_assets")
@@ -149,7 +159,7 @@ def check_copies(folders: Sequence[Path], mutants: Sequence[Mutant]) -> None:
 def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
     """Try all mutants, `jobs` at a time, each job in a copy of its own; prints a line each."""
     for mutant in mutants:
-        mutate(mutant, ROOT)
+        check_compiles(mutant, mutate(mutant, ROOT))
     with tempfile.TemporaryDirectory(prefix="dflash-mutants-") as name:
         copies: SimpleQueue[Path] = SimpleQueue()
         folders = [Path(name, str(job)) for job in range(jobs)]
