@@ -29,6 +29,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)
     # One core a worker, for the processes that the tests start as well. torch reads it when it is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Where a test asks for more, a thread that waits leaves its core to other workers.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import torch
 from hypothesis import settings
@@ -46,9 +48,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.support import fast_interpreter
+    from tests.support import fast_interpreter, shared_weights
 
     fast_interpreter.install()
+    shared_weights.install()
 
 # Files whose tests share no fixture: each test function may go to any worker. All other files stay whole.
 SPLIT = (
@@ -63,8 +66,27 @@ SPLIT = (
 ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
 NIGHTLY_FOUND = pytest.StashKey[set[str]]()
 """The lines of tests/nightly.txt that name a test that was collected."""
-# The server tests of `make test-fast`: together, so that it starts one server.
+# The server tests of `make test-fast`.
 SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
+# These share what takes seconds to start, so one worker runs them: the server of tests/server/conftest.py, a browser,
+# a process that has imported torch and that ranks are forks of.
+ONE_SERVER = (
+    *SMOKE,
+    "tests/server/test_bad_requests.py",
+    "tests/server/test_cancellation.py",
+    "tests/server/test_contract.py",
+    "tests/server/test_eval.py",
+    "tests/server/test_openai.py",
+    "tests/server/test_playground.py",
+    "tests/server/test_processes.py",
+    "tests/server/test_robustness.py",
+    "tests/server/test_tenants.py",
+    "tests/server/test_tool_calls.py",
+    "tests/server/test_vllm_compatibility.py",
+)
+ONE_BROWSER = tuple(f"tests/frontend/playground/test_{name}.py" for name in ("access", "chat", "errors", "settings"))
+ONE_FORK_SERVER = tuple(f"tests/parallel/test_{name}.py" for name in ("ranks", "remote_ranks", "vocabulary_ranks"))
+TOGETHER = (ONE_AT_A_TIME, ONE_SERVER, ONE_BROWSER, ONE_FORK_SERVER)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +140,18 @@ def nightly_entry(node_id: str) -> str | None:
     for whole in (node_id, node_id.partition("[")[0]):
         if whole in nightly_entries():
             return whole
-    return next((line for line in nightly_entries() if line[-1] == "*" and node_id.startswith(line[:-1])), None)
+    beginnings = nightly_beginnings(nightly_entries()).get(node_id.partition("::")[0], ())
+    return next((line for line in beginnings if node_id.startswith(line[:-1])), None)
+
+
+@cache
+def nightly_beginnings(entries: frozenset[str]) -> dict[str, list[str]]:
+    """The entries that end in *, by file: every test that is collected is looked up."""
+    found: dict[str, list[str]] = {}
+    for line in entries:
+        if line[-1] == "*":
+            found.setdefault(line[:-1].partition("::")[0], []).append(line)
+    return found
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -209,7 +242,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if nodeid.startswith(SPLIT):
                 return nodeid.partition("[")[0]
-            return next((files[0] for files in (ONE_AT_A_TIME, SMOKE) if file in files), file)
+            return next((files[0] for files in TOGETHER if file in files), file)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)

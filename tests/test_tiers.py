@@ -3,6 +3,7 @@ skip is allowed or a failure."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -17,9 +18,9 @@ import pytest
 from checks.nightly import COMMANDS, ENVIRON
 from tests import tiers
 from tests.conftest import (
-    ONE_AT_A_TIME,
     SMOKE,
     SPLIT,
+    TOGETHER,
     is_slow,
     nightly_entries,
     nightly_entry,
@@ -86,7 +87,7 @@ def test_a_marked_test_waits_for_the_night_unless_it_is_named(
 def test_a_line_of_the_list_leaves_a_test_its_parameters_or_all_that_begins_so_to_the_night(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = {"tests/f.py::test_one", "tests/f.py::test_two[a-b]", "tests/f.py::test_six[c*", "tests/g.py*"}
+    lines = frozenset({"tests/f.py::test_one", "tests/f.py::test_two[a-b]", "tests/f.py::test_six[c*", "tests/g.py*"})
     monkeypatch.setattr("tests.conftest.nightly_entries", lambda: lines)
     expected = {
         "tests/f.py::test_one": "tests/f.py::test_one",
@@ -327,7 +328,7 @@ def test_without_strict_skips_every_skip_is_allowed() -> None:
 
 
 def test_every_path_that_is_named_exists() -> None:
-    for start in (*(start for start, _, _ in ALLOWED), *SPLIT, *ONE_AT_A_TIME, *SMOKE):
+    for start in (*(start for start, _, _ in ALLOWED), *SPLIT, *itertools.chain(*TOGETHER)):
         assert (ROOT / start.removesuffix("::")).exists(), start
 
 

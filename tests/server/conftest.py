@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
+from tests.support.frontends import local_frontend
 from tests.support.servers import clean_environ, local_server
 from tests.support.waiting import eventually
 
@@ -53,6 +55,12 @@ def server_log() -> list[str]:
 @pytest.fixture(scope="session")
 def server(server_log: list[str]) -> Iterator[TritonServer]:
     with new_server(on_log=lambda line: server_log.append(line.text)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def frontend(server: TritonServer) -> Iterator[FrontendProcess]:
+    with local_frontend(server) as running:
         yield running
 
 

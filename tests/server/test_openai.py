@@ -14,17 +14,10 @@ from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from load_tests.server_state import MetricsPage
-from tests.support.frontends import local_frontend
 from tests.support.waiting import eventually
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def frontend(server: TritonServer) -> Iterator[FrontendProcess]:
-    with local_frontend(server) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.launcher.server import TritonServer
+from dflash_cli.launcher.frontend import FrontendProcess
 from tests.frontend.playground.chromium import chromium
 from tests.frontend.playground.page import Playground
-from tests.support.frontends import local_frontend
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 
@@ -22,15 +21,9 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def url(browser: Any, server: TritonServer) -> Iterator[str]:
-    with local_frontend(server) as frontend:
-        yield f"{frontend.url}/"
-
-
 @pytest.fixture
-def page(browser: Any, url: str) -> Iterator[Playground]:
-    page = Playground(browser.new_context(), url)
+def page(browser: Any, frontend: FrontendProcess) -> Iterator[Playground]:
+    page = Playground(browser.new_context(), f"{frontend.url}/")
     page.page.locator("#health[data-state=ready]").wait_for()
     yield page
     page.context.close()
