@@ -25,7 +25,7 @@ from tests.support.tiny_models import make_draft, make_target
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1024**3
-CASES = scaled(250 if SCALE >= 4 else 125, at_least=50)  # of each of the five kinds
+CASES = scaled(250 if SCALE >= 4 else 75, at_least=50)  # of each of the five kinds
 BATCHES = 5
 
 INTEGERS = [0, -1, 1, 2, 3, 7, 2**24, 2**31, 2**31 - 1, 2**63, 10**9, 10**400]

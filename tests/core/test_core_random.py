@@ -1,8 +1,8 @@
 """Random traffic on random config: every invariant after every step, every output the model's own. Half of it with a
 step in flight, which runs on the device at a random time between its submission and its collection.
 
-24,000 steps at scale 1, and 480,000 in `make nightly`. What fails fails again from its seed; `test_core_machine.py`
-shrinks.
+11,500 steps in `make test`, and 480,000 and more in `make nightly`. What fails fails again from its seed;
+`test_core_machine.py` shrinks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.scale import SCALE, by_night, scaled
 
 NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
-NUM_WINDOW_STEPS = scaled(5_000)
+NUM_WINDOW_STEPS = scaled(5_000 if SCALE >= 4 else 2_500)
 NUM_REQUESTS = 60
 
 

@@ -56,7 +56,7 @@ def test_every_way_to_run_gives_the_tokens_of_transformers(
     case: Case, prompts: list[list[int]], expected: Measurement
 ) -> None:
     # One after the other takes longest.
-    chosen = prompts[:FEW_PROMPTS] if case.streams == 1 and SCALE < 4 else prompts
+    chosen = prompts[:FEW_PROMPTS] if (case.streams == 1 or case.name == "k = 0") and SCALE < 4 else prompts
     result = run_case(case, chosen, expected, MAX_TOKENS)
     print(result)
     assert result.num_equal == len(chosen)

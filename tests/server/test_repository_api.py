@@ -19,7 +19,7 @@ from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from load_tests.server_state import MetricsPage, engine_pids
 from tests.server.conftest import new_server
-from tests.support.scale import SCALE, scaled
+from tests.support.scale import NIGHTLY_SCALE, SCALE, scaled
 from tests.support.servers import answers, change_model
 from tests.support.waiting import eventually
 
@@ -39,12 +39,17 @@ def two_models() -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="module")
-def explicit(two_models: TritonServer) -> TritonServer:
-    """The server with one model: the other ones have been loaded and unloaded."""
+def explicit(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
+    """A server with one model; by night the other ones of `two_models` have been loaded and unloaded."""
+    if SCALE < NIGHTLY_SCALE:
+        with new_server(explicit=True) as server:
+            yield server
+        return
+    server = request.getfixturevalue("two_models")
     for name in MORE_MODELS:
-        assert change_model(two_models, "unload", name).is_success
-    eventually(lambda: len(family(two_models.pid)) == 3, "their stubs and engines end")
-    return two_models
+        assert change_model(server, "unload", name).is_success
+    eventually(lambda: len(family(server.pid)) == 3, "their stubs and engines end")
+    yield server
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from checks import chaos
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.server import TritonServer
+from dflash_cli.launcher.server_files import LONGEST_FOLDER
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
 from load_tests.server_state import MetricsPage, engine_pids, processes_by_role
@@ -41,28 +43,89 @@ def gauge(server: TritonServer, name: str) -> float:
     return MetricsPage.read(server.metrics_url).value(name)
 
 
-def test_every_stream_of_a_killed_engine_gets_internal_the_next_answers_are_right_and_sigterm_ends_it(short_tmp):
+class OneServer(NamedTuple):
+    """A server that several tests put to the test, the last of which ends it."""
+
+    server: TritonServer
+    count: chaos.LeftoverCount
+    members: set[Process]
+    """All its processes so far: each test adds those that it ends."""
+    log: list[str]
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        self.members.update(family(self.server.pid))
+        os.kill(pid, number)
+
+    def restarts(self) -> float:
+        return gauge(self.server, "dflash:engine_restarts_total")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[OneServer]:
+    """In a temporary directory of the longest name that is allowed, since sockets lie in it."""
+    longest = LONGEST_FOLDER - len(f"/dflash-triton-{os.getpid()}-xxxxxxxx")
+    with tempfile.TemporaryDirectory(prefix="left-") as short, pytest.MonkeyPatch.context() as patch:
+        directory = Path(short, "x" * (longest - len(short) - 1))
+        directory.mkdir()
+        patch.setattr("tempfile.tempdir", str(directory))
+        patch.setenv("TMPDIR", str(directory))
+        count, log = chaos.LeftoverCount(str(directory)), list[str]()
+        settings = chaos.SETTINGS | {"log_level": "debug", "engine_hang_timeout_s": "4"}
+        with new_server(settings, exit_timeout_s=20, on_log=lambda line: log.append(line.text)) as server:
+            assert len(str(server.folder)) == LONGEST_FOLDER
+            yield OneServer(server, count, set(), log)
+
+
+def test_an_engine_that_dies_or_hangs_is_replaced_and_readiness_follows(one):
+    server = one.server
+    with (
+        DFlashClient(server.http_url, "http", timeout_s=60) as client,
+        DFlashClient(server.grpc_url, timeout_s=60) as grpc,
+    ):
+        assert gauge(server, "dflash:engine_ready") == 1
+        # Before it has served, so that the restart waits for a second.
+        one.kill(engine_pids(server.pid)[0], signal.SIGKILL)
+        eventually(lambda: not client.ready() and not grpc.ready(), "not ready", 1.0)
+        for each in (client, grpc):
+            assert isinstance(error := each.probe(), Unavailable)
+            assert "the engine is being restarted after it died; try again" in str(error)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 0, "not ready")
+        with pytest.raises(Unavailable, match="the engine is being restarted after it died; try again"):
+            client.generate("Hello", max_tokens=1)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.ready()
+        assert grpc.ready()
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+        # Now it is idle.
+        (hanging,) = engine_pids(server.pid)
+        one.kill(hanging, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="the engine is being restarted"):
+            client.generate("Hello", max_tokens=1)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+        assert not Path(f"/proc/{hanging}").exists()
+        assert one.restarts() == 2
+
+
+def test_every_stream_of_a_killed_engine_gets_internal_the_next_answers_are_right_and_sigterm_ends_it(one):
     """At SIGTERM the server finishes what runs and takes nothing new."""
-    count = chaos.LeftoverCount(short_tmp)
-    members: set[Process] = set()
-    log: list[str] = []
-    settings = chaos.SETTINGS | {"log_level": "debug"}
-    server = new_server(settings, exit_timeout_s=20, on_log=lambda line: log.append(line.text))
-    with server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
+    server, before = one.server, one.restarts()
+    with DFlashClient(server.http_url, "http", timeout_s=60) as client:
         answer = chaos.right_answer(client)
         for _ in range(ROUNDS):
-            members |= family(server.pid)
+            one.members.update(family(server.pid))
             result = chaos.play(server, client, answer)
             assert result.kept, result
-        eventually(lambda: gauge(server, "dflash:engine_restarts_total") == ROUNDS, "restarts are counted")
+        eventually(lambda: one.restarts() == before + ROUNDS, "restarts are counted")
         eventually(lambda: gauge(server, "dflash:num_requests_running") == 0, "nothing runs")
-        members |= family(server.pid)
+        one.members.update(family(server.pid))
         stream_while_it_ends(client, psutil.Process(server.pid).terminate)
         server.wait()
-        left = {p.pid for p in members if not gone({p}, 2.0)}
+        left = {p.pid for p in one.members if not gone({p}, 10.0)}
+    server.stop()
     assert left == set()
-    assert not (rest := count.since(members)), rest
-    assert any(line.startswith("dflash: debug: request ") and STORY in line for line in log)
+    assert not (rest := one.count.since(one.members)), rest
+    assert any(line.startswith("dflash: debug: request ") and STORY in line for line in one.log)
 
 
 @pytest.mark.nightly
@@ -81,37 +144,6 @@ def test_a_rank_that_is_killed_or_hangs_under_load_is_an_engine_that_is_replaced
             assert result.kept, result
         members |= family(server.pid)
     assert not (left := count.since(members)), left
-
-
-def test_an_engine_that_dies_or_hangs_is_replaced_and_readiness_follows(short_tmp):
-    with (
-        new_server({"engine_hang_timeout_s": "4"}) as server,
-        DFlashClient(server.http_url, "http", timeout_s=60) as client,
-        DFlashClient(server.grpc_url, timeout_s=60) as grpc,
-    ):
-        assert gauge(server, "dflash:engine_ready") == 1
-        # Before it has served, so that the restart waits for a second.
-        os.kill(engine_pids(server.pid)[0], signal.SIGKILL)
-        eventually(lambda: not client.ready() and not grpc.ready(), "not ready", 1.0)
-        for each in (client, grpc):
-            assert isinstance(error := each.probe(), Unavailable)
-            assert "the engine is being restarted after it died; try again" in str(error)
-        eventually(lambda: gauge(server, "dflash:engine_ready") == 0, "not ready")
-        with pytest.raises(Unavailable, match="the engine is being restarted after it died; try again"):
-            client.generate("Hello", max_tokens=1)
-        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
-        assert client.ready()
-        assert grpc.ready()
-        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
-        # Now it is idle.
-        (hanging,) = engine_pids(server.pid)
-        os.kill(hanging, signal.SIGSTOP)
-        with pytest.raises(Unavailable, match="the engine is being restarted"):
-            client.generate("Hello", max_tokens=1)
-        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
-        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
-        assert not Path(f"/proc/{hanging}").exists()
-        assert gauge(server, "dflash:engine_restarts_total") == 2
 
 
 def test_nothing_outlives_a_tritonserver_that_is_killed_with_requests_in_flight(short_tmp):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import asset_path
-from dflash_backend.drafters import draft_model
+from dflash_backend.drafters import base as drafters
 from dflash_backend.models import decoder
 from dflash_backend.models.ops import select_ops
 from dflash_backend.models.rope import Rotary
@@ -48,7 +48,7 @@ class ReadOnce:
 
 def install() -> None:
     """Share them in this process."""
-    load_target_weights, load_weights, once = decoder.load_target_weights, draft_model.load_weights, ReadOnce()
+    load_target_weights, load_weights, once = decoder.load_target_weights, drafters.load_weights, ReadOnce()
 
     def target_weights(
         spec: Any, dtype: torch.dtype, device: torch.device, progress: Any, ops: Any, **options: Any
@@ -70,8 +70,8 @@ def install() -> None:
             return load(progress)
         return once.read((DRAFT, dtype, options["keep_quantised"]), load, progress)
 
-    decoder.load_target_weights, draft_model.load_weights = target_weights, draft_weights  # type: ignore[assignment]
-    decoder.Rotary = draft_model.Rotary = rotary  # type: ignore[assignment, misc]
+    decoder.load_target_weights, drafters.load_weights = target_weights, draft_weights  # type: ignore[assignment]
+    decoder.Rotary = drafters.Rotary = rotary  # type: ignore[assignment, misc]
 
 
 def rotary(spec: DecoderSpec, max_positions: int, device: torch.device, dtype: torch.dtype) -> Rotary:

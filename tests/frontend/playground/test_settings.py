@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from tests.frontend.playground.page import Playground
 from tests.frontend.playground.standin import ANSWER, Control, K
 
@@ -43,36 +41,37 @@ def test_a_parameter_out_of_bounds_is_not_sent(page: Playground, standin: Contro
     assert standin.requests == []
 
 
-@pytest.mark.parametrize(
-    ("format", "text", "expected"),
-    [
-        ("json_object", None, {"response_format": {"type": "json_object"}}),
-        (
-            "json_schema",
-            '{"type": "object"}',
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "strict": True, "schema": {"type": "object"}},
-                }
-            },
-        ),
-        ("regex", "[ab]+", {"structured_outputs": {"regex": "[ab]+"}}),
-        ("choice", "yes\nno\n", {"structured_outputs": {"choice": ["yes", "no"]}}),
-        ("grammar", 'start: "a"', {"structured_outputs": {"grammar": 'start: "a"'}}),
-    ],
-)
-def test_the_output_format_is_sent(
-    page: Playground, standin: Control, format: str, text: str | None, expected: dict[str, Any]
-) -> None:
+FORMATS: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("json_object", None, {"response_format": {"type": "json_object"}}),
+    (
+        "json_schema",
+        '{"type": "object"}',
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "strict": True, "schema": {"type": "object"}},
+            }
+        },
+    ),
+    ("regex", "[ab]+", {"structured_outputs": {"regex": "[ab]+"}}),
+    ("choice", "yes\nno\n", {"structured_outputs": {"choice": ["yes", "no"]}}),
+    ("grammar", 'start: "a"', {"structured_outputs": {"grammar": 'start: "a"'}}),
+]
+
+
+def test_the_output_format_is_sent(page: Playground, standin: Control) -> None:
     open_card(page, "Output format")
-    page.page.select_option("#format", format)
-    if text is not None:
-        page.page.fill("#constraint", text)
-    page.send("json")
-    (request,) = standin.requests
-    assert {name: request[name] for name in expected} == expected
-    assert page.page.locator(".badge").all_text_contents() == (["✓ parses as JSON"] if "json" in format else [])
+    for format, text, expected in FORMATS:
+        standin.set(requests=[])
+        page.page.select_option("#format", format)
+        if text is not None:
+            page.page.fill("#constraint", text)
+        page.send("json")
+        (request,) = standin.requests
+        sent = {name: request[name] for name in ("response_format", "structured_outputs") if name in request}
+        assert sent == expected
+        found = page.page.locator(".answer").last.locator(".badge").all_text_contents()
+        assert found == (["✓ parses as JSON"] if "json" in format else [])
 
 
 def test_a_schema_that_is_no_json_is_said_beside_its_field(page: Playground, standin: Control) -> None:
