@@ -90,7 +90,7 @@ def test_what_is_said_of_carried_kernels_names_a_triton_that_they_do_not_fit(
 
 
 def test_the_pack_compiles_what_the_report_launches(tmp_path: Path) -> None:
-    others = {"texts cpu", "texts half", "profile", "second start", "products", "measured cycles"}
+    others = {"texts cpu", "texts half", "profile", "second start", "products", "sustained", "measured cycles"}
     launching = {part.name for part in card_report.PARTS} - others
     assert set(pack.PARTS) == launching
     tests = pack.command("python3.12", "tests", tmp_path)
