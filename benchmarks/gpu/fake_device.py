@@ -372,6 +372,14 @@ class _Graph:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.captured = False
 
+    def capture_begin(self, pool: Any = None, **options: Any) -> None:
+        _forbid("another capture")
+        STATE.captures += 1
+
+    def capture_end(self) -> None:
+        STATE.captures -= 1
+        self.captured = True
+
     def replay(self) -> None:
         _forbid("a replay of another graph")
         if not self.captured:
@@ -386,13 +394,11 @@ class _Graph:
 
 @contextmanager
 def _capture(graph: _Graph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
-    _forbid("another capture")
-    STATE.captures += 1
+    graph.capture_begin(pool)
     try:
         yield
-        graph.captured = True
     finally:
-        STATE.captures -= 1
+        graph.capture_end()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -114,9 +114,11 @@ class CapturedStep:
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
         with torch.cuda.stream(stream):
             model.run(replace(inputs))
-        stream.synchronize()
-        self._graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
         step, peers = replace(inputs), model.target.peers
+        # Alone, the host captures while the device still runs.
+        if peers is not ALONE:
+            stream.synchronize()
+        self._graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
         # Ranks have run the step as well, so what they exchange is connected, and capture the same parts. What one part
         # leaves must be there while the next is captured, or that would take its memory.
         with peers.capturing() as verified_there, _capture(self._graphs[0], pool, stream):
@@ -147,9 +149,20 @@ class CapturedStep:
         self._graphs[part].replay()
 
 
-def _capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, stream: torch.cuda.Stream) -> torch.cuda.graph:
-    """A block whose work on `stream` is captured."""
-    return torch.cuda.graph(graph, pool=pool, stream=stream)
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, stream: torch.cuda.Stream) -> Iterator[None]:
+    """A block whose work on `stream` is captured. `torch.cuda.graph` does the same, but first waits for the device and
+    gives it back all memory that torch keeps: the next step would ask for it again, three times for each graph."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            yield
+        except BaseException:
+            # That the capture ends with an error as well says nothing more.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 class _Memory:
@@ -190,22 +203,44 @@ class GraphCapturer:
 
     def __call__(self, inputs: Step) -> CapturedStep | None:
         """Capture a step; None when memory does not suffice. Raises `CaptureError`."""
-        if self._step.target.peers.least_free(torch.cuda.mem_get_info()[0]) < RESERVED_BYTES:
+        alone = self._step.target.peers is ALONE
+        if not self._has_memory():
             return None
-        self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
+        for again in (alone, False):
+            try:
+                return self._captured(inputs)
+            except torch.OutOfMemoryError:
+                if not again:
+                    return None
+            except RuntimeError as error:
+                # With ranks, the others' half of this capture is in an unknown state.
+                if not alone:
+                    raise
+                if not again:
+                    raise CaptureError(str(error).partition("\n")[0]) from error
+            # Once more, with nothing in flight and with all memory that torch keeps.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        raise AssertionError("unreachable")
+
+    def _has_memory(self) -> bool:
+        """Whether enough is free for a step, if need be without what torch keeps of other steps."""
+        peers = self._step.target.peers
+        if peers.least_free(torch.cuda.mem_get_info()[0]) >= RESERVED_BYTES:
+            return True
+        torch.cuda.empty_cache()
+        return peers.least_free(torch.cuda.mem_get_info()[0]) >= RESERVED_BYTES
+
+    def _captured(self, inputs: Step) -> CapturedStep:
         current = torch.cuda.current_stream()
+        self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
         current.synchronize()
         try:
             return CapturedStep(self._step, inputs, self._pool, self._stream)
-        except torch.OutOfMemoryError:
-            return None
-        except RuntimeError as error:
-            # With ranks, the others' half of this capture is in an unknown state.
-            if self._step.target.peers is not ALONE:
-                raise
-            raise CaptureError(str(error).partition("\n")[0]) from error
         finally:
             torch.cuda.set_stream(current)  # a capture that fails as it ends leaves its own
+            # The step may still run: what comes next must not change its layout before it has ended.
+            current.wait_stream(self._stream)
 
 
 def capture_sizes(max_rows: int, tokens_per_row: int = 1) -> list[int]:

@@ -164,6 +164,8 @@ class ModelRunner:
             with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
                 self.graphs.make(make, sizes, serves, progress, shapes, finest)
                 self.graphs.make_mixed(make, mixed, serves, progress)
+            if captures:
+                torch.cuda.empty_cache()  # of the steps that ran before their captures
         except CaptureError as error:
             self.graphs.clear()
             _log.error(

@@ -370,7 +370,30 @@ SPECULATION_MUTANTS = (
         "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py::test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt",),
         ("a failed capture leaves its stream behind", "torch.cuda.set_stream(current)", "pass"),
-        ("with ranks a failed capture is passed over", "peers is not ALONE", "peers is None"),
+        ("with ranks a failed capture is passed over", "if not alone:", "if False:"),
+        ("a capture that failed is not tried again", "for again in (alone, False):", "for again in (False,):"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/graphs.py",
+        ("tests/worker/test_graphs.py",),
+        ("the next layout comes while a step still runs", "current.wait_stream(self._stream)", "pass"),
+        (
+            "memory that torch keeps of other steps counts as taken",
+            "        torch.cuda.empty_cache()\n        return peers",
+            "        return peers",
+        ),
+        (
+            "memory that ran out in a capture is another error",
+            "with suppress(RuntimeError):",
+            "with suppress(ZeroDivisionError):",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/graphs.py",
+        (
+            "tests/parallel/test_gpu_start.py::test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_rank_0",
+        ),
+        ("with ranks a step is captured while theirs still runs", "peers is not ALONE", "peers is None"),
     ),
     *mutants_of(
         "dflash_backend/worker/runner.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -333,26 +334,82 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     assert "cannot be captured here (operation not permitted when stream is capturing)" in caplog.text
 
 
+class FakeDevice:
+    """What `GraphCapturer` asks of a device, as `torch.cuda` says it: events has what was done, in order. free: bytes
+    that are free, before and after torch gives back what it keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: list[Exception], free: tuple[int, int]) -> None:
+        self.events: list[str] = []
+        self._errors, self._free = errors, free
+        layout = SimpleNamespace(
+            synchronize=lambda: self.events.append("layout is there"),
+            wait_stream=lambda stream: self.events.append(f"wait for {stream}"),
+        )
+        for name, value in {
+            "graph_pool_handle": lambda: None, "Stream": lambda: "the step", "current_stream": lambda: layout,
+            "mem_get_info": lambda: (self._free["empty" in self.events], 0),
+            "set_stream": lambda stream: self.events.append("own stream" if stream is layout else "another"),
+            "synchronize": lambda: self.events.append("synchronize"),
+            "empty_cache": lambda: self.events.append("empty"),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(graphs, "CapturedStep", self.capture)
+
+    def capture(self, *_: object) -> str:
+        self.events.append("capture")
+        if self._errors:
+            raise self._errors.pop(0)
+        return "captured"
+
+
+PLENTY = (1 << 40, 1 << 40)
+CAPTURE = ["layout is there", "capture", "own stream", "wait for the step"]
+AGAIN = ["synchronize", "empty"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "free", "expected"),
+    [
+        ([], PLENTY, CAPTURE),
+        ([torch.OutOfMemoryError("full")], PLENTY, [*CAPTURE, *AGAIN, *CAPTURE]),
+        ([RuntimeError("odd")], PLENTY, [*CAPTURE, *AGAIN, *CAPTURE]),
+        ([], (5, 1 << 40), ["empty", *CAPTURE]),
+    ],
+)
+def test_a_capture_waits_for_nothing_and_is_tried_again_with_all_memory(
+    pair: dict[str, Any],
+    errors: list[Exception],
+    free: tuple[int, int],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that still runs holds up the next layout alone."""
+    runner, _ = decoding(pair)
+    device = FakeDevice(monkeypatch, errors, free)
+    capture: Any = graphs.GraphCapturer(runner.step, runner.layouts)
+    assert capture(runner.graphs.steps(sampled=False)[0].inputs) == "captured"
+    assert device.events == expected
+
+
+def test_no_step_is_captured_where_memory_is_short_whatever_torch_gives_back(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = decoding(pair)
+    device = FakeDevice(monkeypatch, [], (5, graphs.RESERVED_BYTES - 1))
+    assert graphs.GraphCapturer(runner.step, runner.layouts)(runner.graphs.steps(sampled=False)[0].inputs) is None
+    assert device.events == ["empty"]
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt(
     pair: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ranks it ends the start: theirs wait for the rest of the capture."""
+    """Alone it has failed twice; with ranks it ends the start: theirs wait for the rest of the capture."""
     runner, _ = decoding(pair)
-    errors: list[Exception] = [torch.OutOfMemoryError("full"), RuntimeError("a kernel is missing\nmore")]
-    current: list[object] = []
-
-    def fail(*_: object) -> None:
-        current.append("of the capture")
-        raise errors.pop(0)
-
-    stream = SimpleNamespace(synchronize=lambda: None)
-    for name, value in {
-        "graph_pool_handle": lambda: None, "Stream": lambda: None, "mem_get_info": lambda: (1 << 40, 1 << 40),
-        "current_stream": lambda: stream, "set_stream": current.append,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(graphs, "CapturedStep", fail)
+    times = 2 if alone else 1
+    errors: list[Exception] = [torch.OutOfMemoryError("full")] * times
+    errors += [RuntimeError("a kernel is missing\nmore")] * times
+    device = FakeDevice(monkeypatch, errors, PLENTY)
     if not alone:
         monkeypatch.setattr(runner.step.target, "peers", Peers())
     inputs = runner.graphs.steps(sampled=False)[0].inputs
@@ -362,7 +419,35 @@ def test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt(
         capture(inputs)
     assert isinstance(caught.value, graphs.CaptureError) == alone
     assert str(caught.value).endswith("missing") == alone
-    assert current == ["of the capture", stream] * 2
+    assert device.events == [*CAPTURE, *AGAIN, *CAPTURE, *CAPTURE, *AGAIN, *CAPTURE] if alone else [*CAPTURE, *CAPTURE]
+
+
+class FakeGraph:
+    """A graph whose capture ends as `ends` says."""
+
+    def __init__(self, ends: Exception | None = None) -> None:
+        self.events: list[object] = []
+        self._ends = ends
+
+    def capture_begin(self, pool: object) -> None:
+        self.events.append(pool)
+
+    def capture_end(self) -> None:
+        self.events.append("end")
+        if self._ends is not None:
+            raise self._ends
+
+
+def test_an_error_within_a_capture_ends_it_and_stays_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that ran out is no other error because the capture cannot end well."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    graph: Any = FakeGraph(RuntimeError("the capture was invalidated"))
+    stream: Any = None
+    with pytest.raises(torch.OutOfMemoryError), graphs._capture(graph, (1, 2), stream):
+        raise torch.OutOfMemoryError("full")
+    assert graph.events == [(1, 2), "end"]
+    with pytest.raises(RuntimeError, match="invalidated"), graphs._capture(graph, (1, 2), stream):
+        pass
 
 
 def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
