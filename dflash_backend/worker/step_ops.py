@@ -441,10 +441,8 @@ class DeviceStepOps:
         return AttentionBatch(query_lens, seq_lens, tables, rows, max_overestimate)
 
 
-class HostStepOps(DeviceStepOps):
-    """The references, on exact lengths: as `DeviceStepOps`, but only what is needed is run."""
-
-    on_host = True
+class ReferenceStepOps(DeviceStepOps):
+    """The kernels' references in place of the kernels: the steps of a GPU on any device."""
 
     _lay_out = staticmethod(verify_budget.lay_out_reference)
     _prepare = staticmethod(prepare_step.prepare_reference)
@@ -459,6 +457,12 @@ class HostStepOps(DeviceStepOps):
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
+
+
+class HostStepOps(ReferenceStepOps):
+    """The references on exact lengths: only what is needed is run."""
+
+    on_host = True
 
     def prepare(self, step: Step, state: StateTensors) -> None:
         self._fill_in(step, state)

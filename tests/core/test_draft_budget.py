@@ -214,30 +214,6 @@ def test_sure_drafts_are_verified_and_others_not() -> None:
     assert policy.stats.num_budgeted_steps == 2
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_few_drafts_get_the_budget_that_arrays_give(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    rng = random.Random(seed)
-    policy = AdaptiveSpeculation(K)
-    policy.acceptance = taught()
-    policy.stats.num_steps = len(FIRST_STEPS) + 1
-    for num_tokens in (1, 8, 30) * 3:
-        policy.costs.observe(StepShape(1, num_tokens, 100, 100, 1, 100, 1), 1.0 + 0.1 * num_tokens, 0.2)
-    policy._lengths = {0: K}
-    found = []
-    for _ in range(20):
-        num_rows = rng.randint(1, 4)
-        blocks = [block(rng)[0][: rng.choice([0, 3, K])] for _ in range(num_rows)]
-        rows = [SpeculatingRow(K, RequestEffect(rng.gauss(0.0, 1.0), 0.0), confidences) for confidences in blocks]
-        plan = decode_rows(rng.randint(1, K), num_rows, rng.randint(0, K))
-        budgets = []
-        for few in (32, 0):
-            monkeypatch.setattr(policies, "FEW_DRAFTS", few)
-            budgets.append(policy.choose_budget(plan, rows))
-        assert budgets[0] == budgets[1]
-        found.append(budgets[0] is not None)
-    assert 0 < sum(found) < 20
-
-
 def test_the_plan_says_what_the_estimate_is_made_of() -> None:
     policy = policy_with(taught(), 0.2)
     row = SpeculatingRow(K, RequestEffect(1.5, 0.0), [3.0] * K)

@@ -16,24 +16,7 @@ from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
-
-
-class ReferenceStepOps(DeviceStepOps):
-    """The steps of a GPU, on a CPU: the same layouts, padding and order, with the kernels' references."""
-
-    _lay_out = staticmethod(HostStepOps._lay_out)
-    _prepare = staticmethod(HostStepOps._prepare)
-    argmax = staticmethod(HostStepOps.argmax)
-    _sample = staticmethod(HostStepOps._sample)
-    _noisy_scores = staticmethod(HostStepOps._noisy_scores)
-    log_odds = staticmethod(HostStepOps.log_odds)
-    _lowest_kept = staticmethod(HostStepOps._lowest_kept)
-    _accept = staticmethod(HostStepOps._accept)
-    apply_token_bitmask = staticmethod(HostStepOps.apply_token_bitmask)
-    _inject_slots = staticmethod(HostStepOps._inject_slots)
-    _prepare_draft = staticmethod(HostStepOps._prepare_draft)
-    _store_drafts = staticmethod(HostStepOps._store_drafts)
+from dflash_backend.worker.step_ops import ReferenceStepOps, StepOps
 
 
 def device_runner(

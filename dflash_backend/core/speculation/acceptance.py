@@ -183,19 +183,6 @@ class AcceptanceEstimator:
             survival[self._position >= np.array(num_draft)[:, None]] = 0.0
         return survival
 
-    def row_survival(
-        self, offsets: Sequence[float], effect: RequestEffect, num_draft: int, confidences: Sequence[float]
-    ) -> list[float]:
-        """As `block_survival` for one block, its `num_draft` drafts alone. For a handful of blocks this is quicker."""
-        if len(confidences) < num_draft:
-            confidences = [*confidences, *self._means[len(confidences) : num_draft].tolist()]
-        survival, chances = 1.0, []
-        for offset, confidence in zip(offsets[:num_draft], confidences, strict=False):
-            logit = offset + effect.value + self.weight * confidence
-            survival /= 1 + math.exp(-min(max(logit, -MAX_LOGIT), MAX_LOGIT))
-            chances.append(survival)
-        return chances
-
     def offsets(self, hopeful: bool = False) -> Floats:
         """For each position what is added to `weight` times the confidence and to the request's effect: their sum is
         the logit of the chance, `[k]`."""

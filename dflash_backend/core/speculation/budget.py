@@ -101,15 +101,3 @@ def optimal_budget(
     rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
     optimal = int(rates.argmax())
     return OptimalBudget(int(num_drafts[optimal]), float(rates[optimal]), float(rates[optimal] / rates[-1]))
-
-
-def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> OptimalBudget:
-    """As `optimal_budget` without arrays, which for a handful of drafts take longer."""
-    optimal, tokens = 0, float(num_rows)
-    highest = rate = tokens / seconds(0)
-    for count, chance in enumerate(sorted(chances, reverse=True), 1):
-        tokens += chance
-        rate = tokens / seconds(count)
-        if rate > highest:
-            optimal, highest = count, rate
-    return OptimalBudget(optimal, highest, highest / rate)

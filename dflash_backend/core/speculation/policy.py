@@ -32,7 +32,7 @@ import numpy as np
 from dflash_backend.core.plan import DraftBudget, ModelRunnerOutput, RequestResult, ScheduledRequest, SchedulerOutput
 from dflash_backend.core.scheduler_config import ONE_PASS, DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
+from dflash_backend.core.speculation.budget import UnevenDrafts, optimal_budget
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
@@ -144,8 +144,6 @@ EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
 TIE = 0.03
 # Rows that a decision looks at, since it takes time: beyond that every second or third of them.
 MAX_ROWS_LOOKED_AT = 64
-# Up to this number of drafts in a step, its budget is chosen without arrays.
-FEW_DRAFTS = 32
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
 # While drafting rests, one step in `OBSERVED_EVERY` is observed, and after `AT_FIRST` of them one in `LATER_EVERY`:
@@ -354,38 +352,15 @@ class AdaptiveSpeculation:
             draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts))
         num_yielding = sum(row.sample for row in rows)
         offsets = self.acceptance.offsets(hopeful=True)
-        if total <= FEW_DRAFTS and line.table is None and not self._shapes:
-            optimal = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
-        else:
-            chances = self._block_survival(
-                offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting]
-            )
-            choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
-            optimal = optimal_budget(
-                num_yielding, chances.ravel(), lambda counts: line.verify_s(counts) + draft_s, choices
-            )
+        chances = self._block_survival(offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting])
+        choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
+        optimal = optimal_budget(num_yielding, chances.ravel(), lambda counts: line.verify_s(counts) + draft_s, choices)
         num_drafts = max(optimal.num_drafts, -(-len(drafting) // VERIFY_SHARE))
         if not self.uneven.takes(optimal.gain - 1, len(rows)) or num_drafts >= total:
             return None
         self._stats.num_budgeted_steps += 1
         effects = [known.effect.value for known in speculating]
         return DraftBudget(num_drafts, self.acceptance.weight, offsets.tolist(), effects)
-
-    def _budget_of_few(
-        self,
-        drafting: Sequence[tuple[ScheduledRequest, SpeculatingRow]],
-        offsets: list[float],
-        num_yielding: int,
-        line: StepLine,
-        draft_s: float,
-    ) -> OptimalBudget:
-        """The optimal budget where there are few drafts: the same in less time."""
-        survival = self.acceptance.row_survival
-        chances: list[float] = []
-        for row, known in drafting:
-            chances += survival(offsets, known.effect, row.num_draft, known.confidences)
-        fixed = line.fixed + draft_s
-        return optimal_budget_of_few(num_yielding, chances, lambda count: fixed + line.per_draft * count)
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Take in a step that was planned."""
