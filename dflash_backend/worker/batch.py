@@ -430,7 +430,8 @@ def window_slots(step: Step, window_blocks: torch.Tensor, block_size: int) -> Wi
     of_token = req_idx.index_select(0, batch.token_row.clamp(min=0)).long()
     blocks = window_blocks[of_token, positions // block_size].long()
     own = blocks * block_size + positions % block_size
-    return WindowSlots(torch.where(slots < 0, slots, own), replace(layout, block_tables=tables))
+    own_layout = replace(layout, block_tables=tables, shared=None, exact=None)
+    return WindowSlots(torch.where(slots < 0, slots, own), own_layout)
 
 
 def exact_layout(

@@ -272,13 +272,21 @@ class DeviceStepOps:
 
     def prepare(self, step: Step, state: StateTensors) -> None:
         """Fill in what the target runs."""
-        self._fill_in(step, state)
-        batch, bounds, seq_lens = step.batch, step.bounds, step.seq_lens
-        rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
-        step.attention = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
+        batch = step.batch
+        step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
+        )  # fmt: skip
+        step.attention, step.padded = self._attention(step, state)
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
-        step.attention, step.padded = replace(step.attention, shared=step.shared, exact=bounds.exact), True
+
+    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+        """The rows as attention runs them, and whether slots may be -1."""
+        batch, bounds = step.batch, step.bounds
+        rows = DeviceLengths(batch.query_start, batch.query_lens, step.seq_lens)
+        layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
+        return replace(layout, shared=step.shared, exact=bounds.exact), True
 
     def sample(
         self,
@@ -411,13 +419,6 @@ class DeviceStepOps:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
         return batch.req_idx.clamp(min=0).long().repeat_interleave(width)
 
-    def _fill_in(self, step: Step, state: StateTensors) -> None:
-        batch = step.batch
-        step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
-            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
-        )  # fmt: skip
-
     def _prepared_draft(
         self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, width: int, lookahead_base: int
     ) -> Tensors:
@@ -464,13 +465,10 @@ class HostStepOps(ReferenceStepOps):
 
     on_host = True
 
-    def prepare(self, step: Step, state: StateTensors) -> None:
-        self._fill_in(step, state)
+    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         batch = step.batch
-        step.attention = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
-        if state.window_blocks is not None:
-            step.windows = window_slots(step, state.window_blocks, state.block_size)
-        step.padded = bool((step.slots.numpy() < 0).any())
+        layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
+        return layout, bool((step.slots.numpy() < 0).any())
 
     def known_counts(self, step: Step) -> np.ndarray | None:
         counts: np.ndarray = step.num_accepted.numpy()

@@ -105,7 +105,7 @@ WINDOW_MUTANTS: tuple[Mutant, ...] = (
         OF_ENGINE,
         (
             "layers with a window read by the table of the others",
-            "replace(layout, block_tables=tables)",
+            "replace(layout, block_tables=tables, shared=None, exact=None)",
             "layout",
         ),
         (
