@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack
+from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack, read_dtype
 from dflash_backend.checkpoints.files import TensorHeader, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization, read_quantization
@@ -76,6 +77,29 @@ def check_own_head(config: JsonReader, tensors: Mapping[str, TensorHeader]) -> N
     elif config.given("has_own_lm_head") and config.boolean("has_own_lm_head", default=False) != has_lm_head:
         found = f"a tensor '{LM_HEAD}'" if has_lm_head else f"no tensor '{LM_HEAD}'"
         raise config.fail("has_own_lm_head", f"{str(has_lm_head).lower()}, as the weights beside it have {found}")
+
+
+def shared_fields(
+    directory: Path,
+    config: JsonReader,
+    layer: JsonReader,
+    decoder: DecoderSpec,
+    tensors: Mapping[str, TensorHeader],
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of `DraftModelSpec` that every format has in the same way, and notes for the log. layer: where the
+    decoder's fields are."""
+    vocab_size = layer.integer("vocab_size", low=2)
+    dtype, notes = read_dtype(tensors, config, layer)
+    return {
+        "path": directory,
+        "decoder": decoder,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": config.integer("draft_vocab_size", default=vocab_size, low=2),
+        "target_hidden_size": config.integer("target_hidden_size", default=decoder.hidden_size),
+        "has_embedding": EMBEDDING in tensors,
+        "has_lm_head": LM_HEAD in tensors,
+        "dtype": dtype,
+    }, notes
 
 
 def read_scale(field: str, *configs: JsonReader) -> float:

@@ -11,9 +11,7 @@ from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.config import NGRAM
-from dflash_backend.drafters.dflash.config import DFLASH
-from dflash_backend.drafters.dflash.speculators import read_speculators
-from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
+from dflash_backend.drafters.dflash.config import ARCHITECTURE, DFLASH, read_speculators, read_zlab
 from dflash_backend.drafters.dflash2 import config as dflash2
 from dflash_backend.drafters.dspark import config as dspark
 from dflash_backend.drafters.eagle3 import config as eagle3

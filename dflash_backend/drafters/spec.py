@@ -59,8 +59,8 @@ class DraftModelSpec(DraftSpec):
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
-    num_target_layers: int | None
-    target_name: str | None
+    num_target_layers: int | None = None
+    target_name: str | None = None
     has_embedding: bool
     has_lm_head: bool
     dtype: str

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.drafters.dflash.zlab import default_layer_ids
+from dflash_backend.drafters.dflash.config import default_layer_ids
 from dflash_backend.drafters.layer_ids import to_boundary_ids, to_layer_ids
 from dflash_backend.drafters.registry import read_draft
 from tests.drafters.drafts import edit, make_speculators, put

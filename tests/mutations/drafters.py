@@ -128,7 +128,7 @@ DRAFTERS_MUTANTS = (
     ),
     Mutant(
         "default layers are taken without a word",
-        f"{DFLASH}/zlab.py",
+        f"{DFLASH}/config.py",
         "return ids, (note,)",
         "return ids, ()",
         DESCRIBED,
@@ -144,7 +144,7 @@ DRAFTERS_MUTANTS = (
     ),
     Mutant(
         "a drafter of z-lab reads the stored rows of Gemma 4",
-        f"{DFLASH}/zlab.py",
+        f"{DFLASH}/config.py",
         "scales_embedding=True",
         "scales_embedding=False",
         EMBEDDED,
@@ -231,7 +231,7 @@ DRAFTERS_MUTANTS = (
     ),
     Mutant(
         "a k of the whole block is kept",
-        f"{DFLASH}/speculators.py",
+        f"{DFLASH}/config.py",
         "return possible, (note,)",
         "return k, (note,)",
         (READ + "test_what_a_config_says_is_read",),

@@ -1,4 +1,8 @@
-"""A DFlash drafter's config: what both formats, z-lab's and that of speculators, share, and the spec that they make."""
+"""A DFlash drafter's config, in either format, and the spec that it makes.
+
+z-lab's is a Qwen3 config, most often with a `dflash_config` object (`DFlashDraftModel`); that of the speculators
+library has `speculators_model_type: "dflash"`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import read_decoder, refuse_unsupported
+from dflash_backend.checkpoints.decoder_fields import MAX_LAYERS, read_decoder, refuse_unsupported
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
 from dflash_backend.checkpoints.files import MASK_EMBEDDING
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import refuse_nested
-from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
-from dflash_backend.drafters.fields import read_scale
-from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
+from dflash_backend.drafters.fields import (
+    check_own_head,
+    missing_fields,
+    read_scale,
+    read_tensors,
+    shared_fields,
+    unknown_fields,
+)
+from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER, SPECULATORS_FIELDS, NamedLayers, named_layers
 from dflash_backend.drafters.spec import DraftModelSpec
+from dflash_backend.drafters.speculators import layer_config, verifier_name
 
 DFLASH = "dflash"
 ZLAB = "z-lab"
@@ -278,3 +290,180 @@ def causality_notes(
         f"missing in config.json: {field or 'is_causal'}. The sliding layers are causal, as in training; {others}: if "
         "next to nothing is accepted, set causal=false, or the field",
     )
+
+
+ARCHITECTURE = "DFlashDraftModel"
+DEFAULT_BLOCK_SIZE = 16
+
+
+def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
+    """Read a z-lab drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
+
+    A field that may lie in `dflash_config` or at the top level is taken from `dflash_config` first, as by the authors'
+    code. The feature of the target's last layer is taken after the final norm, since their code reads
+    `hidden_states[id + 1]` of `transformers`, the last of which has been through it. It calls the target's embedding,
+    which for Gemma 4 scales its rows.
+    """
+    dflash, eagle = config.object("dflash_config"), config.object("eagle_config")
+    decoder = read_drafter_decoder(config, dflash, QWEN3)
+    # GGUF has no such field: the ids are held to the target that is served, as those of speculators are.
+    unsaid = config.given("gguf") and not config.given("num_target_layers")
+    num_target_layers = None if unsaid else config.integer("num_target_layers", high=MAX_LAYERS)
+    layer_ids, layer_notes = _layer_ids(config, num_target_layers, decoder.num_layers)
+    block_size, block_notes = _block_size(config, dflash)
+    tensors = read_tensors(directory, config, decoder)
+    for reader in (config, dflash):
+        check_own_head(reader, tensors)
+    sliding = sliding_layers(config, decoder.num_layers)
+    shared, notes = shared_fields(directory, config, config, decoder, tensors)
+    configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
+    return DFlashSpec(
+        **shared,
+        format="z-lab",
+        block_size=block_size,
+        num_speculative_tokens=block_size - 1,
+        target_layer_ids=layer_ids,
+        mask_token_id=read_mask_token(dflash, config),
+        causal=layer_causality(causal, [config], dflash, sliding, True),
+        num_target_layers=num_target_layers,
+        has_mask_embedding=has_mask_embedding(directory),
+        scales_embedding=True,
+        normed_last_layer=num_target_layers is not None and num_target_layers - 1 in layer_ids,
+        input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
+        logits=read_logits(dflash, config),
+        notes=layer_notes
+        + block_notes
+        + notes
+        + window_notes(config)
+        + causality_notes(causal, [config], dflash, sliding)
+        + unknown_fields(KNOWN | {"gguf"}, *configs)
+        + config.object("gguf").strings("notes"),
+    )
+
+
+def _layer_ids(
+    config: JsonReader, num_target_layers: int | None, num_draft_layers: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Layer ids, and notes for the log."""
+    named = named_layers(config, ZLAB_FIELDS)
+    if named is None:
+        assert num_target_layers is not None  # GGUF names the ids
+        ids = default_layer_ids(num_target_layers, num_draft_layers)
+        note = (
+            f"no field names the target's layers, so the layer ids {list(ids)} are the method's default for "
+            f"{num_draft_layers} of {num_target_layers} layers; acceptance is low if the drafter was trained on others"
+        )
+        return ids, (note,)
+    if num_target_layers is not None and max(named.ids) >= num_target_layers:
+        limit = "below" if named.convention == LAYER else "up to"
+        raise named.fail(f"{named.convention} {limit} num_target_layers ({num_target_layers})")
+    return named.ids, named.notes
+
+
+def _block_size(config: JsonReader, dflash: JsonReader) -> tuple[int, tuple[str, ...]]:
+    """The block size, and notes for the log."""
+    holders = [holder for holder in (dflash, config) if holder.given("block_size")]
+    sizes = [holder.integer("block_size", low=2, high=MAX_BLOCK_SIZE) for holder in holders]
+    if not sizes:
+        return DEFAULT_BLOCK_SIZE, (f"no field gives block_size; {DEFAULT_BLOCK_SIZE} is the authors' default",)
+    if len(set(sizes)) == 1:
+        return sizes[0], ()
+    return sizes[0], (f"dflash_config.block_size is {sizes[0]} and is used; block_size is {sizes[1]}",)
+
+
+def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The layer ids that the method takes where a checkpoint names none: the middle layer for a one-layer drafter,
+    else one for each drafter layer, evenly spaced from 1 to N - 3 (DFlash, arXiv 2602.06036)."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 3
+    if last < first:
+        raise CheckpointError(
+            f"target_layer_ids is missing and has no default for a target of {num_target_layers} layers; name them"
+        )
+    step = (last - first) / (num_draft_layers - 1)
+    return tuple(round(first + i * step) for i in range(num_draft_layers))
+
+
+NON_CAUSAL = "sliding_window_non_causal"
+
+
+def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
+    """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`."""
+    spec = read_shared(directory, config, causal)
+    return dataclasses.replace(spec, notes=spec.notes + missing_fields({"sample_from_anchor": False}, config))
+
+
+def read_shared(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
+    """As `read_speculators`, without a word on who drafts from the anchor, which other methods read by themselves.
+
+    The feature of the target's last layer is taken before the final norm: the library trains on what vLLM captures.
+    """
+    refuse_unsupported(config)
+    refuse_other_methods(config)
+    layer = layer_config(config)
+    dflash = config.object("dflash_config")
+    kind = layer.string("model_type", default="qwen3")
+    if kind not in LAYERS:
+        raise layer.fail("model_type", "one of " + ", ".join(LAYERS))
+    decoder = read_drafter_decoder(layer, dflash, LAYERS[kind])
+    block_size = config.integer("block_size", low=2, high=MAX_BLOCK_SIZE)
+    layers = _layers(config)
+    tensors = read_tensors(directory, layer, decoder)
+    check_own_head(config, tensors)
+    k, k_notes = speculative_tokens(config, block_size, block_size - 1)
+    sliding = sliding_layers(layer, decoder.num_layers)
+    shared, notes = shared_fields(directory, config, layer, decoder, tensors)
+    configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
+    return DFlashSpec(
+        **shared,
+        format="speculators",
+        block_size=block_size,
+        num_speculative_tokens=k,
+        target_layer_ids=layers.ids,
+        mask_token_id=read_mask_token(config, dflash),
+        causal=layer_causality(
+            causal,
+            [config, layer],
+            dflash,
+            sliding,
+            sliding_causal=not config.boolean(NON_CAUSAL, default=False),
+        ),
+        target_name=verifier_name(config),
+        has_mask_embedding=has_mask_embedding(directory),
+        input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
+        logits=read_logits(dflash, config, layer),
+        notes=layers.notes
+        + k_notes
+        + notes
+        + window_notes(layer)
+        + causality_notes(causal, [config, layer], dflash, sliding, NON_CAUSAL)
+        + unknown_fields(KNOWN, *configs),
+    )
+
+
+def _layers(config: JsonReader) -> NamedLayers:
+    layers = named_layers(config, SPECULATORS_FIELDS)
+    if layers is None:
+        expected = "the boundary ids of the target's layers that the drafter reads, each at least 1"
+        raise config.fail(SPECULATORS_FIELDS[0][1], expected)
+    return layers
+
+
+def speculative_tokens(config: JsonReader, block_size: int, possible: int) -> tuple[int, tuple[str, ...]]:
+    """k of the first proposal method, else as many as are possible, in a block of this size; and notes for the log.
+
+    Until April 2026 the library wrote the block size itself, though the anchor of DFlash takes one place
+    (vllm-project/speculators pull request 456).
+    """
+    methods = config.object("speculators_config").objects("proposal_methods")
+    if not methods:
+        return possible, ()
+    k = methods[0].integer("speculative_tokens", default=possible)
+    if k <= possible:
+        return k, ()
+    why = f"a block of {block_size} has no more places"
+    if possible < block_size:
+        why = f"the anchor takes one place of a block of {block_size}"
+    note = f"speculative_tokens is {k}; k is {possible}, as {why}"
+    return possible, (note,)

@@ -10,8 +10,8 @@ from pathlib import Path
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.drafters.dflash.config import DFlashSpec
-from dflash_backend.drafters.dflash.speculators import read_speculators as read_dflash_speculators
-from dflash_backend.drafters.dflash.zlab import read_zlab as read_dflash_zlab
+from dflash_backend.drafters.dflash.config import read_speculators as read_dflash_speculators
+from dflash_backend.drafters.dflash.config import read_zlab as read_dflash_zlab
 from dflash_backend.drafters.fields import missing_fields, tensor_headers
 
 DFLASH2 = "dflash2"
@@ -69,14 +69,14 @@ class DFlash2Spec(DFlashSpec):
 
 
 def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlash2Spec:
-    """Read a z-lab drafter, `DFlash2DraftModel`, as `dflash.zlab.read_zlab`; its own fields, too, are taken from
+    """Read a z-lab drafter, `DFlash2DraftModel`, as `dflash.config.read_zlab`; its own fields, too, are taken from
     `dflash_config` first. Raises `CheckpointError`."""
     dflash = config.object("dflash_config")
     return _with_own_fields(read_dflash_zlab(directory, _without_own_fields(config), causal), (dflash, config), {})
 
 
 def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlash2Spec:
-    """Read a speculators drafter, as `dflash.speculators.read_speculators`; its sliding layers are not causal unless
+    """Read a speculators drafter, as `dflash.config.read_speculators`; its sliding layers are not causal unless
     `sliding_window_non_causal` is false. Raises `CheckpointError`."""
     dflash = config.object("dflash_config")
     base = _without_own_fields(config)

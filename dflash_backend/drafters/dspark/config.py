@@ -9,9 +9,8 @@ from typing import Any
 
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
-from dflash_backend.drafters.dflash.speculators import read_shared, speculative_tokens
-from dflash_backend.drafters.dflash.zlab import read_zlab as read_dflash_zlab
+from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec, read_shared, speculative_tokens
+from dflash_backend.drafters.dflash.config import read_zlab as read_dflash_zlab
 from dflash_backend.drafters.fields import missing_fields
 
 DSPARK = "dspark"
@@ -108,7 +107,7 @@ def read_deepspec(directory: Path, config: JsonReader, causal: bool | None = Non
 
 
 def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DSparkSpec:
-    """Read a speculators drafter, as `dflash.speculators.read_speculators`. Raises `CheckpointError`.
+    """Read a speculators drafter, as `dflash.config.read_speculators`. Raises `CheckpointError`.
 
     Where `sample_from_anchor` is missing, the number of drafts that the checkpoint proposes tells: as many as the block
     has places if the anchor drafts. Else it does not: so vLLM and llama.cpp read it, and so were those trained that are

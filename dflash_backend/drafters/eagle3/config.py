@@ -12,7 +12,6 @@ from dflash_backend.checkpoints.decoder_fields import (
     MAX_LAYERS,
     check_stack,
     read_decoder,
-    read_dtype,
     refuse_unsupported,
 )
 from dflash_backend.checkpoints.describe import Facts
@@ -23,11 +22,11 @@ from dflash_backend.checkpoints.quantization import refuse_nested
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.drafters.dflash.config import read_windows
 from dflash_backend.drafters.fields import (
-    EMBEDDING,
     LM_HEAD,
     check_own_head,
     missing_fields,
     read_scale,
+    shared_fields,
     tensor_headers,
     unknown_fields,
 )
@@ -242,31 +241,20 @@ def _read(
     if norms["norm_before_fc"] and norms["fc_norm"]:
         raise config.fail("fc_norm", "false, as norm_before_fc is true: the features are normed once")
     decoder = _read_decoder(layer)
-    vocab_size = layer.integer("vocab_size", low=2)
     tensors = tensor_headers(directory)
     prefix = _layer_prefix(layer, decoder, tensors)
     check_own_head(config, tensors)
     if config.boolean("has_lm_head", default=LM_HEAD in tensors) != (LM_HEAD in tensors) and tensors:
         raise config.fail("has_lm_head", "what the weights beside it have")
-    dtype, dtype_notes = read_dtype(tensors, config, layer)
+    shared, notes = shared_fields(directory, config, layer, decoder, tensors)
     return Eagle3Spec(
-        path=directory,
+        **(shared | dict(norms)),
         format="speculators",
-        decoder=decoder,
         num_speculative_tokens=DEFAULT_DRAFTS,
         target_layer_ids=() if named is None else named.ids,
         causal=(True,) * decoder.num_layers,
-        vocab_size=vocab_size,
-        draft_vocab_size=config.integer("draft_vocab_size", default=vocab_size, low=2),
-        target_hidden_size=config.integer("target_hidden_size", default=decoder.hidden_size),
-        num_target_layers=None,
-        target_name=None,
-        has_embedding=EMBEDDING in tensors,
-        has_lm_head=LM_HEAD in tensors,
-        dtype=dtype,
-        notes=dtype_notes if named is None else named.notes + dtype_notes,
+        notes=notes if named is None else named.notes + notes,
         layer_prefix=prefix,
-        **norms,
     )
 
 
