@@ -213,23 +213,28 @@ def waits_for_night(item: pytest.Item, arguments: Sequence[str]) -> bool:
 
 def places_of(items: Sequence[pytest.Item]) -> dict[Path, float]:
     """When each file begins, from 0 to 1. The longest come first, so that no worker is left with one of them at the
-    end; files with servers, which wait, are spread among the others, which compute."""
-    table = read_table()
+    end, a file of several that stay together as soon as all of them; files with servers, which wait, are spread among
+    the others, which compute."""
     with_servers = {item.path for item in items if item.get_closest_marker("server")}
-    kinds: dict[bool, dict[Path, float]] = {}
+    kinds: dict[bool, dict[Path, tuple[float, float]]] = {}
     for item in items:
-        row = table.get(item.path.relative_to(ROOT).as_posix())
-        # A file that was not measured may be a long one.
-        wall = math.inf if row is None or row.wall is None else row.wall
-        kinds.setdefault(item.path in with_servers, {})[item.path] = wall
+        file = item.path.relative_to(ROOT).as_posix()
+        whole = next((files for files in TOGETHER if file in files), (file,))
+        kinds.setdefault(item.path in with_servers, {})[item.path] = sum(map(wall_of, whole)), wall_of(file)
     places: dict[Path, float] = {}
-    for files in kinds.values():
-        known = sum(seconds for seconds in files.values() if seconds < math.inf) or 1.0
+    for walls in kinds.values():
+        known = sum(own for _, own in walls.values() if own < math.inf) or 1.0
         before = 0.0
-        for file, seconds in sorted(files.items(), key=lambda entry: (-entry[1], entry[0])):
-            places[file] = before / known
-            before += seconds if seconds < math.inf else 0.0
+        for path, (_, own) in sorted(walls.items(), key=lambda entry: (-entry[1][0], entry[0])):
+            places[path] = before / known
+            before += own if own < math.inf else 0.0
     return places
+
+
+def wall_of(file: str) -> float:
+    """The seconds that a file takes. One that was not measured may be a long one."""
+    row = read_table().get(file)
+    return math.inf if row is None or row.wall is None else row.wall
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -231,6 +231,18 @@ def test_long_files_come_first_and_those_with_servers_between_the_others() -> No
 
 
 @pytest.mark.usefixtures("table")
+def test_files_that_stay_together_come_as_soon_as_one_as_long_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.conftest.TOGETHER", (("tests/test_short.py", "tests/test_serves.py"),))
+    places = places_of([FakeItem(f"tests/test_{name}.py") for name in ("long", "short", "waits", "serves")])
+    assert {path.stem.removeprefix("test_"): place for path, place in places.items()} == {
+        "serves": 0.0,
+        "short": 40 / 82,
+        "long": 42 / 82,
+        "waits": 72 / 82,
+    }
+
+
+@pytest.mark.usefixtures("table")
 def test_a_file_far_above_its_row_is_named_and_others_are_not() -> None:
     seconds = {
         file: (processor, 1.0) for file, processor in [("tests/test_short.py", 13.1), ("tests/test_long.py", 69)]
