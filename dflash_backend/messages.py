@@ -48,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
     those of the new tokens, of m also those of the m most likely ones, and `prompt_logprobs` is the same for the
-    prompt's tokens after its first. `allowed_token_ids` of None allows all;
+    prompt's tokens after its first; `logprob_token_ids` are tokens whose log-probabilities come in place of those of
+    the most likely ones. `allowed_token_ids` of None allows all;
     `bad_words_token_ids` are those of `bad_words`, which the stub fills in. The engine runs one completion a request:
     for `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
 
@@ -72,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ class Sampling(TypedDict, total=False):
     structured_outputs: Mapping[str, Any] | None
     response_format: Mapping[str, Any] | None
     logprobs: int | None
+    logprob_token_ids: Sequence[int] | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None

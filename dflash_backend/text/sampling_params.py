@@ -126,6 +126,11 @@ def _read_token_ids(value: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ids))
 
 
+def _read_logprob_ids(value: Any) -> tuple[int, ...] | None:
+    ids = _read_token_ids(value)
+    return ids if ids is not None and len(ids) <= MAX_LOGPROBS else None
+
+
 def _read_allowed_ids(value: Any) -> tuple[int, ...] | None:
     """Unlike stop tokens, any number of them but none."""
     ids = [read_int(item) for item in read_list(value)]
@@ -192,6 +197,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("allowed_token_ids", _read_allowed_ids, "a list of at least one token id, each of at least 0"),
     Parameter("bad_words", _read_bad_words, texts_in_words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)),
     Parameter("logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the whole vocabulary"),
+    Parameter(
+        "logprob_token_ids",
+        _read_logprob_ids,
+        f"a list of at most {MAX_LOGPROBS} token ids, whose log-probabilities come in place of the most likely ones",
+    ),
     Parameter("prompt_logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the vocabulary"),
     Parameter("seed", _read_seed, "a 64-bit integer, or -1 for the server's own"),
     Parameter("stop", _read_stops, texts_in_words(MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)),
@@ -285,7 +295,11 @@ def _check_together(
         raise _not_allowed("n", params.n, f"an integer from 1 to {max_n}, what the server runs at a time")
     if vocab_size is not None:
         ids = params.stop_token_ids
-        for name, named in (("allowed_token_ids", params.allowed_token_ids or ()), ("stop_token_ids", ids)):
+        for name, named in (
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", ids),
+            ("logprob_token_ids", params.logprob_token_ids),
+        ):
             invalid = next((token_id for token_id in named if token_id >= vocab_size), None)
             if invalid is not None:
                 raise _not_allowed(name, named, f"token ids from 0 to {vocab_size - 1}, so not {invalid}")
@@ -293,6 +307,8 @@ def _check_together(
         if params.min_tokens > 0 and 2 * len(ids) > vocab_size:
             allowed = f"with min_tokens at most half of the vocabulary, {vocab_size // 2} tokens"
             raise _not_allowed("stop_token_ids", ids, allowed)
+    if params.logprob_token_ids and params.logprobs is None:
+        raise _not_allowed("logprob_token_ids", params.logprob_token_ids, "null without 'logprobs'")
     if params.min_tokens > params.max_tokens:
         raise _not_allowed("min_tokens", params.min_tokens, f"an integer from 0 to max_tokens ({params.max_tokens})")
     if params.structured_outputs is not None:

@@ -50,7 +50,6 @@ _OF_PROMPT = "'prompt_logprobs' returns those of the whole prompt; leave it out"
 VLLM_PARAMETERS: dict[str, VllmParameter] = {
     "prompt_logprob_token_ids": VllmParameter((), _OF_PROMPT),
     "prompt_logprob_start": VllmParameter((), _OF_PROMPT),
-    "logprob_token_ids": VllmParameter((), "'logprobs' returns those of the most likely tokens"),
     "flat_logprobs": VllmParameter((False,), "log-probabilities come as a list with an object for each token"),
     "detokenize": VllmParameter((True,), "text is always sent; the input 'return_token_ids' sends token ids as well"),
     "spaces_between_special_tokens": VllmParameter((True,), "text is decoded as the tokenizer does"),

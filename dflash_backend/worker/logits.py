@@ -10,7 +10,7 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -153,9 +153,14 @@ class SpecialRows:
         _, flat = spans(self.first[asking], lens)
         index = put(flat, self._raw.device)
         chosen = step.target_tokens.index_select(0, self.flat.index_select(0, index))
-        ranked = ranked_logprobs(self._raw.index_select(0, index), chosen[:, None], int(self._num_top.max()))
-        self._raw = None
-        return PendingLogprobs.begin(ranked, self.rows[asking].tolist(), lens.tolist(), self._num_top[asking].tolist())
+        raw, self._raw = self._raw.index_select(0, index), None
+        ranked = ranked_logprobs(raw, chosen[:, None], int(self._num_top.max()))
+        records = [self._requests.records[self._request_ids[i]] for i in asking.tolist()]
+        named = [list(record.sampling.logprob_token_ids) for record in records]
+        pending = PendingLogprobs.begin(
+            ranked, self.rows[asking].tolist(), lens.tolist(), self._num_top[asking].tolist()
+        )
+        return pending.with_named(raw, named) if any(named) else pending
 
 
 def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray) -> np.ndarray:
@@ -200,22 +205,39 @@ class PendingLogprobs:
     rows: list[int]
     lens: list[int]
     num_top: list[int]
+    # Of each row, the tokens that its request names, and `named_logprobs` of them.
+    named: list[list[int]] | None = None
+    of_named: Download | None = None
 
     @classmethod
     def begin(cls, packed: torch.Tensor, rows: list[int], lens: list[int], num_top: list[int]) -> PendingLogprobs:
         """Queue the copy of `packed` to the host."""
         return cls(fetch(packed), rows, lens, num_top)
 
+    def with_named(self, logits: torch.Tensor, named: list[list[int]]) -> PendingLogprobs:
+        """The same with the log-probabilities of the tokens that each row names, `logits` being those of all."""
+        ids = np.zeros((len(logits), max(map(len, named))), dtype=np.int64)
+        begins = 0
+        for own, length in zip(named, self.lens, strict=True):
+            ids[begins : begins + length, : len(own)] = own
+            begins += length
+        return replace(self, named=named, of_named=fetch(named_logprobs(logits, put(ids, logits.device))))
+
     def entries(self, tokens: list[list[int]]) -> dict[int, list[TokenLogprobs]]:
         """By row, those of its new tokens; waits until they are there. tokens: the new ones of each row of the step, at
         most as many as it has here."""
         packed = self.packed.wait()
+        of_named = None if self.of_named is None else self.of_named.wait()
         found: dict[int, list[TokenLogprobs]] = {}
         first = 0
         for row, length, num_top in zip(self.rows, self.lens, self.num_top, strict=True):
             new = tokens[row]
             ranked = zip(*unpacked_logprobs(packed[first : first + len(new)]), strict=True)
             found[row] = [logprobs_entry(token, num_top, *next(ranked)) for token in new]
+            if self.named is not None and of_named is not None:
+                named = self.named[self.rows.index(row)]
+                for entry, values in zip(found[row], of_named[first : first + len(new)], strict=True):
+                    add_named(entry, named, values)
             first += length
         return found
 
@@ -231,6 +253,25 @@ def ranked_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) ->
     top = logprobs.gather(1, top_ids)
     # For one copy to the host; float64 holds ids and float32 values exactly.
     return torch.cat([part.double() for part in (own, rank, top, top_ids)], dim=1)
+
+
+def named_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """For `logits` `[n, vocab]` and tokens int64 `[n, m]`: their log-probabilities and ranks, side by side, float64
+    `[n, 2 * m]`. A rank is the number of tokens that are at least as likely."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, ids)
+    ranks = [(logprobs >= own[:, column, None]).sum(dim=1, keepdim=True) for column in range(ids.shape[1])]
+    return torch.cat([own.double(), *(rank.double() for rank in ranks)], dim=1)
+
+
+def add_named(entry: TokenLogprobs, named: list[int], values: np.ndarray) -> None:
+    """Add the tokens that a request names, but for the chosen one, to its entry. values: a row of `named_logprobs`."""
+    half = len(values) // 2
+    for place, token_id in enumerate(named):
+        if token_id != entry.token_ids[0]:
+            entry.token_ids.append(token_id)
+            entry.logprobs.append(float(values[place]))
+            entry.ranks.append(int(values[half + place]))
 
 
 def unpacked_logprobs(packed: np.ndarray) -> Ranked:

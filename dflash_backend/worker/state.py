@@ -238,7 +238,9 @@ class RequestStates:
         self.masked[index] = sampling.masks_tokens
         self.penalised[index] = sampling.penalised
         self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-        self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
+        # Tokens that the request names take the place of the most likely ones.
+        num_top = 0 if sampling.logprob_token_ids else sampling.logprobs
+        self.num_logprobs[index] = -1 if num_top is None or sampling.logprobs is None else num_top
         self.num_prompt_logprobs[index] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
         changes = self.min_end[index] > 0 or self.biased[index] or self.masked[index] or self.penalised[index]
         record.processed = bool(changes) or sampling.logprobs is not None or sampling.prompt_logprobs is not None

@@ -52,7 +52,7 @@ def check_asked(
     if max_tokens is not None and num_prompts * n > 1:
         num_tokens = n * sum(max_tokens)
         words, each = f"{num_tokens} tokens of {num_prompts} prompts x {n} answers", BYTES_OF_TOKEN
-        of_answers = sampling.get("logprobs")
+        of_answers = num_logprobs(sampling)
         if type(of_answers) is int and of_answers >= 0:
             each += (1 + of_answers) * BYTES_OF_LOGPROB
             words += f" with {1 + of_answers} log-probabilities each"
@@ -68,11 +68,22 @@ def check_asked(
         )
 
 
+def num_logprobs(sampling: Mapping[str, Any]) -> Any:
+    """How many log-probabilities each token of an answer has beside its own; None for none at all."""
+    if (of_likeliest := sampling.get("logprobs")) is None:
+        return None
+    return len(sampling.get("logprob_token_ids") or ()) or of_likeliest
+
+
 def comes_in_pieces(num_prompt_tokens: int, max_tokens: int, sampling: Mapping[str, Any]) -> bool:
     """Whether the answer to one prompt may be so large, for its log-probabilities, that it must come in pieces."""
     num_bytes = 0
-    for name, num_tokens in (("prompt_logprobs", num_prompt_tokens), ("logprobs", max_tokens * sampling.get("n", 1))):
-        if type(of_tokens := sampling.get(name)) is int:
+    of_answers = num_logprobs(sampling)
+    for of_tokens, num_tokens in (
+        (sampling.get("prompt_logprobs"), num_prompt_tokens),
+        (of_answers, max_tokens * sampling.get("n", 1)),
+    ):
+        if type(of_tokens) is int:
             num_bytes += num_tokens * (1 + of_tokens) * BYTES_OF_LOGPROB
     return num_bytes > LARGEST_PIECE_BYTES
 

@@ -9,19 +9,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_backend.text.chat import with_reasoning_names
+from dflash_backend.text.client_json import quoted
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
 from dflash_openai.bodies import read_body
 from dflash_openai.budget import check_asked
 from dflash_openai.config import FrontendConfig
-from dflash_openai.conversation import Conversation, Draft, prepare
+from dflash_openai.conversation import KV_PROMPT, Conversation, Draft, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
+from dflash_openai.notices import log_once
 from dflash_openai.reasoning_tokens import ReasoningTokens
-from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
+from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import ChatRequest
 from dflash_openai.state import Frontend
 from dflash_openai.tools import read_tool_use
@@ -38,7 +40,8 @@ async def create_chat_completion(request: Request) -> Response:
         sampling = sampling_parameters(body, model.description)
         begins = body.add_generation_prompt is not False
         names, template = client_names(body), request_template(body, frontend.config)
-        return body, Draft(model, messages, options, use, sampling, names, continues(body), begins, template)
+        kept, ids = truncation(body, model.description.max_model_len), kv_prompt(body)
+        return body, Draft(model, messages, options, use, sampling, names, continues(body), begins, template, kept, ids)
 
     body, draft = await read_body(request, ChatRequest, read)
     asked, model = await prepare(draft), draft.model
@@ -77,6 +80,21 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         options.setdefault("enable_thinking", body.reasoning_effort != "none")
     return options
+
+
+def kv_prompt(body: ChatRequest) -> list[Any] | None:
+    """The prompt's token ids, where another server has made them of the messages. What else is in `kv_transfer_params`
+    is ignored: KV comes from no other server. Raises `ApiError`."""
+    given = body.kv_transfer_params or {}
+    if others := [name[:64] for name in given if name != "prompt_token_ids"]:
+        log_once(
+            f"kv {others[0]}",
+            lambda: f"{others[0]!r} in 'kv_transfer_params' is ignored: KV comes from no other server",
+        )
+    ids = given.get("prompt_token_ids")
+    if ids is not None and not isinstance(ids, list):
+        raise invalid(f"'{KV_PROMPT}' is {quoted(ids)}; allowed: a list of token ids", KV_PROMPT)
+    return ids
 
 
 class Templated(Protocol):
@@ -132,7 +150,8 @@ class ChatAnswer(Answer):
         self._readers: dict[int, MessageReader] = {}
         self._returns_token_ids = bool(body.return_token_ids)
         as_token_ids = bool(body.return_tokens_as_token_ids)
-        self._logprobs = LogprobWriter(body.top_logprobs or 0, as_token_ids, asked.model.tokenizer)
+        num_top = None if body.logprob_token_ids else body.top_logprobs or 0
+        self._logprobs = LogprobWriter(num_top, as_token_ids, asked.model.tokenizer)
 
     def extra(self) -> dict[str, Any]:
         """The prompt's token ids and their log-probabilities, where they were asked for."""

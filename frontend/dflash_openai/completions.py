@@ -20,8 +20,8 @@ from dflash_openai.budget import BYTES_OF_TOKEN, check_asked, check_num_tokens
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
-from dflash_openai.prompts import PromptBuilder
-from dflash_openai.sampling import client_names, max_tokens, sampling_parameters
+from dflash_openai.prompts import PromptBuilder, Truncation
+from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import CompletionRequest
 from dflash_openai.state import Frontend
 
@@ -39,7 +39,8 @@ async def create_completion(request: Request) -> Response:
     def check_sizes(num_tokens: int, num_prompts: int) -> None:
         check_num_tokens(num_tokens, num_prompts, model.description, num_servers)
 
-    prompts = await _prompts(body, model.prompts, check_sizes)
+    kept = truncation(body, model.description.max_model_len)
+    prompts = await _prompts(body, model.prompts, check_sizes, kept)
     limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
     check_asked([len(token_ids) for token_ids in prompts], limits, sampling, model.description)
     stream = bool(body.stream)
@@ -67,17 +68,21 @@ def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionReques
 
 
 async def _prompts(
-    body: CompletionRequest, builder: PromptBuilder, check_sizes: Callable[[int, int], None]
+    body: CompletionRequest,
+    builder: PromptBuilder,
+    check_sizes: Callable[[int, int], None],
+    kept: Truncation | None,
 ) -> list[list[int]]:
-    """Token ids of each prompt. `check_sizes` gets the numbers of tokens and of prompts. Raises `ApiError`."""
+    """Token ids of each prompt, of which `kept` says what remains. `check_sizes` gets the numbers of tokens and of
+    prompts. Raises `ApiError`."""
     given = body.prompt
     special = body.add_special_tokens is not False
     if isinstance(given, str):
-        return [await builder.from_text(given, special)]
+        return [await builder.from_text(given, special, kept)]
     if not given:
         raise invalid(f"'prompt' is an empty list; allowed: {FORMS}", "prompt")
     if type(given[0]) in (int, float):
-        return [await in_thread(len(given) * BYTES_OF_TOKEN, lambda: builder.check_token_ids(given))]
+        return [await in_thread(len(given) * BYTES_OF_TOKEN, lambda: builder.check_token_ids(given, truncation=kept))]
     if len(given) > MAX_PROMPTS:
         raise invalid(f"there are {len(given)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
     # Before any work for the first of them.
@@ -86,11 +91,11 @@ async def _prompts(
     prompts = []
     for item in given:
         if isinstance(item, str):
-            prompts.append(await builder.from_text(item, special))
+            prompts.append(await builder.from_text(item, special, kept))
             num_tokens += len(prompts[-1])
             check_sizes(num_tokens, len(given))
         elif isinstance(item, list):
-            prompts.append(builder.check_token_ids(item))
+            prompts.append(builder.check_token_ids(item, truncation=kept))
             # Others get on between two of them.
             await asyncio.sleep(0)
         else:
@@ -121,9 +126,8 @@ class CompletionAnswer(Answer):
         self._returns_token_ids = bool(body.return_token_ids)
         as_token_ids = bool(body.return_tokens_as_token_ids)
         # By place, made as completions come: how many there may be is the model's to say, and `n` may be any number.
-        self._logprobs = defaultdict[int, LogprobWriter](
-            lambda: LogprobWriter(body.logprobs or 0, as_token_ids, self._tokenizer)
-        )
+        num_top = None if body.logprob_token_ids else body.logprobs or 0
+        self._logprobs = defaultdict[int, LogprobWriter](lambda: LogprobWriter(num_top, as_token_ids, self._tokenizer))
 
     def read_echo(self) -> None:
         """Turn all prompts that are echoed into text, which takes long for many."""
@@ -134,10 +138,8 @@ class CompletionAnswer(Answer):
         """What `echo` puts before the completions of a prompt: its text as it was sent, or that of its token ids."""
         if not self._body.echo:
             return ""
-        if isinstance(self._body.prompt, str):
-            return self._body.prompt
-        given = self._body.prompt[index]
-        if isinstance(given, str):
+        given = self._body.prompt if isinstance(self._body.prompt, str) else self._body.prompt[index]
+        if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
             return given
         if index not in self._echoed:
             self._echoed[index] = self._tokenizer.decode(self.prompts[index], skip_special_tokens=False)

@@ -13,12 +13,15 @@ from dflash_backend.text.structured_outputs import FormatError, read_response_fo
 from dflash_openai.errors import invalid
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
+from dflash_openai.prompts import Truncation
 from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse
 
 # The tokens at a prompt's end in which a chat template's mark of reasoning is looked for.
 TAIL_TOKENS = 32
+# What a client calls the token ids that another server has made of the messages.
+KV_PROMPT = "kv_transfer_params.prompt_token_ids"
 # The model's parameters that give an answer a format; a request has one of them at most.
 FORMATS = ("response_format", "structured_outputs")
 
@@ -63,6 +66,9 @@ class Draft:
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     chat_template: str | None = None
+    truncation: Truncation | None = None
+    # In place of the messages.
+    prompt_token_ids: Sequence[Any] | None = None
 
 
 async def prepare(draft: Draft) -> Conversation:
@@ -74,14 +80,18 @@ async def prepare(draft: Draft) -> Conversation:
         messages = harmony.template_messages(messages)
     if continue_final_message and use.forced:
         raise invalid("'tool_choice' forces a tool call, which cannot continue a message", "continue_final_message")
-    prompt = await model.prompts.from_messages(
-        messages,
-        draft.options,
-        use.offered,
-        continue_final_message,
-        draft.add_generation_prompt,
-        draft.chat_template,
-    )
+    if draft.prompt_token_ids is not None:
+        prompt = model.prompts.check_token_ids(draft.prompt_token_ids, KV_PROMPT, draft.truncation)
+    else:
+        prompt = await model.prompts.from_messages(
+            messages,
+            draft.options,
+            use.offered,
+            continue_final_message,
+            draft.add_generation_prompt,
+            draft.chat_template,
+            draft.truncation,
+        )
     if continue_final_message:
         tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))
     else:

@@ -26,14 +26,15 @@ class TokenBytes(Protocol):
 
 
 class LogprobWriter:
-    """Writes the log-probabilities of a completion's tokens, `num_top` of the likeliest at each position.
+    """Writes the log-probabilities of a completion's tokens, `num_top` of the likeliest at each position; None for all
+    that the model has given, of the tokens that the request names.
 
     A token has the bytes that it stands for, which joined are those of the text; one that is no whole characters is
     written as `bytes:` and its bytes (`bytes:\\xe4`), as OpenAI writes it. `as_token_ids` writes a token as
     `token_id:N` in place of its text, as vLLM's `return_tokens_as_token_ids` does.
     """
 
-    def __init__(self, num_top: int, as_token_ids: bool, tokenizer: TokenBytes) -> None:
+    def __init__(self, num_top: int | None, as_token_ids: bool, tokenizer: TokenBytes) -> None:
         self._num_top, self._as_token_ids, self._tokenizer = num_top, as_token_ids, tokenizer
         self._offset = 0
 
@@ -73,19 +74,16 @@ class LogprobWriter:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the chosen one by their texts; one whose text another has by its id."""
+        """The chosen token first, as vLLM writes it, and the likeliest others by their texts; one whose text another
+        has by its id."""
         chosen = chosen_of(entry)
-        others = [each for each in self._likeliest(entry) if each[0] != chosen[0]]
-        texts: dict[int, str] = {}
-        for token_id, logprob in (chosen, *others):
+        texts: dict[str, float] = {}
+        for token_id, logprob in (chosen, *(each for each in self._likeliest(entry) if each[0] != chosen[0])):
             text = self._shown(token_id, logprob)[0]
             if not text and token_id != chosen[0]:
                 text = self._tokenizer.token_texts([token_id])[0]
-            texts[token_id] = f"token_id:{token_id}" if text in texts.values() else text
-        ranked = [each for each in self._likeliest(entry) if each[0] in texts]
-        if all(token_id != chosen[0] for token_id, _ in ranked):
-            ranked.append(chosen)
-        return {texts[token_id]: logprob.logprob for token_id, logprob in ranked}
+            texts[f"token_id:{token_id}" if text in texts else text] = logprob.logprob
+        return texts
 
     def _chat_token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         text, own = self._shown(token_id, logprob)

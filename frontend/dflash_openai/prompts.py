@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dflash_backend.error_text import shown
@@ -19,6 +20,8 @@ from dflash_backend.text.prompt_size import (
     PromptTooLong,
     check_fits,
     check_num_tokens,
+    most_chars,
+    too_long,
 )
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_openai.errors import ApiError, invalid
@@ -27,6 +30,18 @@ from dflash_openai.errors import ApiError, invalid
 MIN_TOKENS_OF_MESSAGE = 2
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Of a prompt, at most `num_tokens`: the last ones, or the first. A text may still be no longer than any prompt."""
+
+    num_tokens: int
+    keeps_end: bool = True
+
+    def of(self, token_ids: list[int]) -> list[int]:
+        """What is kept of a prompt."""
+        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 class PromptBuilder:
@@ -47,6 +62,7 @@ class PromptBuilder:
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
         With `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt`
@@ -62,14 +78,20 @@ class PromptBuilder:
             "add_generation_prompt": add_generation_prompt,
             "chat_template": chat_template,
         }
-        return await self._run("messages", lambda: self._chat(messages, variables))
+        return await self._run("messages", lambda: self._chat(messages, variables, truncation), truncation)
 
-    async def from_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def from_text(
+        self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> list[int]:
         """Token ids of a text. Raises `ApiError`."""
-        return await self._run("prompt", lambda: self._text(text, add_special_tokens))
+        return await self._run("prompt", lambda: self._text(text, add_special_tokens, truncation), truncation)
 
-    def check_token_ids(self, token_ids: Sequence[Any], param: str = "prompt") -> list[int]:
+    def check_token_ids(
+        self, token_ids: Sequence[Any], param: str = "prompt", truncation: Truncation | None = None
+    ) -> list[int]:
         """Token ids that a client sent. Raises `ApiError`."""
+        if truncation is not None:
+            token_ids = truncation.of(list(token_ids))
         self._check_num_tokens(param, len(token_ids))
         kinds = set(map(type, token_ids))
         if float in kinds:
@@ -89,14 +111,14 @@ class PromptBuilder:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, param: str, build: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, param: str, build: Callable[[], list[int]], truncation: Truncation | None = None) -> list[int]:
         try:
             token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, build)
         except PromptTooLong as error:
             raise self._too_long(error, param) from None
         except (PromptError, InputError) as error:
             raise invalid(str(error), param) from None
-        return self._checked(param, token_ids)
+        return self._checked(param, token_ids if truncation is None else truncation.of(token_ids))
 
     def _checked(self, param: str, token_ids: list[int]) -> list[int]:
         if not token_ids:
@@ -122,14 +144,23 @@ class PromptBuilder:
         message = f"This model's maximum context length is {length} tokens. However, {error}"
         return invalid(message, param, "context_length_exceeded")
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        if MIN_TOKENS_OF_MESSAGE * len(messages) > self.max_model_len:
+    def _check_fits(self, text: str, truncation: Truncation | None) -> None:
+        """Raise `PromptTooLong` for a text that is certainly too long, also to be tokenised and then made shorter."""
+        if truncation is None:
+            check_fits(text, self.tokenizer, self.max_model_len)
+        elif len(text) > most_chars(self.tokenizer, self.max_model_len):
+            raise too_long(f"{len(text)} characters", self.tokenizer, self.max_model_len)
+
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], truncation: Truncation | None
+    ) -> list[int]:
+        if truncation is None and MIN_TOKENS_OF_MESSAGE * len(messages) > self.max_model_len:
             raise PromptTooLong(
                 f"there are {len(messages)} messages, which are too many tokens: max_model_len is {self.max_model_len}"
             )
         self._check_size(messages, options)
         chat = self.tokenizer.render_chat(messages, **options)
-        check_fits(chat.text, self.tokenizer, self.max_model_len)
+        self._check_fits(chat.text, truncation)
         return self.tokenizer.encode_chat(chat)
 
     def _check_size(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
@@ -144,6 +175,6 @@ class PromptBuilder:
                 f"but max_model_len is {self.max_model_len} tokens; shorten them"
             )
 
-    def _text(self, text: str, add_special_tokens: bool) -> list[int]:
-        check_fits(text, self.tokenizer, self.max_model_len)
+    def _text(self, text: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
+        self._check_fits(text, truncation)
         return self.tokenizer.encode(text, add_special_tokens) if text else []

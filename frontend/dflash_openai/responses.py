@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_client import GenerationResult
+from dflash_client import Delta, GenerationResult
+from dflash_client.results import Completion
 from dflash_openai.answers import respond
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import template_messages, template_options
@@ -65,10 +66,14 @@ class ResponseAnswer:
         tools = {tool["function"]["name"]: own for tool, own in tools_of(body.tools or [])}
         self._items = ResponseItems(self._logprobs_of, tools)
         self._content_logprobs = ContentLogprobs()
-        self._logprobs = LogprobWriter(body.top_logprobs or 0, False, asked.model.tokenizer)
+        num_top = None if body.logprob_token_ids else body.top_logprobs or 0
+        self._logprobs = LogprobWriter(num_top, False, asked.model.tokenizer)
         self._usage = UsageCounter(len(asked.prompt))
         self._reasoning = asked.reasoning_tokens()
         self._num_events = 0
+        # Texts and token ids of the answer, where the prompt and the answer are returned as they are.
+        self._raw: tuple[list[str], list[int]] | None = ([], []) if body.enable_response_messages else None
+        self._asked = asked
         self._head: Fields = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -83,6 +88,7 @@ class ResponseAnswer:
         self._usage.num_output_tokens += completion.num_output_tokens
         self._usage.add_stats(completion.spec_stats)
         self._reasoning.add(completion.token_ids)
+        self._add_raw(completion)
         self._content_logprobs.add(completion.logprobs or ())
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
@@ -112,9 +118,27 @@ class ResponseAnswer:
         _, delta = item
         self._usage.add(delta)
         self._reasoning.add(delta.token_ids)
+        self._add_raw(delta)
         self._content_logprobs.add(delta.logprobs or ())
         events = self._reader.events(delta.text, delta.finish_reason is not None)
         return self._written(self._items.add(events))
+
+    def _add_raw(self, more: Completion | Delta) -> None:
+        if self._raw is not None:
+            self._raw[0].append(more.text)
+            self._raw[1].extend(more.token_ids)
+
+    def _messages(self) -> Fields:
+        """The prompt and the answer as the model reads and writes them, in vLLM's form; nothing unless asked for."""
+        if self._raw is None:
+            return {}
+        prompt = self._asked.prompt
+        text = self._asked.model.tokenizer.decode(prompt, skip_special_tokens=False)
+        sides = {"input_messages": (text, prompt), "output_messages": ("".join(self._raw[0]), self._raw[1])}
+        return {
+            name: [{"type": "raw_message_tokens", "message": message, "tokens": list(token_ids)}]
+            for name, (message, token_ids) in sides.items()
+        }
 
     def _logprobs_of(self, content: ContentDelta) -> list[Fields]:
         """The log-probabilities of a piece of content; none where they were not asked for."""
@@ -129,6 +153,7 @@ class ResponseAnswer:
             "status": status,
             "output": self._items.output,
             "usage": self._usage_fields(),
+            **self._messages(),
         }
         if status == "incomplete":
             # The other reason is that the request's time has passed, for which the API has no word.

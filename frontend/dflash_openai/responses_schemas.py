@@ -60,6 +60,8 @@ class ResponsesRequest(SharedFields, kw_only=True):
     prompt: dict[str, Any] | None = None
     # Taken, without effect: an input that does not fit is refused, and not cut.
     truncation: str | None = None
+    # vLLM's: the response has the prompt and the answer as the model reads and writes them, with token ids.
+    enable_response_messages: bool | None = None
     max_tool_calls: int | None = None
 
 

@@ -10,6 +10,7 @@ import msgspec
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
 from dflash_openai.errors import invalid
+from dflash_openai.prompts import Truncation
 from dflash_openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from dflash_openai.triton_pool import ModelDescription
 
@@ -18,21 +19,16 @@ SAME_NAMES = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
-    *(
-        "truncate_prompt_tokens",
-        "cache_salt",
-        "tenant",
-        "priority",
-        "num_speculative_tokens",
-        "best_of",
-        "use_beam_search",
-    ),
-    *("length_penalty", "return_steps"),
+    *("cache_salt", "tenant", "priority", "num_speculative_tokens", "best_of", "use_beam_search", "length_penalty"),
+    *("logprob_token_ids", "return_steps"),
 )
 # vLLM's older names of structured output.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
+# What is done here, and which the model does not know.
+DONE_HERE = ("truncate_prompt_tokens",)
+SIDES = ("left", "right")
 
 
 def sampling_parameters(request: GenerationFields, description: ModelDescription) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
 def _refuse_unsupported(request: GenerationFields) -> None:
     """Raise `ApiError` for a parameter of vLLM that the model does not have, unless its value asks for nothing."""
     for name, known in VLLM_PARAMETERS.items():
-        value = None if name in SAME_NAMES else getattr(request, name)
+        value = None if name in (*SAME_NAMES, *DONE_HERE) else getattr(request, name)
         if value is not None and not known.asks_for_nothing(value):
             neutral = " or ".join(msgspec.json.encode(word).decode() for word in (None, *known.neutral))
             raise invalid(f"'{name}' has the value {quoted(value)}; allowed: {neutral}; {known.instead}", name)
@@ -106,6 +102,25 @@ def _logprobs(request: GenerationFields) -> int | None:
     if request.top_logprobs and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def truncation(request: GenerationFields, max_model_len: int) -> Truncation | None:
+    """How a prompt is made shorter; None where it is not. Raises `ApiError`."""
+    count, side = request.truncate_prompt_tokens, request.truncation_side
+    if side is not None and side not in SIDES:
+        raise invalid(
+            f"'truncation_side' is {quoted(side)}; allowed: left, which keeps the end, or right", "truncation_side"
+        )
+    if count is None:
+        return None
+    if count != -1 and not 1 <= count < max_model_len:
+        allowed = f"an integer from 1 to {max_model_len - 1}, or -1 for as many as fit"
+        raise invalid(f"'truncate_prompt_tokens' is {count}; allowed: {allowed}", "truncate_prompt_tokens")
+    if count == -1:
+        asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+        asked = request.max_tokens if asked is None else asked
+        count = max(1, max_model_len - max(1, asked or 1))
+    return Truncation(count, side != "right")
 
 
 def max_tokens(

@@ -76,6 +76,8 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    # In place of the likeliest, where log-probabilities are asked for.
+    logprob_token_ids: list[int] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     num_speculative_tokens: int | None = None
@@ -93,7 +95,6 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Parameters of vLLM that this server has not: refused with what to do, unless they ask for nothing.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
-    logprob_token_ids: Any = None
     flat_logprobs: Any = None
     detokenize: Any = None
     output_kind: Any = None
@@ -117,7 +118,9 @@ class GenerationFields(SharedFields, kw_only=True):
     n: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    # Of the prompt, this many tokens at most; -1: as many as fit. They are the last unless `truncation_side` is right.
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     tenant: str | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -162,6 +165,8 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # Of a server that has computed the prompt, whose token ids take the place of the messages.
+    kv_transfer_params: dict[str, Any] | None = None
     # Refused where it is true.
     echo: bool | None = None
     # Refused without "text".

@@ -73,6 +73,8 @@ def test_prompts_times_log_probabilities_are_refused_before_anything_is_sent(
     assert "allowed: 0.02 MB (max_response_mb)" in message
     message = refusal(narrow, prompt=["a"] * 5, max_tokens=20, logprobs=2, n=2)
     assert "200 tokens of 5 prompts x 2 answers with 3 log-probabilities each x 214 bytes" in message
+    message = refusal(narrow, prompt=["a"] * 5, max_tokens=20, logprobs=0, logprob_token_ids=[5, 6, 7], n=2)
+    assert "x 2 answers with 4 log-probabilities each x 284 bytes" in message
     assert "x 3 log-probabilities" in refusal(narrow, prompt=[[7] * 20] * 5, max_tokens=0, echo=True, logprobs=2)
 
 

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from dflash_backend.text.chat import SpecialTokens
 from dflash_backend.text.prompt_size import MAX_MESSAGES_CHARS, MESSAGES_CHARS_PER_TOKEN
 from dflash_client.results import Logprob
+from dflash_openai import notices
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -162,6 +163,36 @@ def test_tokens_may_be_written_as_ids(http: TestClient, pool: ScriptedPool) -> N
     body = {"messages": HELLO, "logprobs": True, "return_tokens_as_token_ids": True}
     answer = http.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:104"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompts_token_ids_take_the_place_of_the_messages(
+    stream: bool, http: TestClient, pool: ScriptedPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    notices._logged.clear()
+    given = {"prompt_token_ids": [257, 120, 121], "remote_host": "other"}
+    body = {"messages": HELLO, "kv_transfer_params": given, "return_token_ids": True, "stream": stream}
+    text = http.post("/v1/chat/completions", json=body).text
+    assert pool.asked[0].token_ids == [257, 120, 121]
+    first = json.loads(text.split("\n")[0].removeprefix("data: "))
+    assert first["prompt_token_ids"] == [257, 120, 121]
+    assert "'remote_host' in 'kv_transfer_params' is ignored: KV comes from no other server" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [(5, "a list of token ids"), ([999], "token ids from 0 to 257"), ([], "empty")]
+)
+def test_a_prompts_token_ids_are_checked(ids: Any, words: str, http: TestClient, pool: ScriptedPool) -> None:
+    body = {"messages": HELLO, "kv_transfer_params": {"prompt_token_ids": ids}}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "kv_transfer_params.prompt_token_ids"
+    assert words in error["message"]
+    assert not pool.asked
+
+
+def test_of_a_chats_prompt_the_end_is_kept(http: TestClient, pool: ScriptedPool) -> None:
+    http.post("/v1/chat/completions", json={"messages": HELLO, "truncate_prompt_tokens": 3})
+    assert pool.asked[0].token_ids == [257, *b"a:"]
 
 
 def test_top_logprobs_alone_are_refused(http: TestClient) -> None:

@@ -116,6 +116,54 @@ def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> No
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, "gh"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, "gh"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
+        ({"truncate_prompt_tokens": 99}, "abcdefgh"),
+    ],
+)
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_of_a_prompt_its_end_or_its_beginning_is_kept(
+    more: dict[str, Any], kept: str, as_ids: bool, http: TestClient, pool: ScriptedPool
+) -> None:
+    prompt: Any = list(b"abcdefgh") if as_ids else "abcdefgh"
+    answer = http.post("/v1/completions", json={"prompt": [prompt, prompt], "echo": True, **more}).json()
+    assert [bytes(asked.token_ids).decode() for asked in pool.asked] == [kept] * 2
+    assert [choice["text"] for choice in answer["choices"]] == [f"{kept}Hello!"] * 2
+    assert answer["usage"]["prompt_tokens"] == 2 * len(kept)
+
+
+def test_a_prompt_that_is_too_long_is_cut_to_what_fits_beside_the_answer(http: TestClient, pool: ScriptedPool) -> None:
+    body = {"prompt": "x" * MAX_MODEL_LEN + "y" * 10, "truncate_prompt_tokens": -1, "max_tokens": 7}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert pool.asked[0].token_ids == list(b"x" * (MAX_MODEL_LEN - 17) + b"y" * 10)
+    assert pool.asked[0].sampling["max_tokens"] == 7
+    for wrong in (0, -2, MAX_MODEL_LEN):
+        error = http.post("/v1/completions", json={**body, "truncate_prompt_tokens": wrong}).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens"
+        assert f"is {wrong}; allowed: an integer from 1 to {MAX_MODEL_LEN - 1}" in error["message"]
+    error = http.post("/v1/completions", json={**body, "truncation_side": "middle"}).json()["error"]
+    assert "'truncation_side' is 'middle'; allowed: left, which keeps the end, or right" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_a_request_names_all_come_after_the_chosen_one(
+    stream: bool, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    """The model sends these alone; `logprobs` leaves none of them out."""
+    entries = [[{104: Logprob(-3.0, 9, "h"), 120: Logprob(-0.1, 1, "x"), 121: Logprob(-5.0, 20, "y")}]]
+    pool.script = Script(("h",), logprobs=entries)
+    body = {"logprob_token_ids": [120, 121]}
+    found: Any = client.completions.create(model="dflash", prompt="a", logprobs=1, stream=stream, extra_body=body)
+    written = [choice.logprobs for chunk in (found if stream else [found]) for choice in chunk.choices]
+    (top,) = [top for each in written if each for top in each.top_logprobs]
+    assert list(top.items()) == [("h", -3.0), ("x", -0.1), ("y", -5.0)]
+    assert pool.asked[0].sampling["logprob_token_ids"] == [120, 121]
+
+
 def test_special_tokens_around_a_prompt_may_be_left_out(http: TestClient, pool: ScriptedPool) -> None:
     http.post("/v1/completions", json={"prompt": "a", "add_special_tokens": False})
     assert pool.asked[0].token_ids == [97]

@@ -206,6 +206,20 @@ def test_log_probabilities_wait_for_their_text(client: openai.OpenAI, pool: Scri
     assert [(e.delta, [entry.token for entry in e.logprobs]) for e in events] == [("a", ["a"]), ("bc", ["b", "c"])]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_and_the_answer_come_as_the_model_has_them(
+    stream: bool, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script((CALL[:20], CALL[20:]), logprobs=None)
+    found = ask(client, extra_body={"enable_response_messages": True}, stream=stream)
+    answer = next(event.response for event in found if event.type == "response.completed") if stream else found
+    ids = pool.asked[0].token_ids
+    assert answer.input_messages == [{"type": "raw_message_tokens", "message": "<s>user:Hi<s>a:", "tokens": ids}]
+    assert answer.output_messages == [
+        {"type": "raw_message_tokens", "message": CALL, "tokens": list(CALL.encode())},
+    ]
+
+
 def test_without_the_include_there_are_no_log_probabilities(client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = with_logprobs("Hello")
     assert ask(client, top_logprobs=0).output[0].content[0].logprobs == []

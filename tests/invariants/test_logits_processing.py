@@ -307,6 +307,28 @@ def test_logprobs_are_those_before_penalties_and_bias(llm: LLM) -> None:
     assert max(entry.ranks[0] for entry in output.logprobs) > 1
 
 
+def test_each_request_gets_the_tokens_that_it_names(llm: LLM) -> None:
+    """Beside one that wants the likeliest, in the same steps and with drafts that are accepted."""
+    sampling = {"max_tokens": 12, "temperature": 0}
+    named = llm.generate(
+        [QUESTION] * 3,
+        [sampling | {"logprobs": 3, "logprob_token_ids": ids} for ids in ([300, 7], [5], [])],
+    )
+    for output, ids in zip(named, ([300, 7], [5], None), strict=True):
+        assert output.logprobs is not None
+        assert output.token_ids == named[2].token_ids
+        for entry, token in zip(output.logprobs, output.token_ids, strict=True):
+            assert entry.token_ids[0] == token
+            assert len(set(entry.token_ids)) == len(entry.token_ids)
+            assert ids is None or set(entry.token_ids) == {token, *ids}
+    first = [dict(zip(entry.token_ids, entry.logprobs, strict=True)) for entry in named[0].logprobs or ()]
+    likeliest = [dict(zip(entry.token_ids, entry.logprobs, strict=True)) for entry in named[2].logprobs or ()]
+    for here, there in zip(first, likeliest, strict=True):
+        for token in here.keys() & there.keys():
+            assert here[token] == pytest.approx(there[token], abs=1e-4)
+        assert here[300] <= max(there.values())
+
+
 def test_logprobs_end_with_the_output(llm: LLM) -> None:
     """Drafts past the end that `max_tokens` makes were accepted, and are not told of."""
     for changes in ({"max_tokens": 96}, {"max_tokens": 7}):

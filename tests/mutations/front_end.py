@@ -211,10 +211,8 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_completions.py",),
         (
             "a writer is made for each of n answers before the model has agreed to n",
-            "self._logprobs = defaultdict[int, LogprobWriter](\n"
-            "            lambda: LogprobWriter(body.logprobs or 0, as_token_ids, self._tokenizer)\n"
-            "        )",
-            "self._logprobs = [LogprobWriter(0, as_token_ids, self._tokenizer) for _ in range(len(prompts) * self.n)]",
+            "defaultdict[int, LogprobWriter](lambda: LogprobWriter(num_top, as_token_ids, self._tokenizer))",
+            "[LogprobWriter(0, as_token_ids, self._tokenizer) for _ in range(len(prompts) * self.n)]",
         ),
     ),
     *mutants_of(

@@ -80,7 +80,7 @@ TEXT_MUTANTS = (
             "return own if fits and (is_part or begun or text) else text.encode()",
             "return text.encode()",
         ),
-        ("of two tokens with one text one is lost", "if text in texts.values() else text", "if not text else text"),
+        ("of two tokens with one text one is lost", "if text in texts else text]", "if not text else text]"),
     ),
     *mutants_of(
         f"{FRONTEND}/parsing/parser.py",

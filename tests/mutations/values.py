@@ -312,4 +312,41 @@ VALUE_MUTANTS = (
             "const used = usage.prompt_tokens;",
         ),
     ),
+    *mutants_of(
+        f"{FRONTEND}/prompts.py",
+        ("tests/frontend/test_completions.py",),
+        ("a prompt that is cut keeps its other end", "if self.keeps_end else", "if not self.keeps_end else"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/logprobs.py",
+        ("tests/frontend/test_completions.py",),
+        (
+            "the chosen token comes after the likeliest",
+            "for token_id, logprob in (chosen, *(each for each in self._likeliest(entry) if each[0] != chosen[0])):",
+            "for token_id, logprob in (*(each for each in self._likeliest(entry) if each[0] != chosen[0]), chosen):",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/budget.py",
+        ("tests/frontend/test_budget.py",),
+        (
+            "tokens that a request names cost nothing",
+            'return len(sampling.get("logprob_token_ids") or ()) or of_likeliest',
+            "return of_likeliest",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/logits.py",
+        ("tests/worker/test_logits.py",),
+        (
+            "the tokens that one row names are those of another",
+            "ids[begins : begins + length, : len(own)] = own",
+            "ids[:length, : len(own)] = own",
+        ),
+        (
+            "a named token has the rank of the one before it",
+            "entry.ranks.append(int(values[half + place]))",
+            "entry.ranks.append(int(values[half + place - 1]))",
+        ),
+    ),
 )

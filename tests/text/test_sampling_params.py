@@ -170,7 +170,7 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
 
 
 # Parameters of vLLM, and its defaults.
-NULL = """prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
+NULL = """prompt_logprob_token_ids prompt_logprob_start stream_interval
 guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
 repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
 NEUTRAL = dict.fromkeys(NULL.split()) | {
@@ -221,6 +221,16 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
 def test_any_other_value_of_a_parameter_of_vllm_is_refused_by_name(name, value, instead):
     with pytest.raises(ParameterError, match=f"'{name}' has the value .*{instead}"):
         parse(**{name: value})
+
+
+def test_tokens_are_named_for_their_log_probabilities_where_some_are_asked_for():
+    assert parse(logprobs=0, logprob_token_ids=[5, "7", 5]).logprob_token_ids == (5, 7)
+    assert parse(logprob_token_ids=[]).logprob_token_ids == ()
+    for value, words in (([100], "not 100"), (list(range(21)), "a list of at most 20 token ids"), ([-1], "at most 20")):
+        with pytest.raises(ParameterError, match=f"'logprob_token_ids' has the value .*{words}"):
+            parse(logprobs=0, logprob_token_ids=value)
+    with pytest.raises(ParameterError, match="'logprob_token_ids' has the value .*allowed: null without 'logprobs'"):
+        parse(logprob_token_ids=[5])
 
 
 def test_as_many_as_n_is_taken_for_best_of():

@@ -231,6 +231,20 @@ def test_each_row_gets_the_entries_of_its_own_tokens_though_some_of_its_drafts_a
     torch.testing.assert_close(torch.tensor([first.logprobs[0], last.logprobs[0]]), own[[0, 4], [3, 7]])
 
 
+def test_rows_get_the_tokens_that_their_requests_name_in_place_of_the_likeliest() -> None:
+    """One row names two tokens, one of which it chose once; the other wants the likeliest."""
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    chosen = [3, 4, 5, 6]
+    ranked = ranked_logprobs(logits, torch.tensor(chosen)[:, None], 1)
+    pending = PendingLogprobs.begin(ranked, rows=[0, 2], lens=[2, 2], num_top=[1, 0]).with_named(logits, [[], [5, 1]])
+    found = pending.entries([[3, 4], [], [5, 6]])
+    own = logits.log_softmax(dim=1)
+    assert [entry.token_ids for entry in found[2]] == [[5, 1], [6, 5, 1]]
+    assert {len(entry.token_ids) for entry in found[0]} <= {1, 2}
+    torch.testing.assert_close(torch.tensor(found[2][1].logprobs), own[3, [6, 5, 1]])
+    assert found[2][1].ranks == [int((own[3] >= own[3, token]).sum()) for token in (6, 5, 1)]
+
+
 def test_equally_likely_tokens_come_in_the_order_of_their_ids_however_many_are_asked_for() -> None:
     scores = torch.randint(-3, 2, (5, 400), generator=torch.Generator().manual_seed(0)).float() - 0.5
     expected = scores.sort(dim=1, descending=True, stable=True).indices
