@@ -95,7 +95,7 @@ class MessageReader:
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": calls,
+            "tool_calls": calls or None,
             **reasoning_fields(reasoning or None),
         }
 

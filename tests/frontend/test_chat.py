@@ -320,7 +320,7 @@ def test_what_has_nothing_to_say_is_null_as_vllm_writes_it(http: TestClient) -> 
     assert choice["message"] == {
         "role": "assistant",
         "content": "Hello!",
-        "tool_calls": [],
+        "tool_calls": None,
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")),
     }
     assert answer["usage"]["prompt_tokens_details"] is None

@@ -122,7 +122,7 @@ def test_calls_results_and_reasoning_of_the_history_reach_the_template(
 def test_without_a_choice_of_tools_the_model_sees_none(client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = Script((CALL,))
     (choice,) = ask(client, tool_choice="none").choices
-    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, [])
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
     assert "get_weather" not in prompt_text(pool.asked[0])
 
 
@@ -391,7 +391,7 @@ def test_reasoning_before_a_forced_call_is_reasoning(client: openai.OpenAI, pool
     for text, reasoning in (("<think>\nI se", "I se"), ("<think>\nI see.</think>\n<tool_c", "I see.")):
         pool.script = Script((text,), "length")
         message = ask(client, **FORCED).choices[0].message
-        assert (message.content, message.tool_calls, message.reasoning) == (None, [], reasoning)
+        assert (message.content, message.tool_calls, message.reasoning) == (None, None, reasoning)
 
 
 @pytest.mark.usefixtures("forcing")
