@@ -51,6 +51,12 @@ class ResponseItems:
             self._logprobs += logprobs
             yield self._text_event("delta", logprobs, delta=event.text)
 
+    def finish(self, status: str) -> Iterator[Fields]:
+        """Finish the answer; one of nothing is a message without text, so that clients find an item."""
+        if self._open is None and not self.output:
+            yield from self._begin("message")
+        yield from self.close(status)
+
     def close(self, status: str) -> Iterator[Fields]:
         """Finish the item that is being written, if there is one. `status`: completed or incomplete."""
         if self._open is None:

@@ -147,7 +147,7 @@ class ResponseAnswer:
     def _finished(self, reason: str | None) -> tuple[Fields, list[Fields]]:
         """The response as it ended, and the events of its last item."""
         status = "completed" if reason == "stop" else "incomplete"
-        last = list(self._items.close(status))
+        last = list(self._items.finish(status))
         response: Fields = {
             **self._head,
             "status": status,

@@ -220,6 +220,19 @@ def test_the_prompt_and_the_answer_come_as_the_model_has_them(
     ]
 
 
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
+def test_an_answer_of_nothing_is_a_message_without_text(
+    reason: str, status: str, client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script((), reason)
+    whole = ask(client)
+    (item,) = whole.output
+    assert (whole.status, item.type, item.status, item.content[0].text) == (status, "message", status, "")
+    kinds = [event.type.removeprefix("response.") for event in ask(client, stream=True)]
+    text = ["content_part.added", "output_text.done", "content_part.done"]
+    assert kinds[2:] == ["output_item.added", *text, "output_item.done", status]
+
+
 def test_without_the_include_there_are_no_log_probabilities(client: openai.OpenAI, pool: ScriptedPool) -> None:
     pool.script = with_logprobs("Hello")
     assert ask(client, top_logprobs=0).output[0].content[0].logprobs == []
