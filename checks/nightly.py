@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.sampling", "--prompts", "5", "--seeds", "3"),
         "sampled output has the target's distribution: 5 prompts, 3 ranges of seeds, drafts with and without noise",
     ),
+    "smollm2": (
+        ("checks.smollm2",),
+        "SmolLM2: ids, scores, 100 greedy answers as transformers', and drafts change none",
+    ),
     "sampled_text": (("checks.sampled_text",), "sampled text by seed, 100 prompts, 5 seeds, 9 ways to run"),
     "structured": (
         ("checks.structured", "--fits", "20000"),

@@ -15,12 +15,16 @@ from pathlib import Path
 from benchmarks.peers.pairs import Pair
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# Runs convert_hf_to_gguf.py with the name that a text's split has in the file.
+# Runs convert_hf_to_gguf.py with the name that a text's split has in the file, and without SentencePiece, which it
+# looks for first.
 RUN = """
 import runpy, sys
 sys.path.insert(0, sys.argv[1])
 from conversion.base import TextModel
+def missing(self, *given):
+    raise FileNotFoundError
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+TextModel._set_vocab_sentencepiece = TextModel._set_vocab_llama_hf = missing
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -192,6 +192,17 @@ def of_openapi_fuzz(rounds: Rounds) -> dict[str, Any]:
     return {"running_front_end": Server, "subprocess": ended, "httpx": up}
 
 
+def of_smollm2(rounds: Rounds) -> dict[str, Any]:
+    def compared(*given: Any) -> None:
+        given[-1].compare("answers", int(next(rounds)), 1)
+
+    return {
+        "find_model": lambda *_: "", "LLM": lambda **_: LLM, "Reference": lambda path: None,
+        "chat_prompts": lambda *_: [], "compare_texts": compared, "compare_greedy": compared,
+        "compare_drafts": compared,
+    }  # fmt: skip
+
+
 def of_check(rounds: Rounds) -> dict[str, Any]:
     return {"check": lambda *_: next(rounds), "nodes_of": Server}
 
@@ -218,6 +229,7 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "prefix": (1, [], of_prefix),
     "hybrid": (4, ["--pair", "."], of_hybrid),
     "readiness": (1, [], of_readiness),
+    "smollm2": (3, [], of_smollm2),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
     "tensor_parallel": (1, [], of_check),
     "ray_ranks": (1, [], of_check),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
+import shlex
 import socket
 import stat
 import subprocess
@@ -16,7 +18,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from dflash_cli.commands.serve import _key_lines, warnings
+from dflash_cli.commands.serve import EXAMPLE_PROMPT, OTHER_PROMPT, _key_lines, _tries, warnings
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
@@ -133,6 +135,23 @@ def test_explicit_does_not_open_the_repository(host: str) -> None:
     assert "model-repository" in TritonServer(explicit=True, host=host, environ={}).restricted_apis
     asked = TritonServer(explicit=True, host=host, allow_apis=["model-repository"], environ={})
     assert "model-repository" not in asked.restricted_apis
+
+
+@pytest.mark.parametrize(("target", "is_demo"), [("", True), ("smollm2", False), ("some/model", False)])
+def test_the_lines_to_try_ask_what_the_model_knows(target: str, is_demo: bool) -> None:
+    """The demo pair its own questions, as text; another model in its chat template."""
+    server = TritonServer({"target_model": target} if target else {}, environ={}, http_port=8000)
+    generate, curl = _tries(server, "--url U")
+    body = json.loads(shlex.split(curl)[-1])
+    words = shlex.split(generate)
+    if is_demo:
+        assert EXAMPLE_PROMPT in words
+        assert "--chat" not in words
+        assert body["text_input"] == EXAMPLE_PROMPT
+    else:
+        assert words[words.index("--chat") + 1] == OTHER_PROMPT
+        assert json.loads(body["messages"]) == [{"role": "user", "content": OTHER_PROMPT}]
+    assert words[-2:] == ["--url", "U"]
 
 
 def test_an_api_that_is_not_restricted_cannot_be_allowed() -> None:

@@ -92,6 +92,8 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head:
     fields = []
     while line := (await reader.readline()).strip():
         fields.append(line.lower())
+    if not status:
+        raise RuntimeError("the server closed the connection without an answer")
     if b" 200 " not in status:
         length = next((int(f.split(b":")[1]) for f in fields if f.startswith(b"content-length:")), 0)
         text = (await reader.readexactly(length)).decode(errors="replace")
@@ -109,12 +111,13 @@ async def _run(settings: dict[str, Any], prompts: Prompts, streams: int, max_tok
     head = f"POST {settings['path']} HTTP/1.1\r\nhost: {HOST}:{settings['port']}\r\ncontent-type: application/json\r\n"
 
     async def stream() -> None:
-        reader, writer = await asyncio.open_connection(HOST, settings["port"], limit=LIMIT)
         for index, prompt in todo:
             body = request_body(settings, prompt, max_tokens)
             clock.sent(index)
+            # A connection each: some servers close theirs after an answer.
+            reader, writer = await asyncio.open_connection(HOST, settings["port"], limit=LIMIT)
             parts[index] = await _ask(reader, writer, head, body)
-        writer.close()
+            writer.close()
 
     started = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(streams)))

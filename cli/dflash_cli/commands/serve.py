@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dflash_cli.launcher.server import GrpcTls, TritonServer
 
 EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
+# Of a model that is not the demo pair, which answers questions like the one above alone.
+OTHER_PROMPT = "What is the capital of France?"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The lowest Triton whose known crashes by a single request are mended (docs/operators.md, Security).
 SAFE_TRITON = "26.05"
@@ -242,7 +244,6 @@ def _print(text: str) -> None:
 
 def _endpoints(server: TritonServer, openai_url: str | None) -> str:
     """What to know and lines to try, once the server is ready."""
-    body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 96, "temperature": 0})
     name = "" if server.model_name == "dflash" else f" --model-name {server.model_name}"
     grpc_url = f"grpcs://{server.grpc_url}" if server.grpc_tls else server.grpc_url
     return "\n".join(
@@ -254,12 +255,21 @@ def _endpoints(server: TritonServer, openai_url: str | None) -> str:
             f"  metrics  http://{server.metrics_url}/metrics",
             *_key_lines(server),
             "try:",
-            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {grpc_url} --max-tokens 96"
-            f" --temperature 0 --stats{name}",
-            f"  curl -s http://{server.http_url}/v2/models/{server.model_name}/generate -d {shlex.quote(body)}",
+            *_tries(server, f"--url {grpc_url} --max-tokens 96 --temperature 0 --stats{name}"),
             "Ctrl-C stops the server.",
         ]
     )
+
+
+def _tries(server: TritonServer, options: str) -> list[str]:
+    """Two commands that get an answer: a question for the demo pair's text, a chat message for another model."""
+    url = f"http://{server.http_url}/v2/models/{server.model_name}/generate"
+    command, given = f"{_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)}", {"text_input": EXAMPLE_PROMPT}
+    if not server.serves_demo_pair:
+        messages = json.dumps([{"role": "user", "content": OTHER_PROMPT}])
+        command, given = f"{_own_command()} generate --chat {shlex.quote(OTHER_PROMPT)}", {"messages": messages}
+    body = json.dumps({**given, "max_tokens": 96, "temperature": 0})
+    return [f"  {command} {options}", f"  curl -s {url} -d {shlex.quote(body)}"]
 
 
 def _key_lines(server: TritonServer) -> list[str]:

@@ -149,6 +149,12 @@ class TritonServer:
         return self._running().pid
 
     @property
+    def serves_demo_pair(self) -> bool:
+        """Whether no setting names another target."""
+        name = self._environ.get(environment_name("target_model"), "")
+        return not name or Path(name) == asset_path("demo", "pair", "target")
+
+    @property
     def explicit(self) -> bool:
         """Whether clients may unload models."""
         return self._explicit
