@@ -55,6 +55,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	fi
 	$(INSTALL) -c $(VENV)/constraints.txt -e ".[server,bench,load,dev]"
 	$(INSTALL) --no-deps nvidia-pytriton==0.7.0
+	@$(BIN)/python -m dflash_kernels.cpu_library
 	@touch $@
 
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it

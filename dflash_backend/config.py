@@ -126,7 +126,7 @@ class EngineConfig:
         None,
         "auto: the first one that can run both models, with FlashAttention or cuDNN for long prompts where these are "
         "faster",
-        choices=("torch", "triton", "flash_attn"),
+        choices=("torch", "cpu", "triton", "flash_attn"),
     )
     batch_invariant: bool = setting(
         False,

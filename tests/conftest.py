@@ -32,6 +32,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Where a test asks for more, a thread that waits leaves its core to other workers.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+# A source that was changed has no library yet: built once, by whichever process comes first.
+os.environ.setdefault("DFLASH_CPU_OPS", "build")
+
 import torch
 from hypothesis import settings
 

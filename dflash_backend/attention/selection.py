@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dflash_backend.attention.cpu_backend import CpuBackend
 from dflash_backend.attention.flash_attn_backend import FlashAttnBackend, flash_attn_varlen_func
 from dflash_backend.attention.interface import FP8, AttentionBackend, Capabilities, Requirements
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.attention.triton_backend import TritonBackend
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from dflash_kernels.triton_import import HAS_TRITON
 
 Backends = dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]]
@@ -21,8 +23,10 @@ def installed_backends() -> Backends:
     for a handful of queries. On a CPU they run under Triton's interpreter alone, and only when asked for.
     """
     kinds: list[type[TritonBackend | FlashAttnBackend | TorchBackend]] = [TorchBackend]
+    if HAS_CPU_OPS:
+        kinds = [CpuBackend, TorchBackend]
     if HAS_TRITON:  # both need its kernels
-        kinds = [TritonBackend, *([FlashAttnBackend] if flash_attn_varlen_func is not None else []), TorchBackend]
+        kinds = [TritonBackend, *([FlashAttnBackend] if flash_attn_varlen_func is not None else []), *kinds]
     return {kind.name: (kind.capabilities, kind) for kind in kinds}
 
 

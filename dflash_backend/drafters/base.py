@@ -390,12 +390,12 @@ class DraftModel:
         """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
         self.spec = spec
         self.eps = spec.decoder.rms_norm_eps
-        self.fc = weights.fc
         self.hidden_norm, self.final_norm = weights.hidden_norm, weights.final_norm
-        self.embedding, self.lm_head = weights.embedding, weights.lm_head
         self.id_map = None if weights.d2t is None else vocabulary_map(spec, weights.d2t)
         self.device, self.dtype = weights.final_norm.device, weights.final_norm.dtype
         self.ops = ops or select_ops(self.device)
+        self.fc, self.embedding = self.ops.laid_out(weights.fc), weights.embedding
+        self.lm_head = None if weights.lm_head is None else self.ops.laid_out(weights.lm_head)
         self.rotary = Rotary(spec.decoder, max_positions, self.device, self.dtype)
         self.patterns = draft_patterns(spec)
 

@@ -23,7 +23,7 @@ from dflash_backend.models.hybrid_layers import (
 )
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
-from dflash_backend.models.linear import Linear, embedded
+from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
@@ -69,13 +69,17 @@ class LayeredTarget(TargetModel, ABC):
         """`ops`: by default those for the weights' device."""
         self.spec = spec
         self.eps = spec.decoder.rms_norm_eps
-        self.embedding = weights.embedding
         self.final_norm = weights.final_norm
         self._share, self._first_id = weights.share, weights.first_id
         self.ops = ops or select_ops(weights.embedding.device)
         # Drafters multiply by the head as well, in their own way.
-        self.lm_head = weights.lm_head
         self._head = weights.lm_head.with_product(self.ops.product_of)
+        packed = isinstance(self._head, PackedLinear)
+        self.lm_head = self._head if packed else weights.lm_head
+        # One copy serves both where they are tied.
+        self.embedding: Table = weights.embedding
+        if packed and spec.tie_word_embeddings:
+            self.embedding = table_of(self._head)
         self.patterns = target_patterns(spec)
 
     @abstractmethod
@@ -183,8 +187,8 @@ def _layers(
     attention = GatedAttentionLayer if decoder.attention_gate else DecoderLayer
     own_pattern = iter(patterns)
     layers: list[DecoderLayer | DeltaNetLayer] = []
-    for each in weights:
-        layer = each.with_product(ops.product_of)
+    for index, each in enumerate(weights):
+        weights[index] = layer = each.with_product(ops.product_of)  # what it was made of need not stay
         if isinstance(layer, LayerWeights):
             layers.append(attention(decoder, layer, next(own_pattern), ops))
         elif isinstance(layer, DeltaNetLayerWeights):

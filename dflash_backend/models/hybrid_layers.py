@@ -73,7 +73,7 @@ class GatedAttentionLayer(DecoderLayer):
             qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
         attended = context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)
-        return w.output(attended * gate.sigmoid().view(attended.shape))
+        return attended * gate.sigmoid().view(attended.shape)
 
 
 def read_hybrid_layer(

@@ -105,15 +105,16 @@ class DecoderLayer:
         are `[num_tokens, hidden_size]`. Writes the tokens' KV to its slots first, so that queries see the new
         tokens of their own request as the metadata allows.
         """
+        w = self.weights
         attended = self._attend(normed, context, cache, rotation)
-        normed, hidden = self.ops.add_rms_norm(attended, hidden, self.weights.post_norm, self.eps)
+        normed, hidden = self.ops.linear_norm(w.output, attended, hidden, w.post_norm, self.eps)
         return self.weights.mlp.forward(normed, self.ops), hidden
 
     def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
-        """Attention and its projection: `[num_tokens, hidden_size]` -> the same shape. Apart from `forward`, so that
-        the projections are freed before the MLP takes memory for its own."""
+        """Attention: `[num_tokens, hidden_size]` -> `[num_tokens, query_size]`. Apart from `forward`, so that the
+        projections are freed before the MLP takes memory for its own."""
         w = self.weights
-        query = self.ops.qk_norm_rope_write(
-            w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
+        query = self.ops.linear_rope_write(
+            w.qkv, normed, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
-        return w.output(context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks))
+        return context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
 from dflash_kernels import quantised_linear as quantised
+from dflash_kernels.cpu_ops import PackedWeight
 from dflash_kernels.quantised_weight import QuantisedWeight
 from dflash_kernels.triton_import import HAS_TRITON
 
 Product = Callable[[torch.Tensor, Any, "torch.Tensor | None"], torch.Tensor]
 """`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`, for one kind of weight."""
-ProductOf = Callable[[torch.Tensor | QuantisedWeight], Product]
-"""The product for a weight."""
+ProductOf = Callable[[torch.Tensor | QuantisedWeight], "Product | PackedWeight"]
+"""The product for a weight, or the weight in an order of its own."""
 
 
 class Linear:
@@ -75,6 +77,8 @@ class Linear:
     def with_product(self, product_of: ProductOf) -> Linear:
         """The same weights, multiplied by what `product_of` chooses for them."""
         product = product_of(self._weight)
+        if isinstance(product, PackedWeight):
+            return PackedLinear(product, self.bias)
         return self if product is self.product else Linear(self._weight, self.bias, product)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
@@ -107,6 +111,49 @@ class Linear:
         return self._weight.shape[0]
 
 
+class PackedLinear(Linear):
+    """A product by a weight that is kept in the order in which a CPU reads it, and in no other."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        self.packed = weight
+        self.bias = bias
+        self.product = F.linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed.product(x, self.bias)
+
+    def with_product(self, product_of: ProductOf) -> Linear:
+        return self
+
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        """As `Linear.rows`; always a copy."""
+        bias = None if self.bias is None else self.bias[index]
+        return PackedLinear(PackedWeight(self.packed.rows(torch.arange(self.out_features)[index])), bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as numbers, made anew whenever it is asked for."""
+        return self.packed.rows(torch.arange(self.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def in_features(self) -> int:
+        return self.packed.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.shape[0]
+
+
 class QuantisedLinear(Linear):
     """A product by a weight that stays quantised. dtype: what its numbers are taken for where they are asked for.
     order: int64 `[in_features]`, which number of the input each column of `quantised` is multiplied by (`desc_act` of
@@ -135,6 +182,8 @@ class QuantisedLinear(Linear):
         product = product_of(self.quantised)
         if product is self.product:
             return self
+        if isinstance(product, PackedWeight):
+            return PackedLinear(product, self.bias)
         return QuantisedLinear(self.quantised, self.bias, self._dtype, product, self.order)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
@@ -184,13 +233,24 @@ def in_products(kept: KeptWeight) -> QuantisedWeight:
     return QuantisedWeight.of_codes(kept.kind, kept.codes, kept.scales, kept.zeros, kept.rows, kept.columns)
 
 
-def embedded(token_ids: torch.Tensor, table: torch.Tensor, first_id: int | None = None) -> torch.Tensor:
+Table = torch.Tensor | PackedWeight
+"""What rows are looked up in: `[num_rows, size]`."""
+
+
+def table_of(head: Linear) -> Table:
+    """A head's weight, to look up rows in it."""
+    return head.packed if isinstance(head, PackedLinear) else head.weight
+
+
+def embedded(token_ids: torch.Tensor, table: Table, first_id: int | None = None) -> torch.Tensor:
     """Rows of `table`, `[vocab_size, hidden_size]`: int64 `[n]` -> `[n, hidden_size]`. first_id: the token of the first
     row, where the table is a rank's slice of the vocabulary; then tokens that it lacks have zeros."""
+    look_up = table.rows if isinstance(table, PackedWeight) else partial(F.embedding, weight=table)
     if first_id is None:
-        return F.embedding(token_ids, table)
-    if not len(table):
-        return table.new_zeros(len(token_ids), table.shape[1])
+        return look_up(token_ids)
+    num_rows, size = table.shape
+    if not num_rows:
+        return torch.zeros(len(token_ids), size, dtype=table.dtype, device=token_ids.device)
     row = token_ids - first_id
-    missing = (row < 0) | (row >= len(table))
-    return F.embedding(row.clamp(0, len(table) - 1), table).masked_fill_(missing[:, None], 0.0)
+    missing = (row < 0) | (row >= num_rows)
+    return look_up(row.clamp(0, num_rows - 1)).masked_fill_(missing[:, None], 0.0)

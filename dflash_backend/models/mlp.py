@@ -51,8 +51,7 @@ class DenseMlp:
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
-        gated = ops.gelu_mul if self.is_gelu else ops.silu_mul
-        return self.down(gated(self.gate_up(x)))
+        return ops.gated_mlp(self.gate_up, self.down, x, self.is_gelu)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,21 @@ Rows of all arguments are contiguous.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.models.cpu_product import CpuWeight
-from dflash_backend.models.linear import Product
+from dflash_backend.models.linear import Linear, PackedLinear, Product, ProductOf
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
     activation,
     context_write,
     conv_heads,
+    cpu_library,
+    cpu_ops,
     delta_chunks,
     delta_rule,
     grouped_conv,
@@ -35,10 +38,21 @@ from dflash_kernels import (
     selector_walk,
 )
 from dflash_kernels import rms_norm as norms
+from dflash_kernels.cpu_ops import HAS_CPU_OPS, PackedWeight
 from dflash_kernels.dependent_launch import use_dependent_launch as use_dependent_launch
 from dflash_kernels.dispatch import use_triton
 from dflash_kernels.measured_linear import use_measured_products as use_measured_products
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
+
+
+class HasProducts(Protocol):
+    """A part of a model that multiplies."""
+
+    def with_product(self, product_of: ProductOf) -> Self:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+
+
+Part = TypeVar("Part", bound=HasProducts)
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,37 @@ class LayerOps:
     delta_block = staticmethod(delta_rule.delta_block)
     delta_chunked = staticmethod(delta_rule.chunked)
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         """What a target multiplies by `weight` with."""
         return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear_reference
+
+    def linear_rope_write(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        cache: KVLayer,
+        padded: bool,
+    ) -> torch.Tensor:
+        """`qk_norm_rope_write` of a product of x."""
+        return self.qk_norm_rope_write(linear(x), qk_norm, eps, rotation, slots, cache, padded)
+
+    def linear_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm` of a product of x and the residual."""
+        return self.add_rms_norm(linear(x), residual, weight, eps)
+
+    def gated_mlp(self, gate_up: Linear, down: Linear, x: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+        """The products of an MLP, and its gate between them."""
+        return down((self.gelu_mul if is_gelu else self.silu_mul)(gate_up(x)))
+
+    def laid_out(self, part: Part) -> Part:
+        """A drafter's products, with their weights in the order that suits the device."""
+        return part
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -114,6 +156,67 @@ class LayerOps:
         context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
 
+class CpuLayerOps(LayerOps):
+    """The operations in C++, where they have been built; what they do not know goes to torch."""
+
+    rms_norm = staticmethod(cpu_ops.rms_norm)
+    add_rms_norm = staticmethod(cpu_ops.add_rms_norm)
+    silu_mul = staticmethod(cpu_ops.silu_mul)
+    gelu_mul = staticmethod(cpu_ops.gelu_mul)
+
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
+        if isinstance(weight, torch.Tensor) and PackedWeight.fits(weight):
+            return PackedWeight(weight)
+        return super().product_of(weight)
+
+    def laid_out(self, part: Part) -> Part:
+        return part.with_product(self.product_of)
+
+    def linear_rope_write(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        cache: KVLayer,
+        padded: bool,
+    ) -> torch.Tensor:
+        if type(linear) is not PackedLinear or cache.data.dtype not in cpu_ops.KV_DTYPES:
+            return super().linear_rope_write(linear, x, qk_norm, eps, rotation, slots, cache, padded)
+        weight, bias, cos, sin = linear.packed, linear.bias, rotation.cos, rotation.sin
+        return cpu_ops.linear_rope_write(
+            weight, bias, x, qk_norm, eps, cos, sin, slots, cache.data.flatten(0, 1), padded, cache.slot_scales
+        )
+
+    def linear_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if type(linear) is not PackedLinear:
+            return super().linear_norm(linear, x, residual, weight, eps)
+        return cpu_ops.linear_norm(linear.packed, linear.bias, x, residual, weight, eps)
+
+    def gated_mlp(self, gate_up: Linear, down: Linear, x: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+        if type(gate_up) is not PackedLinear or type(down) is not PackedLinear or x.dim() != 2:
+            return super().gated_mlp(gate_up, down, x, is_gelu)
+        return cpu_ops.gated_mlp(gate_up.packed, gate_up.bias, down.packed, down.bias, x, is_gelu)
+
+    @staticmethod
+    def qk_norm_rope_write(
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        cache: KVLayer,
+        padded: bool,
+    ) -> torch.Tensor:
+        return cpu_ops.qk_norm_rope_write(
+            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
+        )
+
+
 class InvariantLayerOps(LayerOps):
     """The torch operations of a target with `batch_invariant`, on a CPU: a token's results have the same bits whatever
     other tokens are there. What is not replaced computes each row, or each number, by itself."""
@@ -122,7 +225,7 @@ class InvariantLayerOps(LayerOps):
     gelu_mul = staticmethod(activation.invariant_gelu_mul_reference)
     experts_mlp = staticmethod(moe.invariant_experts_mlp_reference)
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         """By oneDNN in float32, for any number of rows, so that one library does all."""
         assert isinstance(weight, torch.Tensor), "weights are dequantised for operations of torch"
         if not CpuWeight.fits(weight):
@@ -155,7 +258,7 @@ class TritonLayerOps(LayerOps):
     delta_block = staticmethod(delta_chunks.delta_block)
     delta_chunked = staticmethod(delta_chunks.chunked)
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, torch.Tensor):
             return measured_linear.product_of(weight)
         return quantised_linear.quantised_linear
@@ -203,7 +306,7 @@ class InvariantTritonLayerOps(TritonLayerOps):
     experts_mlp = staticmethod(moe.invariant_experts_mlp)
     quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, torch.Tensor):
             return invariant_linear.invariant_linear
         return quantised_linear.invariant_quantised_linear
@@ -217,7 +320,7 @@ class Fp8ActivationsLayerOps(TritonLayerOps):
         """dtype: of activations."""
         self._dtype = dtype
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
             return scaled_linear.product_for(weight, self._dtype)
         return super().product_of(weight)
@@ -226,7 +329,7 @@ class Fp8ActivationsLayerOps(TritonLayerOps):
 class InvariantFp8ActivationsLayerOps(InvariantTritonLayerOps):
     """As `Fp8ActivationsLayerOps` and `InvariantTritonLayerOps`."""
 
-    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
             return scaled_linear.invariant_scaled_linear
         return super().product_of(weight)
@@ -244,7 +347,13 @@ def select_ops(
         if fp8_activations is not None:
             return InvariantFp8ActivationsLayerOps() if batch_invariant else Fp8ActivationsLayerOps(fp8_activations)
         return InvariantTritonLayerOps() if batch_invariant else TritonLayerOps()
-    return InvariantLayerOps() if batch_invariant else LayerOps()
+    if batch_invariant:
+        return InvariantLayerOps()
+    if device.type != "cpu" or wanted is not None:
+        return LayerOps()
+    if not HAS_CPU_OPS:
+        cpu_library.build_for_next_start()
+    return CpuLayerOps() if HAS_CPU_OPS else LayerOps()
 
 
 def stacked(caches: list[KVLayer]) -> torch.Tensor:

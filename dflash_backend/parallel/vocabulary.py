@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.models.linear import Linear, embedded
+from dflash_backend.models.linear import Linear, embedded, table_of
 from dflash_backend.models.peers import RankLostError
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class VocabularyPart:
     def rows(self, task: Lookup) -> torch.Tensor:
         """The rows, the same on each rank: `[n, hidden]`. Each token's come from one rank, so a sum is exact."""
         if task.of_head:
-            return self._sums(embedded(task.token_ids, self._target.lm_head.weight, self._slice.start))
+            return self._sums(embedded(task.token_ids, table_of(self._target.lm_head), self._slice.start))
         return self._sums(self._target.embed(task.token_ids, task.scaled))
 
     def run(self, task: HeadPass, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -57,7 +58,11 @@ class BatchThreads:
     """The calling thread and others, each running one part of a step with torch's own threading switched off."""
 
     def __init__(
-        self, num_workers: int, batch_invariant: bool = False, weight_bytes: int = 0, op_threads: int | None = None
+        self,
+        num_workers: int,
+        batch_invariant: bool = False,
+        weight_bytes: int = 0,
+        op_threads: int | None = None,
     ) -> None:
         """batch_invariant: no operation has more threads in one step than in another. weight_bytes: of the models.
         op_threads: of an operation, with one worker; None: torch's own number."""
@@ -101,7 +106,9 @@ class BatchThreads:
         if self._op_threads is not None:
             with op_threads(self._op_threads):
                 return [work(part) for part in parts]
-        if self._pool is None or (is_long and not self._batch_invariant):
+        # Threads of the operations in C++ begin at once, so that a single part gains by them however short it is.
+        alone = is_long or (HAS_CPU_OPS and len(parts) == 1)
+        if self._pool is None or (alone and not self._batch_invariant):
             return [work(part) for part in parts]
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:

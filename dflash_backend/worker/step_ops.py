@@ -35,6 +35,7 @@ from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
     argmax,
+    cpu_ops,
     log_odds,
     logits_filter,
     one_row,
@@ -447,9 +448,9 @@ class ReferenceStepOps(DeviceStepOps):
 
     _lay_out = staticmethod(verify_budget.lay_out_reference)
     _prepare = staticmethod(prepare_step.prepare_reference)
-    argmax = staticmethod(argmax.argmax_reference)
+    argmax = staticmethod(cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference)
     log_odds = staticmethod(log_odds.log_odds_reference)
-    _sample = staticmethod(sample.sample_reference)
+    _sample = staticmethod(cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference)
     _noisy_scores = staticmethod(sample.noisy_scores_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)

@@ -19,6 +19,7 @@ from dflash_backend.drafters.registry import drafter_class, read_draft
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
 from dflash_backend.models.interface import TargetModel
+from dflash_backend.models.linear import table_of
 from dflash_backend.models.ops import LayerOps
 from tests.support.quantised import FP8_BLOCK, fp8_block, write_by_name
 from tests.support.scale import others_by_night
@@ -89,7 +90,7 @@ def test_an_equal_head_is_tied_without_a_word(dtype: torch.dtype, tmp_path: Path
     add_head(tmp_path, lambda head: head, dtype)
     spec, model = read_target(tmp_path), load(tmp_path)
     assert (spec.tie_word_embeddings, [note for note in spec.notes if "tie" in note]) == (True, [])
-    assert model.lm_head.weight is model.embedding  # type: ignore[attr-defined]
+    assert table_of(model.lm_head) is model.embedding  # type: ignore[attr-defined]
     assert "tied" in dict(target_facts(spec))["vocabulary"]
 
 

@@ -12,6 +12,7 @@ from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, re
 from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import TargetWeights
+from dflash_backend.models.linear import table_of
 from tests.models.sources import TensorSource
 from tests.support.tiny_models import make_target
 
@@ -46,7 +47,8 @@ def test_stored_frequencies_and_the_copy_of_a_tied_head_are_left_aside(tmp_path:
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     change(tmp_path, frequencies | {"lm_head.weight": embedding.clone()})
     target = load_target(read_target(tmp_path), 16, torch.float32, CPU)
-    assert target.lm_head.weight is target.embedding  # type: ignore[attr-defined]
+    assert table_of(target.lm_head) is target.embedding  # type: ignore[attr-defined]
+    assert torch.equal(target.embed(torch.arange(len(embedding))), embedding)
 
 
 def test_a_tensor_that_the_family_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:

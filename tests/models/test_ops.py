@@ -19,8 +19,9 @@ from dflash_backend.drafters.dflash.drafter import DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops, stacked
+from dflash_backend.models.ops import CpuLayerOps, LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.support.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
 from tests.support.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
@@ -173,7 +174,8 @@ def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> No
 
 def test_a_gpu_gets_the_kernels_and_a_cpu_those_asked_for() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    chosen = [select_ops(cpu), select_ops(cuda, "torch"), select_ops(cuda), select_ops(cpu, "triton")]
+    chosen = [select_ops(cpu, "torch"), select_ops(cuda, "torch"), select_ops(cuda), select_ops(cpu, "triton")]
     assert [type(ops) for ops in chosen] == [LayerOps, LayerOps, TritonLayerOps, TritonLayerOps]
+    assert type(select_ops(cpu)) is (CpuLayerOps if HAS_CPU_OPS else LayerOps)
     with pytest.raises(ValueError, match="'flash_attn'; there are 'torch' and 'triton'"):
         select_ops(cpu, "flash_attn")

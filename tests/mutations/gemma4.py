@@ -97,8 +97,8 @@ GEMMA4_MUTANTS = (
     Mutant(
         "GELU is SiLU",
         "dflash_backend/models/mlp.py",
-        "gated = ops.gelu_mul if self.is_gelu else ops.silu_mul",
-        "gated = ops.silu_mul",
+        "return ops.gated_mlp(self.gate_up, self.down, x, self.is_gelu)",
+        "return ops.gated_mlp(self.gate_up, self.down, x, False)",
         OF_FAMILY,
     ),
     Mutant(

@@ -161,8 +161,8 @@ HYBRID_MUTANTS = (
         OF_FAMILY,
         (
             "the gate of attention is left out",
-            "w.output(attended * gate.sigmoid().view(attended.shape))",
-            "w.output(attended)",
+            "return attended * gate.sigmoid().view(attended.shape)",
+            "return attended",
         ),
         (
             "zero-centred norms multiply by their weight",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.budget_cost import BUDGET_COST_MUTANTS
 from tests.mutations.continued import CONTINUED_MUTANTS
 from tests.mutations.core import CORE_MUTANTS
+from tests.mutations.cpu_ops import CPU_OPS_MUTANTS
 from tests.mutations.dependent_launch import DEPENDENT_LAUNCH_MUTANTS
 from tests.mutations.deployment import DEPLOYMENT_MUTANTS
 from tests.mutations.dflash2 import DFLASH2_MUTANTS
@@ -73,7 +74,13 @@ MUTANTS += (
     MANY_TENANTS_MUTANTS + INTERRUPT_MUTANTS + SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
 )
 MUTANTS += (
-    SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS + INSTALLING_MUTANTS + RESTING_MUTANTS + PREFILL_MUTANTS
+    SPECIAL_MUTANTS
+    + SHARED_PREFIX_MUTANTS
+    + LAUNCHER_MUTANTS
+    + INSTALLING_MUTANTS
+    + CPU_OPS_MUTANTS
+    + RESTING_MUTANTS
+    + PREFILL_MUTANTS
 )
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS + GPU_RANK_MUTANTS
 MUTANTS += (

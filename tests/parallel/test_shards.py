@@ -21,6 +21,7 @@ from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget, Gemma4Target
 from dflash_backend.models.interface import TargetModel, TargetOutput
+from dflash_backend.models.linear import embedded, table_of
 from dflash_backend.parallel.shard import Shard, unsupported
 from dflash_backend.parallel.target import load_shard
 from dflash_backend.parallel.vocabulary import Lookup, VocabularyPart
@@ -288,13 +289,14 @@ def test_ranks_that_split_the_vocabulary_hold_their_rows(tmp_path: Path, tied: b
     make_target(tmp_path, tie_word_embeddings=tied)
     whole = load(tmp_path, Shard(0, 1))
     parts = [load(tmp_path, Shard(rank, size, True)) for rank in range(size)]
-    assert torch.equal(torch.cat([part.embedding for part in parts]), whole.embedding)
+    tables = [embedded(torch.arange(part.embedding.shape[0]), part.embedding) for part in parts]
+    assert torch.equal(torch.cat(tables), embedded(torch.arange(VOCAB_SIZE), whole.embedding))
     assert torch.equal(torch.cat([part.lm_head.weight for part in parts]), whole.lm_head.weight)
-    assert max(len(part.embedding) for part in parts) == -(-VOCAB_SIZE // size)
+    assert max(map(len, tables)) == -(-VOCAB_SIZE // size)
     token_ids = torch.arange(VOCAB_SIZE).flip(0)
     assert torch.equal(sum(part.embed(token_ids) for part in parts), whole.embed(token_ids))
     if tied:
-        assert all(part.lm_head.weight is part.embedding for part in parts)
+        assert all(table_of(part.lm_head) is part.embedding for part in parts)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -309,7 +311,7 @@ def test_ranks_give_a_drafter_the_rows_that_it_asks_for(tmp_path: Path, scaled: 
         part = VocabularyPart(parts[rank], slices, rank, AloneSums())
         return part.rows(Lookup(token_ids, scaled=scaled))
 
-    expected = whole.embedding[token_ids] * (whole.embedding.shape[1] ** 0.5 if scaled else 1.0)
+    expected = embedded(token_ids, whole.embedding) * (whole.embedding.shape[1] ** 0.5 if scaled else 1.0)
     torch.testing.assert_close(rows(0) + rows(1), expected)
     torch.testing.assert_close(whole.embed(token_ids, scaled), expected)
 

@@ -10,6 +10,8 @@ import re
 ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/gpu/", "GPU", "`make test-gpu` runs these on a machine with an NVIDIA GPU"),
     ("tests/parallel/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
+    ("tests/kernels/test_cpu_ops.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
+    ("tests/attention/test_cpu_backend.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_timestamp.py::", "needs an NVIDIA GPU", "the timer that it reads is a register of the GPU"),

@@ -14,6 +14,7 @@ from dflash_backend.worker.batch_parallel import (
     BatchThreads,
     num_batch_threads,
 )
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 
 
 def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
@@ -91,7 +92,8 @@ def test_a_long_prompt_has_threads_within_operations_unless_its_bits_must_be_tho
     pool = BatchThreads(2, batch_invariant)
     ran = [pool.run(lambda part: torch.get_num_threads(), [[]], size)[0] for size in (INTRA_OP_TOKENS, 9)]
     torch.set_num_threads(before)
-    assert ran == [threads, 1]
+    # A step of few tokens gains by threads that begin at once, which those of torch do not.
+    assert ran == [threads, threads if HAS_CPU_OPS else 1]
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])

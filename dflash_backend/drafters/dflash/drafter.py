@@ -64,7 +64,8 @@ class DFlashModel(DraftModel):
         self.layers = [self._layer(weights, index, pattern) for index, pattern in enumerate(self.patterns)]
         # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
-        self.context_kv = Linear.stacked([layer.qkv.rows(slice(query, None)) for layer in weights.layers])
+        parts = [layer.qkv.rows(slice(query, None)) for layer in weights.layers]
+        self.context_kv = self.ops.laid_out(Linear.stacked(parts))
         norms = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
         self.context_k_norm = torch.stack([norm[spec.decoder.num_heads :] for norm in norms])
 

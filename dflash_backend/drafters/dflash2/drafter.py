@@ -132,7 +132,8 @@ class ConvDecoderLayer(DecoderLayer):
         block_index = context.row_index
         assert block_index is not None
         normed, dynamic = self.attention_conv.prepare(normed, block_index)
-        attended = self.attention_conv.finish(self._attend(normed, context, cache, rotation), dynamic, block_index)
+        attended = self.weights.output(self._attend(normed, context, cache, rotation))
+        attended = self.attention_conv.finish(attended, dynamic, block_index)
         normed, hidden = self.ops.add_rms_norm(attended, hidden, self.weights.post_norm, self.eps)
         normed, dynamic = self.mlp_conv.prepare(normed, block_index)
         return self.mlp_conv.finish(self.weights.mlp.forward(normed, self.ops), dynamic, block_index), hidden
@@ -153,7 +154,8 @@ class DFlash2Model(DFlashModel):
     def _layer(self, weights: DFlashWeights, index: int, pattern: AttentionPattern) -> DecoderLayer:
         assert isinstance(weights, DFlash2Weights)
         convs = weights.attention_convs[index], weights.mlp_convs[index]
-        return ConvDecoderLayer(self.spec.decoder, weights.layers[index], pattern, self.ops, *convs)
+        layer = self.ops.laid_out(weights.layers[index])
+        return ConvDecoderLayer(self.spec.decoder, layer, pattern, self.ops, *convs)
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -75,9 +75,9 @@ class Eagle3Model(DraftModel):
     ) -> None:
         super().__init__(spec, weights, max_positions, ops)
         self.feature_norms = weights.feature_norms
-        self.layer = DecoderLayer(spec.decoder, weights.layer, self.patterns[0], self.ops)
+        self.layer = DecoderLayer(spec.decoder, self.ops.laid_out(weights.layer), self.patterns[0], self.ops)
         # The KV rows of the projection, and the norm of the keys where the layer has one.
-        self.context_kv = weights.layer.qkv.rows(slice(spec.decoder.query_size, None))
+        self.context_kv = self.ops.laid_out(weights.layer.qkv.rows(slice(spec.decoder.query_size, None)))
         qk_norm = weights.layer.qk_norm
         self.context_k_norm = None if qk_norm is None else qk_norm[None, spec.decoder.num_heads :].contiguous()
 

@@ -1,0 +1,311 @@
+"""Calls of the C++ operations of a CPU (`cpu_ops.cpp`), each as its torch reference says.
+
+Rows of all arguments are contiguous. An operation uses as many threads as torch would in the calling thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dflash_kernels import cpu_library
+from dflash_kernels.activation import gelu_mul_reference, silu_mul_reference
+from dflash_kernels.argmax import argmax_reference
+from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
+from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from dflash_kernels.sample import sample_reference
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What numbers may be in, and its number in the library."""
+KV_DTYPES = {**DTYPES, torch.uint8: 2}
+"""The same for KV; uint8 is FP8."""
+LANES = 16
+MAX_HEAD_DIM = 1024
+# With more tokens what a call keeps between its operations would take much memory, and calls cost little.
+MAX_TOGETHER = 1024
+
+_library = cpu_library.load()
+HAS_CPU_OPS = _library is not None
+
+
+class PackedWeight:
+    """A weight in the order in which products read it: `[out_features, in_features]` of float32 or bfloat16."""
+
+    __slots__ = ("address", "code", "data", "dtype", "shape")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Packs `weight`, which is not kept. code: of the dtype in the library. address: of the numbers."""
+        assert _library is not None
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.dtype = weight.dtype
+        self.code = DTYPES[weight.dtype]
+        weight = weight.contiguous()
+        size = _library.dflash_packed_numbers(self.code, *self.shape)
+        self.data = torch.empty(size, dtype=weight.dtype)
+        self.address = self.data.data_ptr()
+        _library.dflash_pack(self.code, weight.data_ptr(), *self.shape, self.address)
+
+    @staticmethod
+    def fits(weight: torch.Tensor) -> bool:
+        """Whether a weight can be packed here."""
+        return HAS_CPU_OPS and weight.is_cpu and weight.dtype in DTYPES and weight.dim() == 2 and 0 not in weight.shape
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows of the weight at `index` (int64 `[n]`), as numbers: `[n, in_features]`. Raises `IndexError`."""
+        assert _library is not None
+        index = index.contiguous()
+        count = len(index)
+        out = torch.empty((count, self.shape[1]), dtype=self.dtype)
+        outside = _library.dflash_unpack_rows(
+            self.code, self.address, *self.shape, index.data_ptr(), count, out.data_ptr()
+        )
+        if outside >= 0:
+            raise IndexError(f"row {int(index[outside])} of a weight of {self.shape[0]} rows")
+        return out
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x @ weight.T + bias`: `[..., in_features]` -> `[..., out_features]`."""
+        assert _library is not None
+        n, k = self.shape
+        if x.dim() != 2:
+            return self.product(x.reshape(-1, k), bias).view(*x.shape[:-1], n)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = len(x)
+        out = torch.empty((rows, n), dtype=x.dtype)
+        _library.dflash_linear(
+            self.code, torch.get_num_threads(), x.data_ptr(), x.stride(0), self.address,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, k,
+        )  # fmt: skip
+        return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm_reference`."""
+    code = DTYPES.get(x.dtype)
+    if code is None or (weight.dtype != x.dtype and weight.dtype != torch.float32):
+        return rms_norm_reference(x, weight, eps)
+    assert _library is not None
+    x = x if x.is_contiguous() else x.contiguous()
+    normed = torch.empty_like(x)
+    size = x.shape[-1]
+    _library.dflash_norm(
+        code, DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), None, weight.data_ptr(), normed.data_ptr(),
+        None, x.numel() // size, size, eps,
+    )  # fmt: skip
+    return normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `add_rms_norm_reference`."""
+    code = DTYPES.get(x.dtype)
+    if code is None or residual.dtype != x.dtype or (weight.dtype != x.dtype and weight.dtype != torch.float32):
+        return add_rms_norm_reference(x, residual, weight, eps)
+    assert _library is not None
+    x, residual = (each if each.is_contiguous() else each.contiguous() for each in (x, residual))
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    _library.dflash_norm(
+        code, DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+        normed.data_ptr(), total.data_ptr(), x.numel() // size, size, eps,
+    )  # fmt: skip
+    return normed, total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `silu_mul_reference`."""
+    return silu_mul_reference(gate_up) if gate_up.dtype not in DTYPES else _gate(gate_up, is_gelu=False)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `gelu_mul_reference`."""
+    return gelu_mul_reference(gate_up) if gate_up.dtype not in DTYPES else _gate(gate_up, is_gelu=True)
+
+
+def _gate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+    assert _library is not None
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    inner = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
+    _library.dflash_gate(
+        DTYPES[gate_up.dtype], torch.get_num_threads(), is_gelu, gate_up.data_ptr(), out.data_ptr(),
+        out.numel() // inner, inner,
+    )  # fmt: skip
+    return out
+
+
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    padded: bool = False,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `qk_norm_rope_write_reference`."""
+    num_kv_heads, head_dim = cache.shape[2:]
+    norm_dtype = qkv.dtype if qk_norm is None else qk_norm.dtype
+    known = qkv.dtype in DTYPES and norm_dtype in (qkv.dtype, torch.float32) and cos.dtype == qkv.dtype
+    if not known or cache.dtype not in KV_DTYPES or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return qk_norm_rope_write_reference(qkv, qk_norm, eps, cos, sin, slots, cache, padded, scales)
+    assert _library is not None
+    qkv, cos, sin, slots = (each if each.is_contiguous() else each.contiguous() for each in (qkv, cos, sin, slots))
+    num_tokens = len(qkv)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype)
+    _library.dflash_rope_write(
+        DTYPES[qkv.dtype], DTYPES[norm_dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), qkv.data_ptr(),
+        None if qk_norm is None else qk_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
+        query.data_ptr(), cache.data_ptr(), None if scales is None else scales.data_ptr(), num_tokens, num_heads,
+        num_kv_heads, head_dim,
+    )  # fmt: skip
+    return query
+
+
+def linear_rope_write(
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    padded: bool,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """`qk_norm_rope_write` of a product, in one call."""
+    num_kv_heads, head_dim = cache.shape[2:]
+    num_tokens, code, norm = x.shape[0], packed.code, x if qk_norm is None else qk_norm
+    known = norm.dtype == x.dtype or norm.dtype == torch.float32
+    plain = x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+    if num_tokens > MAX_TOGETHER or not (known and plain) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return qk_norm_rope_write(packed.product(x, bias), qk_norm, eps, cos, sin, slots, cache, padded, scales)
+    assert _library is not None
+    num_heads = packed.shape[0] // head_dim - 2 * num_kv_heads
+    query = x.new_empty((num_tokens, num_heads, head_dim))
+    _library.dflash_linear_rope_write(
+        code, DTYPES[norm.dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), x.data_ptr(), packed.shape[1],
+        packed.address, None if bias is None else bias.data_ptr(), packed.shape[1],
+        None if qk_norm is None else qk_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
+        query.data_ptr(), cache.data_ptr(), None if scales is None else scales.data_ptr(), num_tokens, num_heads,
+        num_kv_heads, head_dim,
+    )  # fmt: skip
+    return query
+
+
+def linear_norm(
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` of a product, in one call."""
+    num_tokens = x.shape[0]
+    known = weight.dtype == x.dtype or weight.dtype == torch.float32
+    if num_tokens > MAX_TOGETHER or not known or not (x.is_contiguous() and residual.is_contiguous()):
+        return add_rms_norm(packed.product(x, bias), residual, weight, eps)
+    assert _library is not None
+    n, k = packed.shape
+    normed, total = residual.new_empty((num_tokens, n)), residual.new_empty((num_tokens, n))
+    _library.dflash_linear_norm(
+        packed.code, DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), k, packed.address,
+        None if bias is None else bias.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(),
+        total.data_ptr(), num_tokens, n, k, eps,
+    )  # fmt: skip
+    return normed, total
+
+
+def gated_mlp(
+    gate_up: PackedWeight,
+    gate_up_bias: torch.Tensor | None,
+    down: PackedWeight,
+    down_bias: torch.Tensor | None,
+    x: torch.Tensor,
+    is_gelu: bool,
+) -> torch.Tensor:
+    """Both products of an MLP and its gate, in one call: `[n, hidden]` -> `[n, out_features]`."""
+    num_tokens = x.shape[0]
+    if num_tokens > MAX_TOGETHER or not x.is_contiguous():
+        return down.product(_gate(gate_up.product(x, gate_up_bias), is_gelu), down_bias)
+    assert _library is not None
+    out = x.new_empty((num_tokens, down.shape[0]))
+    _library.dflash_gated_mlp(
+        gate_up.code, torch.get_num_threads(), is_gelu, x.data_ptr(), gate_up.shape[1], gate_up.address,
+        None if gate_up_bias is None else gate_up_bias.data_ptr(), down.address,
+        None if down_bias is None else down_bias.data_ptr(), out.data_ptr(), num_tokens, gate_up.shape[1],
+        down.shape[1], down.shape[0],
+    )  # fmt: skip
+    return out
+
+
+def attend(
+    query: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    out: torch.Tensor,
+    tables: np.ndarray,
+    first_tokens: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    causal: bool,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Attention of rows over their blocks, in place, to `out` `[num_tokens, num_heads * head_dim]`.
+
+    query: `[num_tokens, num_heads, head_dim]`. data, scales: as of a `KVLayer`. tables: int32 `[num_rows, most]`.
+    first_tokens, query_lens, seq_lens: int64 `[num_rows]`: the token of a row's first query, its queries, and the
+    position behind its last one. causal, window, sinks: as of an `AttentionPattern`.
+    """
+    assert _library is not None
+    _, block_size, _, num_kv_heads, head_dim = data.shape
+    _library.dflash_attend(
+        DTYPES[query.dtype], KV_DTYPES[data.dtype], torch.get_num_threads(), query.data_ptr(), data.data_ptr(),
+        None if scales is None else scales.data_ptr(), out.data_ptr(), tables.ctypes.data, tables.shape[1],
+        first_tokens.ctypes.data, query_lens.ctypes.data, seq_lens.ctypes.data, len(seq_lens), query.shape[1],
+        num_kv_heads, head_dim, block_size, causal, window or 0, None if sinks is None else sinks.data_ptr(),
+        head_dim**-0.5,
+    )  # fmt: skip
+
+
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """As `argmax_reference`."""
+    if values.dtype not in DTYPES or values.dim() != 2 or not values.shape[1] or values.stride(1) != 1:
+        return argmax_reference(values)
+    return _chosen(values)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    lowest_kept: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `sample_reference`, up to the rounding of logarithms."""
+    if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
+        return sample_reference(logits, temperature, seeds, positions, lowest_kept, token_ids)
+    return _chosen(logits, temperature, seeds, positions, lowest_kept, token_ids)
+
+
+def _chosen(logits: torch.Tensor, *per_row: torch.Tensor | None) -> torch.Tensor:
+    """The columns that are chosen, int64 `[n]`. per_row: the other arguments of `sample`."""
+    assert _library is not None
+    out = torch.empty(len(logits), dtype=torch.int64)
+    held = [None if each is None else each.contiguous() for each in (*per_row, *[None] * 5)[:5]]
+    pointers = [None if each is None else each.data_ptr() for each in held]
+    _library.dflash_choose(
+        DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0), *pointers,
+        out.data_ptr(),
+    )  # fmt: skip
+    return out

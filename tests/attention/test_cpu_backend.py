@@ -1,0 +1,62 @@
+"""Attention of a CPU over KV blocks in place equals that of torch over gathered ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
+from dflash_backend.attention.cpu_backend import CpuBackend
+from dflash_backend.attention.selection import BACKENDS
+from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
+from dflash_kernels.fp8_kv import quantise_kv_reference
+
+pytestmark = pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
+BLOCK = 16
+# A decode row, a verify block at the start and further on, a row that sees nothing but itself, a prompt.
+QUERY_LENS, SEQ_LENS = np.array([1, 3, 16, 1, 70]), np.array([130, 50, 16, 1, 90])
+PATTERNS = [AttentionPattern(*each) for each in product([True, False], [None, 20], [False, True])]
+
+
+def paged(kv_dtype: torch.dtype, kv_heads: int, dim: int) -> KVLayer:
+    data = torch.randn(48, BLOCK, 2, kv_heads, dim, generator=torch.Generator().manual_seed(0))
+    return KVLayer(*quantise_kv_reference(data)) if kv_dtype == torch.uint8 else KVLayer(data.to(kv_dtype))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "kv_dtype"),
+    [
+        (4, 2, 32, torch.float32, torch.float32),
+        (9, 3, 80, torch.float32, torch.uint8),
+        (9, 3, 80, torch.bfloat16, torch.bfloat16),
+        (4, 2, 32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_rows_equal_those_of_torch_and_each_is_its_own(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, pattern: AttentionPattern
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer = paged(kv_dtype, kv_heads, dim)
+    tables = torch.randperm(48, generator=generator)[:45].view(5, 9).int()
+    query = torch.randn(int(QUERY_LENS.sum()), heads, dim, generator=generator).to(dtype)
+    sinks = torch.randn(heads, generator=generator).to(dtype) if pattern.sinks else None
+    layout = AttentionBatch(QUERY_LENS, SEQ_LENS, tables)
+    results = []
+    for backend in (CpuBackend(BLOCK), TorchBackend(BLOCK)):
+        results.append(backend.attend(query, layer, backend.prepare(layout, pattern, dtype), sinks))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+    alone = CpuBackend(BLOCK)
+    row = AttentionBatch(QUERY_LENS[2:3], SEQ_LENS[2:3], tables[2:3])
+    own = alone.attend(query[4:20], layer, alone.prepare(row, pattern, dtype), sinks)
+    assert torch.equal(own, results[0][4:20])
+
+
+def test_it_is_the_first_choice_on_a_cpu() -> None:
+    names = list(BACKENDS)
+    assert names.index("cpu") < names.index("torch")
