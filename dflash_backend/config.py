@@ -26,6 +26,7 @@ RESERVED_ENV_PREFIX = (
     "DFLASH_API_KEY",  # What the command line sends to a server,
     "DFLASH_URL",  # and where that is.
     "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.
+    "DFLASH_CPU_OPS",  # Whether a CPU's operations in C++ are taken, or built first (docs/cpu.md).
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )
 

@@ -35,6 +35,7 @@ struct fp8 { uint8_t bits; };
 constexpr int LANES = 16;
 constexpr int AT_ONCE = 6;           // rows of a product whose sums are kept in registers
 constexpr int VECTORS = 4;           // and vectors of each
+constexpr long DEPTH_AT_ONCE = 256;  // inputs of a product that are summed before they are added to those before: rounding grows with it
 constexpr int POSITIONS = 64;        // of KV that attention takes at a time
 constexpr int QUERY_ROWS = 64;       // queries times heads that share their KV
 constexpr int SPINS = 1500;          // of a thread that waits for work, before it sleeps: about 0.1 ms
@@ -301,9 +302,17 @@ template <class T> static void plain_product(const Product& p, const float* x, l
     int vectors = int(std::min<long>(VECTORS, panels - panel));
     for (long row = 0; row < p.m; row += AT_ONCE) {
       int rows = int(std::min<long>(AT_ONCE, p.m - row));
-      float sums[AT_ONCE * VECTORS * LANES];
-      products(rows, vectors, x + row * x_step, x_step, packed + panel * deep * LANES, LANES, deep * LANES, deep, false, sums,
-               VECTORS * LANES);
+      float sums[AT_ONCE * VECTORS * LANES], part[AT_ONCE * VECTORS * LANES];
+      for (long begin = 0; begin < deep; begin += DEPTH_AT_ONCE) {
+        products(rows, vectors, x + row * x_step + begin, x_step, packed + (panel * deep + begin) * LANES, LANES, deep * LANES,
+                 std::min(DEPTH_AT_ONCE, deep - begin), false, begin ? part : sums, VECTORS * LANES);
+        if (begin)
+          for (int r = 0; r < rows; r++)
+            for (int j = 0; j < vectors; j++) {
+              float* into = sums + (r * VECTORS + j) * LANES;
+              store(into, load(into) + load(part + (r * VECTORS + j) * LANES));
+            }
+      }
       for (int j = 0; j < vectors; j++) {
         long col = (panel + j) * LANES;
         int count = int(std::min<long>(LANES, p.n - col));

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import part, prompts, report, run, traffic
+from benchmarks.gpu.build import attention_backend
 from benchmarks.gpu.engine import Cell, decoding
 from benchmarks.gpu.floor import Ceilings
 from benchmarks.gpu.plain import PlainPair
@@ -113,20 +114,21 @@ def test_traffic_measures_prompts_mixed_steps_unlike_rows_and_the_start(tmp_path
 def test_prompts_are_measured_by_every_way_that_there_is(tmp_path: Path) -> None:
     results = run_parts(tmp_path, "tiny", "ceilings", "prompts")
     assert results.skipped == []
+    own = attention_backend(tiny(), torch.device("cpu"), torch.float32).name
     assert [(run_.name, run_.tokens) for run_ in results.steps] == [
-        ("prompt, torch", tokens) for tokens in traffic.SIZES["cpu"].prompts
+        (f"prompt, {own}", tokens) for tokens in traffic.SIZES["cpu"].prompts
     ]
     whole, chunk = prompts.CHUNKS["cpu"]
     # The backend of a CPU, and torch's attention over the same, dense.
     assert [(run_.system, run_.tokens, run_.behind) for run_ in results.prompts] == [
-        ("torch", *whole), ("torch", *whole), ("torch", *chunk)
+        (own, *whole), ("torch", *whole), (own, *chunk)
     ]  # fmt: skip
     assert results.prompts[0].difference is None
     assert results.prompts[1].difference is None or results.prompts[1].difference < 1e-5
     query_size = tiny().target.decoder.query_size
     operations = [round(run_.flops_per_s * run_.seconds) for run_ in results.prompts]
     assert operations == [4 * query_size * n * (behind + n // 2) for n, behind in (whole, whole, chunk)]
-    assert "| tiny | torch | 16 | 48 |" in report.write(tmp_path / "out", results)
+    assert f"| tiny | {own} | 16 | 48 |" in report.write(tmp_path / "out", results)
 
 
 def test_one_row_has_more_positions_than_the_others() -> None:

@@ -39,7 +39,7 @@ def tensors_of(owner: Any, name: str = "") -> dict[str, torch.Tensor]:
         items = [(str(index), item) for index, item in enumerate(owner)]
     elif isinstance(owner, dict):
         items = list(owner.items())
-    elif type(owner).__module__.startswith("dflash_backend."):
+    elif type(owner).__module__.startswith(("dflash_backend.", "dflash_kernels.")):
         slots = [slot for slot in getattr(type(owner), "__slots__", ()) if slot != "_cpu"]
         items = [(key, getattr(owner, key)) for key in slots] or list(vars(owner).items())
     else:

@@ -346,7 +346,8 @@ def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> No
     for start, end in ((0, 22), (22, NUM_TOKENS)):
         features.append(pair.run(tables, [(start, pair.first.ids[start:end])], layer_ids)[1])
     expected = torch.cat([pair.first.layers[i] for i in layer_ids], dim=-1)
-    torch.testing.assert_close(torch.cat(features), expected, **TOLERANCE)
+    # Some features are above 1, and grow with each layer, as their rounding does.
+    torch.testing.assert_close(torch.cat(features), expected, atol=TOLERANCE["atol"], rtol=1e-4)
 
 
 @of_every_form

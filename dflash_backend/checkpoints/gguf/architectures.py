@@ -145,7 +145,7 @@ ARCHITECTURES = {
         windows=True,
     ),
     drafter.NAME: Architecture(
-        "DFlashDraftModel",
+        drafter.ARCHITECTURE,
         drafter.NAME,
         parts=tuple(QK_NORMS.items()),
         fields=drafter.FIELDS,

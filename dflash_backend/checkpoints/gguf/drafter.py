@@ -13,7 +13,7 @@ from dflash_backend.checkpoints.gguf.parts import Part, whole
 from dflash_backend.checkpoints.gguf.reader import GgufModel, GgufTensor
 from dflash_backend.checkpoints.json_reader import JsonReader
 
-NAME = "dflash"
+NAME, ARCHITECTURE = "dflash", "DFlashDraftModel"
 FIELDS = (
     *("block_size", "target_layers", "attention.sliding_window_pattern", "embedding_scale", "logit_scale"),
     *("final_logit_softcapping", "rope.dimension_sections", "conv_kernel_size", "conv_group_size", "selector_rank"),
@@ -69,7 +69,7 @@ def read_drafter(model: GgufModel, fields: JsonReader, config: dict[str, Any]) -
     embedding = model.tensors.get("token_embd.weight")
     listed = tokens.data.get("tokenizer.ggml.tokens")
     return {
-        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if is_second else ARCHITECTURE],
         "vocab_size": embedding.shape[0] if embedding is not None else _vocab_size(fields, listed),
         "block_size": fields.integer("block_size", default=16, low=2),
         "dflash_config": own,
