@@ -130,7 +130,13 @@ def load() -> ctypes.CDLL | None:
     if wanted == "0":
         return None
     path = find() or (build() if wanted == "build" else None)
-    return None if path is None else declared(ctypes.CDLL(str(path)))
+    if path is None:
+        return None
+    try:
+        return declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        _log.warning("torch computes, since %s cannot be loaded (%s); remove it to have it built again", path, error)
+        return None
 
 
 @functools.cache

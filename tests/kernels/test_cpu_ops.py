@@ -230,3 +230,16 @@ def test_a_library_is_found_again_and_one_of_another_source_is_not(
 def test_the_environment_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_library.SWITCH, "0")
     assert cpu_library.load.__wrapped__() is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF cut short"])
+def test_a_damaged_library_leaves_all_to_torch_and_is_named(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / cpu_library.library_name()
+    path.write_bytes(content)
+    monkeypatch.setenv(cpu_library.SWITCH, "1")
+    monkeypatch.setattr(cpu_library, "folders", lambda: [tmp_path])
+    assert cpu_library.load.__wrapped__() is None
+    assert f"{path} cannot be loaded" in caplog.text
+    assert "remove it to have it built again" in caplog.text
