@@ -163,7 +163,7 @@ export class ChatView {
       element(
         "div",
         { class: "turn-actions" },
-        button("Retry", "retry", () => this.actions.retry(turn)),
+        button("Retry", "retry", () => this.actions.retry(turn), { class: "small again" }),
         button("Copy", "copy", (event) => this.views.get(turn.answers[0]).copy(event.currentTarget)),
         isSeedShown === undefined ? null : element("span", { class: "seed" }, `seed ${isSeedShown}`),
       ),

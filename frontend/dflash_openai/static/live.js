@@ -54,6 +54,7 @@ export class LivePanel {
       if (byId(id).textContent !== text) byId(id).textContent = text;
     };
     set("live-state", answer ? STATES[answer.state] : "");
+    byId("live-state").dataset.state = answer?.state ?? "";
     set("f-acceptance", number(values.acceptanceLength));
     set("f-speed", number(values.tokensPerSecond, 1));
     set("f-ttft", milliseconds(values.ttft));

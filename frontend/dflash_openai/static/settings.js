@@ -5,8 +5,9 @@ import { apiKey, storedSettings } from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const PLAIN = [...NUMBERS, "k", "system", "format", "tools", "tool_choice", "thinking", "reasoning_effort", "order"];
+const MOST_DRAFTS = 16; // until the server says how many it takes
 const CHECKS = ["show-runs", "show-numbers", "compare"];
-const DEFAULTS = { temperature: "0", max_tokens: "512", k: "-1", "show-runs": true };
+const DEFAULTS = { temperature: "0", max_tokens: "512", k: "", "show-runs": true };
 
 const CONSTRAINTS = {
   json_schema: JSON.stringify(
@@ -87,9 +88,17 @@ export class Settings {
 
   /** The largest k that the server takes, where it says so. */
   setMaxDrafts(k) {
+    const isServers = this._k() === null;
     this.maxDrafts = k;
-    byId("k").max = k ?? 16;
+    byId("k").max = k ?? MOST_DRAFTS;
+    if (isServers) byId("k").value = byId("k").max;
     this._show();
+  }
+
+  /** What the request says of drafts; null at the far right, where it says nothing. */
+  _k() {
+    const { value, max } = byId("k");
+    return value === max ? null : Number(value);
   }
 
   /** The body of a chat completion. Raises FieldError. */
@@ -107,8 +116,8 @@ export class Settings {
       if (!input.validity.valid) throw new FieldError(name, input.validationMessage);
       if (input.value !== "") body[name] = Number(input.value);
     }
-    const k = Number(byId("k").value);
-    if (k >= 0) body.num_speculative_tokens = k;
+    const k = this._k();
+    if (k !== null) body.num_speculative_tokens = k;
     Object.assign(body, this._format(), this._tools());
     if (byId("thinking").value) body.chat_template_kwargs = { enable_thinking: byId("thinking").value === "on" };
     if (byId("reasoning_effort").value) body.reasoning_effort = byId("reasoning_effort").value;
@@ -174,8 +183,8 @@ export class Settings {
   }
 
   _show() {
-    const k = Number(byId("k").value);
-    byId("k-text").textContent = k < 0 ? "server's" : k === 0 ? "off" : k;
+    const k = this._k();
+    byId("k-text").textContent = k === null ? "server's" : k === 0 ? "off" : k;
     const format = byId("format");
     byId("constraint").hidden = !CONSTRAINTS[format.value];
     byId("format-tag").textContent = format.value ? format.selectedOptions[0].textContent : "";
@@ -201,6 +210,7 @@ export class Settings {
     const values = { ...DEFAULTS, ...stored };
     this.constraints = stored.constraints ?? {};
     for (const id of PLAIN) byId(id).value = values[id] ?? "";
+    if (!(Number(values.k || -1) >= 0)) byId("k").value = byId("k").max;
     for (const id of CHECKS) byId(id).checked = values[id] ?? false;
     const format = byId("format").value;
     byId("constraint").value = this.constraints[format] ?? CONSTRAINTS[format] ?? "";
@@ -210,6 +220,8 @@ export class Settings {
   _save() {
     const values = { ...storedSettings.get(), constraints: this.constraints };
     for (const id of PLAIN) values[id] = byId(id).value;
+    // The far right is another number with another server.
+    values.k = String(this._k() ?? "");
     for (const id of CHECKS) values[id] = byId(id).checked;
     storedSettings.set(values);
   }

@@ -83,6 +83,14 @@ def test_a_server_that_is_gone_is_said_and_found_again(open_page: Any) -> None:
         page.send("two")
         assert "Server unreachable" in page.text(".error")
         page.page.locator("#health[data-state=unreachable]").wait_for()
+        # What says so is drawn without the server, once, and not in the colour of what went well.
+        widths = "buttons => buttons.map(button => button.querySelector('use').getBBox().width > 0)"
+        assert page.page.get_by_role("button", name="Retry").evaluate_all(widths) == [True, True]
+        assert page.page.locator(".assistant").last.get_by_role("button", name="Retry").count() == 1
+        assert page.text("#live-state") == "error"
+        colour = "(node, side) => getComputedStyle(node)[side]"
+        bad = page.page.locator(".error").evaluate(colour, "borderLeftColor")
+        assert page.page.locator("#live-state").evaluate(colour, "color") == bad
         server.start()
         page.page.locator(".error").get_by_role("button", name="Retry").click()
         page.page.locator(".error").wait_for(state="detached")

@@ -57,6 +57,19 @@ def test_all_names_that_the_page_and_its_modules_use_are_files() -> None:
     assert set(FILES) - named == {"index.html"}
 
 
+def test_icons_are_in_the_page_itself_and_each_id_is_there_once() -> None:
+    """What is made while the server is gone can load none."""
+    ids = re.findall(r' id="([^"]+)"', (STATIC / "index.html").read_text(encoding="utf-8"))
+    assert len(set(ids)) == len(ids)
+    modules = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES if name.endswith((".js", ".html"))}
+    used = {found for text in modules.values() for found in re.findall(r'<use href="([^"]+)"', text)}
+    made = re.findall(
+        r'(?:\bicon|button\("[^"]*",|button\([^"]*"[^"]*" : "[^"]*",) ?\(?"(\w+)"', "".join(modules.values())
+    )
+    assert {"retry", "copy", "edit"} <= set(made)
+    assert used | {f"#icon-{name}" for name in made} <= {f"#{name}" for name in ids}
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".js")])
 def test_modules_are_short_and_say_what_they_are_for(name: str) -> None:
     lines = (STATIC / name).read_text(encoding="utf-8").splitlines()

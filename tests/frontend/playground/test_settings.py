@@ -28,8 +28,18 @@ def test_parameters_are_sent_as_they_are_and_left_out_where_empty(page: Playgrou
     assert not set(expected) & set(second)
 
 
-def test_k_goes_up_to_the_servers(page: Playground) -> None:
-    page.page.locator(f"#k[max='{K}']").wait_for()
+def test_k_goes_from_none_up_to_the_servers_own_which_is_not_sent(page: Playground, standin: Control) -> None:
+    slider = page.page.locator(f"#k[min='0'][max='{K}']")
+    slider.wait_for()
+    assert (slider.input_value(), page.text("#k-text")) == (str(K), "server's")
+    page.send("one")
+    for value, text in (("0", "off"), (str(K - 1), str(K - 1)), (str(K), "server's")):
+        slider.fill(value)
+        assert page.text("#k-text") == text
+        page.send("two")
+    assert [one.get("num_speculative_tokens") for one in standin.requests] == [None, 0, K - 1, None]
+    # The server's own stays that, whatever the next server's is.
+    assert page.stored("localStorage")["dflash.settings"]["k"] == ""
 
 
 def test_a_parameter_out_of_bounds_is_not_sent(page: Playground, standin: Control) -> None:
