@@ -8,6 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from dflash_openai.middleware import access_log
@@ -90,9 +91,44 @@ def test_a_failure_is_logged_and_goes_on(lines: list[str]) -> None:
     assert "status=500 ended=failed" in lines[0]
 
 
+def test_the_bytes_of_a_stream_are_those_of_all_its_parts(lines: list[str]) -> None:
+    async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for size in (5, 3, 0):
+            await send({"type": "http.response.body", "body": b"x" * size, "more_body": size > 0})
+
+    call(AccessLogMiddleware(streams))
+    assert " bytes=8 " in lines[0]
+
+
 def test_the_log_may_be_off(lines: list[str]) -> None:
     assert "x-request-id" in call(AccessLogMiddleware(echo, enabled=False)).headers
     assert lines == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping", "/metrics"])
+def test_a_probe_has_a_line_where_its_answer_changes(lines: list[str], path: str) -> None:
+    statuses = [200, 200, 503, 503, 401, 503, 200, 200, 404]
+    coming = iter(statuses)
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(status_code=next(coming))(scope, receive, send)
+
+    app = AccessLogMiddleware(answers)
+    for _ in statuses:
+        call(app, "GET", path)
+    assert [int(line.split("status=")[1].split()[0]) for line in lines] == [503, 401, 200, 404]
+    # Others are told each time, and each probe for itself.
+    coming = iter([503, 503, 200, 200, 503])
+    for other in ("/v1/models", "/v1/models", "/v1/models", "/healthy", "/ping" if path != "/ping" else "/health"):
+        call(app, "GET", other)
+    assert len(lines) == 9
+
+
+@pytest.mark.parametrize(("path", "status", "told"), [("/", 200, 0), ("/static/a.js", 304, 0), ("/static/b", 404, 1)])
+def test_the_pages_own_files_have_a_line_where_they_fail(lines: list[str], path: str, status: int, told: int) -> None:
+    call(AccessLogMiddleware(Response(status_code=status)), "GET", path)
+    assert len(lines) == told
 
 
 def test_a_client_that_does_not_read_is_given_up(lines: list[str]) -> None:
