@@ -1,12 +1,13 @@
 """JSON schemas as clients write them, brought to what llguidance holds: the same answers, in other words.
 
 Clients write null for a keyword that they leave out, 1.0 for 1, and keywords that ask for nothing. What cannot be held
-is refused by name: nothing is taken and then not followed. Only places of schemas are looked at: a property that is
-called `required` is no keyword.
+is refused by name: nothing is taken and then not followed, unless the caller wants that and tells it. Only places of
+schemas are looked at: a property that is called `required` is no keyword.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -57,6 +58,10 @@ _NOT_HELD = [
     "unevaluatedProperties",
     "uniqueItems",
 ]
+# What means nothing without one of them.
+_BESIDE = {"if": ("then", "else"), "contains": ("minContains", "maxContains")}
+# What an automaton cannot do: to look around, and to find again what was found.
+_NO_AUTOMATON = re.compile(r"\\[1-9bB]|\\k<|\(\?(?:P=|<?[=!])|\\.()", re.DOTALL)
 # Objects that bound the number of their properties become this many alternatives at most.
 MAX_ALTERNATIVES = 64
 
@@ -65,38 +70,75 @@ class SchemaError(ValueError):
     """A schema cannot be held. The message is for the client and completes a sentence."""
 
 
-def normalise(schema: Any, where: str = "") -> Any:
+def normalise(schema: Any, where: str = "", left_out: list[str] | None = None) -> Any:
     """A schema that allows the same values and has no keyword that llguidance cannot hold; at most it allows fewer
     objects where it bounds the number of their properties. where: the place of the schema, for errors. What is no
-    schema is returned as it is. Raises `SchemaError`."""
+    schema is returned as it is. Raises `SchemaError`; where there is a list `left_out`, what cannot be held goes there,
+    as a keyword and its place, and the schema allows more values."""
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         if (value is None and keyword not in _ANY_VALUE) or keyword == "x-guidance":
             continue
-        found[keyword] = _value(keyword, value, f"{where}.{keyword}" if where else keyword)
+        found[keyword] = _value(keyword, value, f"{where}.{keyword}" if where else keyword, left_out)
     if found.get("not") in (True, {}):
         return False
     _drop_what_asks_for_nothing(found)
     _name_properties(found)
+    at = f" at {where}" if where else ""
+    if left_out is not None:
+        left_out += [f"'{keyword}'{at}" for keyword in _widen(found)]
     for keyword in _NOT_HELD:
         if keyword in found:
-            raise SchemaError(
-                f"has the keyword '{keyword}'{f' at {where}' if where else ''}, which this server cannot hold; leave "
-                "it out"
-            )
-    return _bound_properties(found, where)
+            raise SchemaError(f"has the keyword '{keyword}'{at}, which this server cannot hold; leave it out")
+    try:
+        return _bound_properties(found, at)
+    except SchemaError:
+        if left_out is None:
+            raise
+        left_out.append(f"the number of properties{at}")
+        return {key: value for key, value in found.items() if key not in ("minProperties", "maxProperties")}
 
 
-def _value(keyword: str, value: Any, where: str) -> Any:
+def _widen(schema: dict[str, Any]) -> Iterator[str]:
+    """Remove what cannot be held, so that the schema allows more values; yields its keywords."""
+    for keyword in _NOT_HELD:
+        if keyword in schema:
+            for name in (keyword, *_BESIDE.get(keyword, ())):
+                schema.pop(name, None)
+            yield keyword
+    if "oneOf" in schema and "anyOf" not in schema:
+        # Where alternatives overlap, a value of both is allowed too.
+        schema["anyOf"] = schema.pop("oneOf")
+    elif "oneOf" in schema:
+        del schema["oneOf"]
+        yield "oneOf"
+    if _is_no_automaton(schema.get("pattern")):
+        del schema["pattern"]
+        yield "pattern"
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict) and any(map(_is_no_automaton, patterns)):
+        # Properties that are neither named nor matched may be those of the pattern.
+        schema["patternProperties"] = {name: one for name, one in patterns.items() if not _is_no_automaton(name)}
+        schema.pop("additionalProperties", None)
+        yield "patternProperties"
+
+
+def _is_no_automaton(pattern: Any) -> bool:
+    """Whether an expression is of those that no automaton can follow."""
+    found = _NO_AUTOMATON.finditer(pattern) if isinstance(pattern, str) else ()
+    return any(match[1] is None for match in found)
+
+
+def _value(keyword: str, value: Any, where: str, left_out: list[str] | None) -> Any:
     """What a keyword has, its schemas normalised."""
     if keyword in _NAMED and isinstance(value, Mapping):
-        return {name: normalise(one, f"{where}.{name}") for name, one in value.items()}
+        return {name: normalise(one, f"{where}.{name}", left_out) for name, one in value.items()}
     if keyword in _LISTS and isinstance(value, list | tuple):
-        return [normalise(one, f"{where}[{i}]") for i, one in enumerate(value)]
+        return [normalise(one, f"{where}[{i}]", left_out) for i, one in enumerate(value)]
     if keyword in _ONE:
-        return normalise(value, where)
+        return normalise(value, where, left_out)
     if keyword in _INTEGERS and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -154,7 +196,7 @@ def _name_properties(schema: dict[str, Any]) -> None:
         schema |= {"properties": dict.fromkeys(rules["enum"], values), "additionalProperties": False}
 
 
-def _bound_properties(schema: dict[str, Any], where: str) -> Schema:
+def _bound_properties(schema: dict[str, Any], at: str) -> Schema:
     """An object with a bound on the number of its properties, of which some may be left out, as alternatives that say
     which are there: llguidance counts the others alone."""
     low, high = schema.get("minProperties", 0), schema.get("maxProperties")
@@ -185,7 +227,7 @@ def _bound_properties(schema: dict[str, Any], where: str) -> Schema:
         alternatives.append(_with_properties(kept, optional, names, required, last))
         if len(alternatives) > MAX_ALTERNATIVES:
             raise SchemaError(
-                f"bounds the number of {len(optional)} optional properties{f' at {where}' if where else ''}, in more "
+                f"bounds the number of {len(optional)} optional properties{at}, in more "
                 f"than {MAX_ALTERNATIVES} ways; allowed: fewer properties, or required ones"
             )
     shared: dict[str, Any] = {key: kept[key] for key in ("$defs", "definitions") if key in kept}

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.compiler import GrammarError, _matcher
+from dflash_openai import notices
 from dflash_openai.parsing import OutputFormat, ToolCallDelta, harmony
 from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
@@ -250,11 +251,33 @@ def test_parameters_are_read_as_clients_write_them() -> None:
 def test_a_schema_that_cannot_be_held_is_named_with_its_function() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(NoGrammar) as error:
-        forced_calls(HERMES, [*FUNCTIONS, {"name": "f", "parameters": parameters}], False, {})
+        forced_calls(HERMES, [*FUNCTIONS, {"name": "f", "strict": True, "parameters": parameters}], False, {})
     assert str(error.value) == (
         "the function 'f' has a schema of its parameters that has the keyword 'uniqueItems' at properties.a, which "
         "this server cannot hold; leave it out"
     )
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}])
+def test_a_forced_call_follows_of_a_schema_without_strict_what_a_grammar_can_say(
+    strict: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Pydantic writes a set, and zod an e-mail address."""
+    monkeypatch.setattr(notices, "_logged", set())
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": 1}
+    email = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"}
+    parameters = {"type": "object", "properties": {"tags": tags, "email": email}, "required": ["tags", "email"]}
+    function = {"name": "f", "parameters": parameters, **strict}
+    for _ in range(2):
+        grammar = forced_calls(HERMES, [function], False, {})
+    call = '<tool_call>\n{"name": "f", "arguments": {"tags": ["a", "a"], "email": "a@b.c"}}\n</tool_call>'
+    assert takes(grammar, call)
+    assert not takes(grammar, call.replace('["a", "a"]', "[]"))
+    assert not takes(grammar, call.replace("a@b.c", "ab"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "calls of the function 'f' need not follow 'uniqueItems' at properties.tags, 'pattern' at properties.email: no "
+        "grammar can say that; with 'strict' of true such a schema is refused"
+    ]
 
 
 def test_an_error_of_a_schema_names_its_function() -> None:

@@ -157,6 +157,45 @@ def test_a_schema_allows_the_same_in_other_words(schema: Any, expected: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("schema", "wider", "left_out"),
+    [
+        ({"items": {"uniqueItems": True}}, {"items": {}}, ["'uniqueItems' at items"]),
+        ({"type": "string", "not": {"enum": ["a"]}}, {"type": "string"}, ["'not'"]),
+        ({"anyOf": [{"if": INTEGER, "then": {}, "else": {}}]}, {"anyOf": [{}]}, ["'if' at anyOf[0]"]),
+        ({"contains": INTEGER, "minContains": 2, "maxContains": 3, "minItems": 2}, {"minItems": 2}, ["'contains'"]),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, {"anyOf": [INTEGER, {"type": "number"}]}, []),
+        ({"oneOf": [INTEGER], "anyOf": [{"minimum": 3}]}, {"anyOf": [{"minimum": 3}]}, ["'oneOf'"]),
+        ({"pattern": "(?=a)b"}, {}, ["'pattern'"]),
+        ({"pattern": r"(?<!a)b"}, {}, ["'pattern'"]),
+        ({"pattern": r"(a)\1"}, {}, ["'pattern'"]),
+        ({"pattern": r"(?P<n>a)(?P=n)"}, {}, ["'pattern'"]),
+        ({"pattern": r"\bfoo"}, {}, ["'pattern'"]),
+        ({"pattern": r"\(?=\\1(?:a)(?P<n>b)"}, None, []),
+        (
+            {
+                "patternProperties": {"^(?!b)": INTEGER, "^c": INTEGER},
+                "additionalProperties": False,
+                "minProperties": 1,
+            },
+            {"patternProperties": {"^c": INTEGER}, "minProperties": 1},
+            ["'patternProperties'"],
+        ),
+        (
+            {"properties": {"a": {"properties": {f"p{i}": INTEGER for i in range(20)}, "minProperties": 3}}},
+            {"properties": {"a": {"properties": {f"p{i}": INTEGER for i in range(20)}}}},
+            ["the number of properties at properties.a"],
+        ),
+    ],
+)
+def test_a_schema_that_need_not_be_held_as_a_whole_is_held_where_it_can_be(
+    schema: Any, wider: Any, left_out: list[str]
+) -> None:
+    told: list[str] = []
+    assert normalise(schema, left_out=told) == (schema if wider is None else wider)
+    assert told == left_out
+
+
+@pytest.mark.parametrize(
     ("schema", "words"),
     [
         ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "the keyword 'uniqueItems' at properties.a.items,"),

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_backend.error_text import ABOUT_NEXT_LINE
 from dflash_backend.messages import JSON_WHITESPACE, StructuredOutputs
 from dflash_backend.text.json_schema import SchemaError, normalise
+from dflash_openai.notices import log_once
 from dflash_openai.parsing import harmony
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
 
@@ -185,12 +186,17 @@ def _is_json(schema: Any) -> bool:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object. Raises `NoGrammar`."""
+    """The schema of a function's arguments, which are an object. What no grammar can say is left out, which the log
+    tells, unless the function has `strict`. Raises `NoGrammar`."""
     given = function.get("parameters")
+    left_out: list[str] | None = None if function.get("strict") else []
     try:
-        schema = normalise(_NO_PARAMETERS if given is None else given)
+        schema = normalise(_NO_PARAMETERS if given is None else given, left_out=left_out)
     except SchemaError as error:
         raise NoGrammar(f"the function '{function['name']}' has a schema of its parameters that {error}") from None
+    if left_out:
+        held = f"calls of the function '{function['name']}' need not follow {', '.join(left_out)[:500]}"
+        log_once(held, lambda: f"{held}: no grammar can say that; with 'strict' of true such a schema is refused")
     if schema is False:
         raise NoGrammar(f"the function '{function['name']}' has parameters that no arguments fit")
     return schema if _SAYS_TYPE & schema.keys() else {**schema, "type": "object"}
