@@ -18,6 +18,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from dflash_backend.text.sampling_params import PARAMETERS
+from dflash_backend.text.truncation import COUNT, SIDE, SIDES
 from dflash_backend.triton.model_config import INPUTS
 from dflash_openai.openapi import BODIES
 
@@ -146,6 +147,8 @@ VALUES: dict[str, Strategy] = {
     "max_completion_tokens": st.integers(1, 12),
     "max_output_tokens": st.integers(1, 12),
     "prompt_logprobs": st.integers(0, 2),
+    "truncate_prompt_tokens": st.sampled_from([-1, 1, 3, 40]),
+    "truncation_side": st.sampled_from(SIDES),
     "prompt": TEXT.filter(bool) | st.lists(_TOKEN_ID, min_size=1, max_size=5) | st.just(["Sam", "the capital"]),
     "messages": MESSAGES,
     "response_format": _FORMAT | _JSON_SCHEMA,
@@ -194,7 +197,7 @@ for _path in ("/v1/messages", "/v1/messages/count_tokens"):
         "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}]),
     }
 # Fields whose values ask for what a server cannot do, so they are null or left out of right bodies.
-REFUSED = {"previous_response_id", "conversation", "background", "chat_template", "truncate_prompt_tokens"}
+REFUSED = {"previous_response_id", "conversation", "background", "chat_template"}
 # What keeps answers short, and is in each body that has it, unless it is changed.
 ALWAYS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 # What `generate` is not sent: a second prompt, `stream`, which its path says, time limits, and what is never taken.
@@ -248,7 +251,7 @@ def _fields(path: str) -> Iterator[tuple[str, Strategy, bool]]:
     """Name and values of each field of an endpoint, and whether it is in every right body."""
     own = VALUES_OF.get(path, {})
     if path == GENERATE:
-        for name in (*(parameter.name for parameter in PARAMETERS), *INPUTS):
+        for name in (*(parameter.name for parameter in PARAMETERS), COUNT, SIDE, *INPUTS):
             if name not in _NOT_SENT:
                 yield name, own.get(name, VALUES.get(name, st.booleans())), name in ("text_input", "max_tokens")
         return

@@ -41,6 +41,9 @@ class Sampling(TypedDict, total=False):
     tenant: str | None
     priority: int | None
     timeout: int | None
+    # Of the prompt, the last tokens, at most this many, or the first where the side is right; -1: as many as fit.
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
     # Not a sampling parameter: whether deltas have `steps`.
     return_steps: bool | None
     # For the chat template of `messages`.

@@ -28,6 +28,7 @@ from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.structured_outputs import MAX_FORMAT_CHARS, names_format, take_formats
 from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import InputError, Tokenizer
+from dflash_backend.text.truncation import Truncation, take_truncation
 
 Array = np.ndarray[Any, Any]
 
@@ -127,7 +128,7 @@ def parse_request(
             raise InputError(f"input '{name}' {REFUSED_INPUTS[name]}")
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
     values = _sampling_values(inputs, parameters, ready)
-    chat_options = pop_options(values)
+    chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
     sampling = parse_sampling_params(
         {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
@@ -138,7 +139,7 @@ def parse_request(
     if rules.require_cache_salt and not sampling.cache_salt:
         raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
     check_queue(sampling)
-    token_ids, text = _prompt(inputs, tokenizer, ready, chat_options)
+    token_ids, text = _prompt(inputs, tokenizer, ready, chat_options, kept)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
     check_num_tokens(len(token_ids), ready.max_model_len)
@@ -157,25 +158,44 @@ def _is_given(name: str, value: Any) -> bool:
 
 
 def _prompt(
-    inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady, chat_options: Mapping[str, Any]
+    inputs: Mapping[str, Array],
+    tokenizer: Tokenizer,
+    ready: EngineReady,
+    chat_options: Mapping[str, Any],
+    kept: Truncation | None,
 ) -> tuple[list[int], str | None]:
-    """The prompt's token ids, and its text where it came as text."""
+    """The prompt's token ids, of which `kept` says what remains, and its text where it came as text and is whole."""
     given = [name for name in PROMPT_INPUTS if name in inputs]
     if len(given) != 1:
         sent = f"{' and '.join(given)} were sent" if given else "none was sent"
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
     if given == ["messages"]:
-        chat = tokenizer.render_chat(_messages(inputs, ready), **chat_options)
-        check_fits(chat.text, tokenizer, ready.max_model_len)
-        return tokenizer.encode_chat(chat), chat.text
+        chat = tokenizer.render_chat(_messages(inputs, ready, kept is not None), **chat_options)
+        _check_fits(chat.text, tokenizer, ready, kept)
+        return _truncated(tokenizer.encode_chat(chat), chat.text, kept)
     if chat_options:
         name = next((name for name in ("tools", "continue_final_message") if name in chat_options), OPTION_NAMES[0])
         raise InputError(f"parameter '{name}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)
+        _check_fits(text, tokenizer, ready, kept)
+        return _truncated(tokenizer.encode(text) if text else [], text, kept)
+    return _token_ids(inputs["input_ids"], ready, kept), None
+
+
+def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady, kept: Truncation | None) -> None:
+    """Raise `PromptTooLong` for a text that is certainly too long, also to be tokenised and then made shorter."""
+    if kept is None:
         check_fits(text, tokenizer, ready.max_model_len)
-        return tokenizer.encode(text) if text else [], text
-    return _token_ids(inputs["input_ids"], ready), None
+    elif len(text) > most_chars(tokenizer, ready.max_model_len):
+        raise too_long(f"{len(text)} characters", tokenizer, ready.max_model_len)
+
+
+def _truncated(token_ids: list[int], text: str, kept: Truncation | None) -> tuple[list[int], str | None]:
+    """What remains of a prompt, and its text where that is all."""
+    if kept is None or len(token_ids) <= kept.num_tokens:
+        return token_ids, text
+    return kept.of(token_ids), None
 
 
 def _prompt_text(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady) -> str:
@@ -185,11 +205,13 @@ def _prompt_text(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: Engin
     return _string(inputs, "text_input", len(value) if isinstance(value, bytes) else 0)
 
 
-def _token_ids(array: Array, ready: EngineReady) -> list[int]:
+def _token_ids(array: Array, ready: EngineReady, kept: Truncation | None) -> list[int]:
     if array.dtype not in (np.int32, np.int64):
         raise InputError(f"input 'input_ids' has the type {array.dtype}; allowed: INT32 or INT64")
-    check_num_tokens(array.size, ready.max_model_len)
     ids = array.reshape(-1)
+    if kept is not None:
+        ids = kept.of(ids)
+    check_num_tokens(ids.size, ready.max_model_len)
     out_of_range = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
     if out_of_range.size:
         position = int(out_of_range[0])
@@ -201,8 +223,9 @@ def _token_ids(array: Array, ready: EngineReady) -> list[int]:
     return token_ids
 
 
-def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:
-    """The chat messages. All their content costs tokens, so `max_model_len` bounds their size."""
+def _messages(inputs: Mapping[str, Array], ready: EngineReady, is_truncated: bool) -> list[dict[str, Any]]:
+    """The chat messages. All their content costs tokens, so `max_model_len` bounds their size, and where the prompt is
+    not made shorter their number."""
     max_chars = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * ready.max_model_len
     text = _string(inputs, "messages", BYTES_PER_CHAR * max_chars)
     quotes, max_quotes = text.count('"'), MAX_MESSAGES_QUOTES + MESSAGES_QUOTES_PER_TOKEN * ready.max_model_len
@@ -215,7 +238,7 @@ def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str,
         raise InputError(f"input 'messages' {error}") from None
     if not isinstance(messages, list) or not messages:
         raise InputError('input \'messages\' must be a JSON list such as [{"role": "user", "content": "Hello"}]')
-    if MIN_TOKENS_OF_MESSAGE * len(messages) > ready.max_model_len:
+    if not is_truncated and MIN_TOKENS_OF_MESSAGE * len(messages) > ready.max_model_len:
         raise InputError(
             f"input 'messages' has {len(messages)} messages, which are too many tokens: max_model_len is "
             f"{ready.max_model_len}"

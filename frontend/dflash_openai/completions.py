@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_backend.text.detokenizer import REPLACEMENT
+from dflash_backend.text.truncation import Truncation
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
@@ -20,7 +21,7 @@ from dflash_openai.budget import BYTES_OF_TOKEN, check_asked, check_num_tokens
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
-from dflash_openai.prompts import PromptBuilder, Truncation
+from dflash_openai.prompts import PromptBuilder
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import CompletionRequest
 from dflash_openai.state import Frontend

@@ -10,10 +10,10 @@ from typing import Any
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import texts
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
+from dflash_backend.text.truncation import Truncation
 from dflash_openai.errors import invalid
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
-from dflash_openai.prompts import Truncation
 from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse

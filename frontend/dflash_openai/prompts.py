@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dflash_backend.error_text import shown
@@ -24,24 +23,13 @@ from dflash_backend.text.prompt_size import (
     too_long,
 )
 from dflash_backend.text.tokenizer import InputError, Tokenizer
+from dflash_backend.text.truncation import Truncation
 from dflash_openai.errors import ApiError, invalid
 
 # A role and content, and the tokens between messages.
 MIN_TOKENS_OF_MESSAGE = 2
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Of a prompt, at most `num_tokens`: the last ones, or the first. A text may still be no longer than any prompt."""
-
-    num_tokens: int
-    keeps_end: bool = True
-
-    def of(self, token_ids: list[int]) -> list[int]:
-        """What is kept of a prompt."""
-        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 class PromptBuilder:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from dflash_backend.text.client_json import quoted
+from dflash_backend.text.truncation import COUNT, SIDE, SIDES, Truncation, allowed_counts, is_allowed
 from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
 from dflash_openai.errors import invalid
-from dflash_openai.prompts import Truncation
 from dflash_openai.schemas import ChatRequest, CompletionRequest, GenerationFields
 from dflash_openai.triton_pool import ModelDescription
 
@@ -27,8 +27,7 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
 # What is done here, and which the model does not know.
-DONE_HERE = ("truncate_prompt_tokens",)
-SIDES = ("left", "right")
+DONE_HERE = (COUNT,)
 
 
 def sampling_parameters(request: GenerationFields, description: ModelDescription) -> dict[str, Any]:
@@ -108,19 +107,14 @@ def truncation(request: GenerationFields, max_model_len: int) -> Truncation | No
     """How a prompt is made shorter; None where it is not. Raises `ApiError`."""
     count, side = request.truncate_prompt_tokens, request.truncation_side
     if side is not None and side not in SIDES:
-        raise invalid(
-            f"'truncation_side' is {quoted(side)}; allowed: left, which keeps the end, or right", "truncation_side"
-        )
+        raise invalid(f"'{SIDE}' is {quoted(side)}; allowed: left, which keeps the end, or right", SIDE)
     if count is None:
         return None
-    if count != -1 and not 1 <= count < max_model_len:
-        allowed = f"an integer from 1 to {max_model_len - 1}, or -1 for as many as fit"
-        raise invalid(f"'truncate_prompt_tokens' is {count}; allowed: {allowed}", "truncate_prompt_tokens")
-    if count == -1:
-        asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-        asked = request.max_tokens if asked is None else asked
-        count = max(1, max_model_len - max(1, asked or 1))
-    return Truncation(count, side != "right")
+    if not is_allowed(count, max_model_len):
+        raise invalid(f"'{COUNT}' is {count}; allowed: {allowed_counts(max_model_len)}", COUNT)
+    asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    asked = request.max_tokens if asked is None else asked
+    return Truncation.that_fits(count, side, max_model_len, asked)
 
 
 def max_tokens(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 
@@ -12,6 +13,7 @@ import pytest
 from checks.byte_tokenizer import START
 from dflash_backend.messages import ENCODER, ENGINE_INPUT, EngineReady, GenerationRequest
 from dflash_backend.text.request import InputError, RequestRules, ReturnFlags, parse_request
+from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.triton.fake_triton import as_input
 
@@ -173,6 +175,73 @@ def test_defaults_of_the_checkpoint_hold_for_what_a_request_leaves_out(parse, pa
     rules = RequestRules(4, sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 64})
     sampling = parse(json.dumps(parameters), rules, text_input="a").sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == expected
+
+
+@pytest.mark.parametrize("sent", ["text_input", "input_ids"])
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, "fgh"),
+        ({"truncate_prompt_tokens": "3", "truncation_side": "left"}, "fgh"),
+        ({"truncate_prompt_tokens": 3.0, "truncation_side": "right"}, "abc"),
+        ({"truncate_prompt_tokens": 31}, "abcdefgh"),
+        ({"truncate_prompt_tokens": None, "truncation_side": "right"}, "abcdefgh"),
+    ],
+)
+def test_a_prompt_is_cut_to_so_many_tokens_at_one_end(parse, sent, parameters, kept):
+    prompt = "abcdefgh" if sent == "text_input" else list(b"abcdefgh")
+    parsed = parse(json.dumps(parameters), **{sent: prompt})
+    assert bytes(parsed.prompt_token_ids).decode() == parsed.prefix == kept
+    assert parse(json.dumps(parameters), **{sent: prompt}, exclude_input_in_output=True).prefix == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_kept"), [({"max_tokens": 7}, 25), ({"max_tokens": "7"}, 25), ({"max_tokens": None}, 31), ({}, 31)]
+)
+def test_a_prompt_is_cut_to_what_fits_beside_the_answer(parse, answer, num_kept):
+    """However long it is: of 32 positions the answer has as many as it asks for, or one."""
+    parameters = json.dumps({"truncate_prompt_tokens": -1, **answer})
+    long = b"a" * 40 + b"b" * 10
+    for inputs in ({"text_input": long.decode()}, {"input_ids": list(long)}):
+        parsed = parse(parameters, **inputs)
+        assert bytes(parsed.prompt_token_ids) == long[-num_kept:]
+    # Messages too, however many.
+    messages = json.dumps([{"role": "u", "content": "x"}] * 17)
+    assert (
+        parse(parameters, messages=messages).prompt_token_ids == ([START, *b"u:x"] * 17 + [START, *b"a:"])[-num_kept:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (
+            {"truncate_prompt_tokens": 0},
+            "'truncate_prompt_tokens' has the value 0; allowed: an integer from 1 to 31, or",
+        ),
+        ({"truncate_prompt_tokens": 32}, "has the value 32; allowed"),
+        ({"truncate_prompt_tokens": -2}, "has the value -2; allowed"),
+        ({"truncate_prompt_tokens": "x"}, "has the value 'x'; allowed"),
+        ({"truncate_prompt_tokens": True}, "has the value True; allowed"),
+        (
+            {"truncation_side": "up"},
+            "'truncation_side' has the value 'up'; allowed: left, which keeps the end, or right",
+        ),
+        ({"truncation_side": []}, "'truncation_side' has the value []"),
+    ],
+)
+def test_a_cut_that_cannot_be_made_is_refused(parse, parameters, words):
+    with pytest.raises(ParameterError, match=re.escape(words)):
+        parse(json.dumps(parameters), text_input="abc")
+
+
+def test_a_text_that_is_cut_may_be_no_longer_than_any_prompt(parse):
+    with pytest.raises(
+        InputError, match="the prompt has 129 characters, but max_model_len is 32 tokens, for which at most 128"
+    ):
+        parse('{"truncate_prompt_tokens": 3}', text_input="a" * 129)
+    # Another that a request was cut to is no parameter of the engine's.
+    assert parse('{"truncate_prompt_tokens": 3}', text_input="abc").sampling == parse(text_input="abc").sampling
 
 
 @pytest.mark.parametrize(
