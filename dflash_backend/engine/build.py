@@ -171,7 +171,7 @@ def build_engine(
     kind = (device, dtype, models.backend.name, config.kv_cache_dtype)
     ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
-    report("ready", 1.0)
+    report("the model is loaded", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
 
 

@@ -55,14 +55,15 @@ def test_lines_without_a_reader_are_dropped_and_counted_and_no_writer_waits() ->
 def test_a_full_disk_loses_lines_but_not_those_that_come_when_there_is_space(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     lines = Lines(descriptor)
-    lines.put("lost")
+    for _ in range(3):
+        lines.put("lost")
     lines.flush()
     # The same descriptor leads elsewhere from now on.
     file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(file, descriptor)
     lines.put("kept")
     lines.flush()
-    assert (tmp_path / "log").read_text().startswith("kept\ndflash-triton: 1 lines of the log were dropped")
+    assert (tmp_path / "log").read_text().startswith("kept\ndflash-triton: 3 lines of the log were dropped")
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -71,6 +72,16 @@ def test_each_line_of_the_load_is_shown_once(verbose: bool) -> None:
     log, lines = log_of(raw, verbose=verbose)
     log.progress("loading 40%: target")
     assert sum("loading 40%" in line for line in lines) == 1
+
+
+def test_of_the_demo_pair_no_checkpoint_is_described_unless_that_takes_long() -> None:
+    log, lines = log_of()
+    told = ["loading 0%: reading checkpoints", "loading 5%: target: layers: 8", "loading 90%: drafter: a: 1 of 1 MB"]
+    for log.loads_demo_pair in (True, False):
+        for text in (*told, f"{told[1]} (5 s so far)"):
+            log.progress(text)
+    shown = [line.removeprefix("dflash-triton: ") for line in lines]
+    assert shown == [told[0], f"{told[1]} (5 s so far)", *told, f"{told[1]} (5 s so far)"]
 
 
 def test_activity_is_shown_and_other_information_is_not() -> None:

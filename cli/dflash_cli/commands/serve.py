@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         frontend = _frontend(arguments, lines.say)
         server = _server(arguments, log, frontend.ready_url if frontend is not None else None)
+        log.loads_demo_pair = server.serves_demo_pair
         for warning in warnings(arguments):
             lines.say(warning)
     except (ConfigError, LauncherError) as error:

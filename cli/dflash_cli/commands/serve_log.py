@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ NOISE = ("pinned_memory_manager", "CudaDriverHelper", "DCGM", "NVML", "HandleCan
 OURS = "dflash: "
 ACTIVITY = "dflash: activity: "
 
+# What a checkpoint says, and how far its weights are read.
+_OF_CHECKPOINT = re.compile(r"loading \d+%: (?:target|drafter): ")
+
 
 class ServeLog:
     """Shows the server's log: all of it with `verbose`, else its warnings, its lines of activity and, once it is up,
@@ -23,6 +27,8 @@ class ServeLog:
         self._verbose = verbose
         self._warnings: list[str] = []
         self.loading = True
+        # Whether it is known what is loaded, and read in a moment.
+        self.loads_demo_pair = False
 
     def __call__(self, line: LogLine) -> None:
         """Take a line of the server's log. Any thread."""
@@ -37,7 +43,8 @@ class ServeLog:
 
     def progress(self, text: str) -> None:
         """A line on how the load goes. The verbose log has it already, but for those that say how long it has taken."""
-        if not self._verbose or text.endswith("so far)"):
+        is_late = text.endswith("so far)")
+        if is_late or not (self._verbose or (self.loads_demo_pair and _OF_CHECKPOINT.match(text))):
             self._lines.say(text)
 
     def ready(self) -> list[str]:
