@@ -193,3 +193,38 @@ def test_serve_answers_openais_api_and_ends_with_it(tmp_path_factory: pytest.Tem
     finally:
         process.kill()
         process.wait()
+
+
+def test_starts_that_fail_wait_ever_longer_until_one_has_served(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    now = 0.0
+    spawned: list[float] = []
+    status: int | None = None
+
+    class Front(FrontendProcess):
+        def _spawn(self) -> None:
+            spawned.append(now)
+            self._started_at = now
+            self._process = SimpleNamespace(poll=lambda: status)  # type: ignore[assignment]
+
+        def _end_if_it_hangs(self, process: Any, elapsed_s: float) -> None:
+            pass
+
+    monkeypatch.setattr(module, "settle_ports", lambda host, ports: ports)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    front = Front("127.0.0.1", 1, [], say=said.append)
+    front._spawn()
+    waits = []
+    for runs_s in (70.0, *[2.0] * 7, 70.0):
+        status, now = None, now + runs_s
+        front.keep()
+        status = 3
+        ended = now
+        while spawned[-1] <= ended:
+            front.keep()
+            now += 0.5
+        now = spawned[-1]
+        waits.append(spawned[-1] - ended)
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30, 1]
+    assert said[1] == "the OpenAI front end ended with status 3; it is started anew in 2 s"

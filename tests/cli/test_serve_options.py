@@ -1,4 +1,4 @@
-"""Each option of `serve` against what becomes of it: one setting, and no other."""
+"""Each option of `serve`, `openai` and the clients against what becomes of it: one setting, and no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from dflash_cli.commands.security_options import LOOPBACK_NAMES
 from dflash_cli.commands.serve_options import HOST_ENV, SETTING_OPTIONS
 from dflash_cli.launcher.server import LauncherError
+from dflash_cli.launcher.server_options import environment_with
 from dflash_cli.main import main, parser
 from tests.cli.test_security_options import pkcs8
 from tests.client.tls_servers import Certificates
@@ -73,6 +75,27 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--tls-client-ca": (["CA", "--tls-cert", "CERT", "--tls-key", "KEY"], {"security.tls": ("CERT", "KEY", "CA")}),
     "--": (["--log-verbose=1"], {"server.extra_options": ["--log-verbose=1"]}),
 }
+# Those of `openai` alone; all others are in `CASES`.
+OPENAI: dict[str, tuple[list[str], Found]] = {
+    "--triton": (["grpc://a:1", "--triton", "b:2"], {"config.triton_urls": ("grpc://a:1", "b:2")}),
+    "--triton-ca-cert": (["CA"], {"tls.ca_cert": "CA"}),
+    "--triton-client-cert": (
+        ["CERT", "--triton-client-key", "KEY"],
+        {"tls.client_cert": "CERT", "tls.client_key": "KEY"},
+    ),
+    "--triton-client-key": (
+        ["KEY", "--triton-client-cert", "CERT"],
+        {"tls.client_cert": "CERT", "tls.client_key": "KEY"},
+    ),
+    "--triton-metrics": (["http://a:1/metrics"], {"config.triton_metrics_urls": ("http://a:1/metrics",)}),
+    "--model-name": (["named"], {"config.model_name": "named"}),
+    "--tokenizer": (["folder"], {"config.tokenizer": "folder"}),
+    "--host": (["127.0.0.5"], {"config.host": "127.0.0.5", "security.allowed_hosts": LOOPBACK_NAMES | {"127.0.0.5"}}),
+    "--port": (["9104"], {"config.port": 9104}),
+    "--request-timeout": (["21"], {"config.request_timeout_s": 21.0}),
+    "--drain-timeout": (["22"], {"config.drain_timeout_s": 22.0}),
+    "--heartbeat-fd": (["23"], {"config.heartbeat_fd": 23}),
+}
 # With these the front end is left out, which cannot reach an encrypted server.
 GRPC_TLS: dict[str, tuple[list[str], Found]] = {
     "--grpc-tls-cert": (["CERT", "--grpc-tls-key", "KEY"], {"server.tls": ("CERT", "KEY", None)}),
@@ -84,14 +107,14 @@ GRPC_TLS: dict[str, tuple[list[str], Found]] = {
 }
 
 
-def serve_options() -> dict[str, list[str]]:
-    """All option strings of `serve`, by the longest name of each that is not an alias."""
+def options_of(command: str) -> dict[str, list[str]]:
+    """All option strings of a sub-command, by the name of each that is not an alias."""
     (commands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
-    actions = commands.choices["serve"]._actions
+    actions = commands.choices[command]._actions
     return {each.option_strings[0]: list(each.option_strings) for each in actions if each.option_strings}
 
 
-ALIASES = [(name, alias) for name, names in serve_options().items() for alias in names[1:] if name not in ("-h",)]
+ALIASES = [(name, alias) for name, names in options_of("serve").items() for alias in names[1:] if name not in ("-h",)]
 
 
 def named(tls: Any) -> tuple[str | None, ...] | None:
@@ -125,7 +148,7 @@ class Parts:
             given.pop(name)
         self.found |= {f"setting.{name}": value for name, value in settings.items()}
         self.found |= {f"server.{name}": value for name, value in given.items()}
-        return SimpleNamespace()
+        return SimpleNamespace(serves_demo_pair=not settings)
 
     def _process(
         self, host: str, port: int, options: list[str], environ: dict[str, str], say: Any, tls: Any, hang_s: float
@@ -147,8 +170,9 @@ class Parts:
 
     def _app(self, config: Any) -> Any:
         security = config.security
-        left_out = ("security", "host", "port", "triton_tls")
+        left_out = ("security", "triton_tls", *(("host", "port") if self._front_end is not None else ()))
         self.found |= {f"config.{name}": value for name, value in vars(config).items() if name not in left_out}
+        self.found |= {f"tls.{name}": value for name, value in dataclasses.asdict(config.triton_tls).items()}
         of_security = dict(vars(security))
         self.found |= {f"limits.{name}": value for name, value in vars(of_security.pop("key_limits")).items()}
         of_security["api_keys"] = [key.name for key in security.api_keys]
@@ -166,6 +190,12 @@ class Parts:
                 for name in set(environ) - set(os.environ):
                     patch.setenv(name, environ[name])
                 assert main(["openai", *options]) == 2
+        return self.found
+
+    def of_openai(self, words: list[str]) -> Found:
+        """What the front end is told by a command line of its own."""
+        self.found, self._front_end = {}, None
+        assert main(["openai", *(() if "--port" in words else ("--port", "0")), *words]) == 2
         return self.found
 
 
@@ -202,7 +232,7 @@ def words_of(option: str, case: str) -> list[str]:
 
 
 def test_every_option_has_a_case() -> None:
-    assert {*serve_options(), "MODEL", "--"} - {"-h", "--version"} == set(CASES | GRPC_TLS)
+    assert {*options_of("serve"), "MODEL", "--"} - {"-h", "--version"} == set(CASES | GRPC_TLS)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +248,70 @@ def test_an_option_becomes_its_setting_and_no_other(
     differs = {name: value for name, value in found.items() if name not in without or without[name] != value}
     assert without.keys() <= found.keys()
     assert differs == {name: with_files(value, files) for name, value in (CASES | GRPC_TLS)[case][1].items()}
+
+
+def test_every_option_of_openai_has_a_case() -> None:
+    own = {name for name in CASES if name in options_of("openai")}
+    assert {*options_of("openai")} - {"-h"} == own | OPENAI.keys()
+
+
+@pytest.mark.parametrize(
+    "option", [*OPENAI, *(name for name in CASES if name in options_of("openai") and name not in OPENAI)]
+)
+def test_an_option_of_openai_becomes_its_setting_and_no_other(
+    option: str, files: dict[str, str], bases: dict[int, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(monkeypatch)
+    values, expected = (CASES | OPENAI)[option]
+    alone = ["--triton", "grpcs://a:1"] if "--triton-c" in option else []
+    found = parts.of_openai([*alone, *with_files([option, *values], files)])
+    without = parts.of_openai(alone)
+    if option != "--port":
+        # Any free one, another each time.
+        del found["config.port"], without["config.port"]
+    differs = {name: value for name, value in found.items() if name not in without or without[name] != value}
+    assert differs == {name: with_files(value, files) for name, value in expected.items()}
+
+
+CONNECTION: dict[str, tuple[list[str], Found]] = {
+    "--url": (["http://a:1"], {"url": "http://a:1"}),
+    "--protocol": (["http"], {"protocol": "http"}),
+    "--model-name": (["named"], {"model": "named"}),
+    "--timeout": (["31"], {"timeout_s": 31.0}),
+    "--retries": (["4"], {"retries": 4}),
+    "--api-key": (["k"], {"api_key": "k"}),
+    "--header": (["A: b:c", "--header", "D:e"], {"headers": {"A": "b:c", "D": "e"}}),
+    "--ca-cert": (["x"], {"ca_cert": "x"}),
+    "--client-cert": (["y"], {"client_cert": "y"}),
+    "--client-key": (["z"], {"client_key": "z"}),
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("option", CONNECTION)
+def test_an_option_of_a_client_becomes_its_argument_and_no_other(
+    option: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def client(url: str, protocol: str, model: str, timeout_s: float, retries: int, **more: Any) -> Any:
+        found.update({"url": url, "protocol": protocol, "model": model, "timeout_s": timeout_s, "retries": retries})
+        found.update(more)
+        raise ValueError("as far as this")
+
+    monkeypatch.setattr("dflash_cli.commands.client_options.DFlashClient", client)
+    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
+    found: Found = {}
+    prompt = ["Hi"] if command == "generate" else []
+    assert main([command, *prompt]) == 2
+    without = dict(found)
+    assert main([command, *prompt, option, *CONNECTION[option][0]]) == 2
+    assert {name: value for name, value in found.items() if without[name] != value} == CONNECTION[option][1]
+
+
+def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:
+    """Of another name the environment's stays."""
+    environ = {"DFLASH_MAX_NUM_SEQS": "3", "DFLASH_MAX_MODEL_LEN": "2048", "HOME": "/h"}
+    found = environment_with(environ, {"max_num_seqs": "9", "dtype": "float32"})
+    assert found == {**environ, "DFLASH_MAX_NUM_SEQS": "9", "DFLASH_DTYPE": "float32"}
 
 
 @pytest.mark.parametrize(

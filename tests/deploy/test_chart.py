@@ -115,6 +115,19 @@ def test_every_value_that_templates_read_is_declared_and_every_declared_one_is_r
     assert {path for path in declared if not any(f"{path}.".startswith(f"{one}.") for one in read)} == set()
 
 
+def test_a_field_of_a_values_name_has_that_value() -> None:
+    """Where helm is absent too: `maxReplicas` is not `minReplicas`."""
+    lines = [line for file in sorted((CHART / "templates").glob("*.yaml")) for line in file.read_text().splitlines()]
+    fields = [
+        re.fullmatch(r"[ -]*(\w+): \{\{-? (?:toYaml |mul )?[$\w]*\.([\w.]+)(?: [\w$|. ]*)? \}\}", line)
+        for line in lines
+    ]
+    pairs = {(found[1], found[2].rpartition(".")[2]) for found in fields if found}
+    names = {path.rpartition(".")[2] for path in leaves(VALUES)}
+    assert {("minReplicas", "minReplicas"), ("maxReplicas", "maxReplicas"), ("accessModes", "accessModes")} <= pairs
+    assert {one for one in pairs if one[0] in names - {"secretName"} and one[0] != one[1]} == set()
+
+
 def test_the_schema_has_the_values_and_no_others() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 

@@ -189,6 +189,91 @@ def test_a_percentile_is_the_one_that_its_legend_names() -> None:
     assert shown == {("p50", "0.5"), ("p99", "0.99")}
 
 
+# Each metric's value, or growth per second, in panels that show it as it is.
+VALUES = {
+    "dflash:generation_tokens_total": 1001, "dflash:prompt_tokens_total": 1002, "dflash:num_requests_running": 3,
+    "dflash:num_requests_waiting": 4, "dflash:num_requests_in_flight": 9, "dflash:request_success_total": 1003,
+    "dflash:request_errors_total": 1004, "dflash:kv_cache_usage_perc": 0.75, "dflash:requests_routed_total": 1005,
+    "dflash:kv_events_total": 1006, "dflash:cache_config_info": 1, "dflash:num_preemptions_total": 1007,
+    "dflash:engine_silence_seconds": 2.5, "dflash:stub_heartbeat_timestamp_seconds": 5000, "dflash:engine_ready": 0.5,
+    "dflash:engine_restarts_total": 1008, "dflash:grammar_requests_total": 1009, "dflash:grammars_compiled_total": 1010,
+    "dflash:spec_decode_confidence_weight": 0.125, "dflash_openai:requests_total": 1011,
+    "dflash_openai:requests_running": 6, "dflash_openai:triton_up": 0,
+}  # fmt: skip
+NOW, RANGE_S = 5007, 60
+SHOWN = {
+    ("Tokens per second", "answers {{model}}"): 1001,
+    ("Tokens per second", "prompts {{model}}"): 1002,
+    ("Weight of the drafter's confidence", "{{model}} {{engine}}"): 0.125,
+    ("Requests", "running {{model}}"): 3,
+    ("Requests", "waiting {{model}}"): 4,
+    ("Requests", "in flight {{model}}"): 9,
+    ("Requests ended per second", "{{finished_reason}} {{model}}"): 1003,
+    ("Requests ended per second", "{{status}} {{model}}"): 1004,
+    ("KV blocks in use", "{{model}} {{engine}}"): 0.75,
+    ("Requests sent to each engine per second", "{{model}} {{engine}}"): 1005,
+    ("Prefix cache events per second", "{{model}}"): 1006,
+    ("KV blocks", "{{model}} {{num_gpu_blocks}} blocks of {{block_size}} tokens"): 1,
+    ("Preemptions per second", "{{model}}"): 1007,
+    ("Silence of the engine", "{{model}} {{engine}}"): 2.5,
+    ("Age of the stub's heartbeat", "{{model}} {{engine}}"): 7,
+    ("Engines ready", "{{model}} {{engine}}"): 0.5,
+    ("Engine restarts", "{{model}}"): 1008 * RANGE_S,
+    ("Requests with a grammar per second", "{{model}}"): 1009,
+    ("Requests with a grammar per second", "compiled {{model}}"): 1010,
+    ("OpenAI requests per second", "{{path}} {{status}}"): 1011,
+    ("OpenAI requests running", "{{instance}}"): 6,
+    ("Triton servers that front ends reach", "{{server}}"): 0,
+}
+HISTOGRAMS = {
+    "Time to first token": ("dflash:time_to_first_token_seconds", "s"),
+    "Time between tokens": ("dflash:inter_token_latency_seconds", "s"),
+    "Whole request": ("dflash:e2e_request_latency_seconds", "s"),
+    "Time per token of a request": ("dflash:request_time_per_output_token_seconds", "s"),
+    "Prompt tokens of a request": ("dflash:request_prompt_tokens", "short"),
+    "Tokens of a completion": ("dflash:request_generation_tokens", "short"),
+    "Completions of a request": ("dflash:request_params_n", "short"),
+    "Wait in the queue": ("dflash:request_queue_time_seconds", "s"),
+    "OpenAI time to first event": ("dflash_openai:time_to_first_event_seconds", "s"),
+    "OpenAI request duration": ("dflash_openai:request_duration_seconds", "s"),
+}
+ONE = re.compile(
+    r"(?:(sum|min) by \((?P<by>[^)]*)\) \()?(?:(rate|increase)\()?(?P<name>\w+:\w+)(\{[^}]*\})?(\[[^]]*\])?\)*"
+)
+
+
+def test_a_panel_of_one_metric_shows_what_its_title_says() -> None:
+    found = {}
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"]
+            if " / " in expression or "histogram_quantile" in expression:
+                continue
+            plain = expression.removeprefix("time() - ")
+            one = ONE.fullmatch(plain)
+            assert one is not None, expression
+            value = VALUES[one["name"]] * (RANGE_S if one[3] == "increase" else 1)
+            found[panel["title"], target["legendFormat"]] = value if plain == expression else NOW - value
+            # What a sum leaves out no legend can name.
+            named = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+            assert one["by"] is None or set(named) == set(one["by"].split(", "))
+    assert found == SHOWN
+
+
+def test_a_panel_of_a_histogram_is_of_the_one_that_its_title_names() -> None:
+    found = {}
+    for panel in DASHBOARD["panels"]:
+        names = {
+            name
+            for target in panel["targets"]
+            for name in re.findall(r"(\w+:\w+)_(?:bucket|sum|count)\b", target["expr"])
+            if "histogram_quantile" in "".join(each["expr"] for each in panel["targets"])
+        }
+        if names:
+            found[panel["title"]] = (*names, panel["fieldConfig"]["defaults"]["unit"])
+    assert found == HISTOGRAMS
+
+
 def test_panels_do_not_overlap() -> None:
     positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert len({(at["x"], at["y"]) for at in positions}) == len(positions)

@@ -15,9 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
+from dflash_client import Delta
 from dflash_client.errors import Internal, InvalidArgument
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
+from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.api_keys import ApiKey
 from dflash_openai.security import SecurityConfig
 from dflash_openai.telemetry import endpoint_of
@@ -98,6 +100,16 @@ def test_a_request_has_one_span_with_what_it_asked_and_used(model, traced, expor
     assert span.start_time <= times[0] <= times[1] <= times[2] <= span.end_time
     assert SECRET not in span.to_json()
     assert KEY not in span.to_json()
+
+
+def test_several_completions_have_the_sum_of_their_tokens_and_the_longest_of_their_waits() -> None:
+    record = GenerationRecord("m", {}, 3)
+    for index, (tokens, queue_s, drafts, accepted) in enumerate(((2, 0.5, 4, 6), (5, 0.25, 1, 0), (3, None, 2, 1))):
+        stats = {"num_drafts": drafts, "num_accepted_tokens": accepted, "queue_time_s": queue_s}
+        record.add(Delta("text", (1,) * tokens, tokens, finish_reason="length", spec_stats=stats, index=index))
+    assert (record.num_output_tokens, record.queue_time_s) == (10, 0.5)
+    assert (record.num_drafts, record.num_accepted_tokens) == (7, 7)
+    assert record.finish_reasons == ["length"] * 3
 
 
 def test_a_trace_goes_on_from_the_client_to_triton(model, traced, exporter) -> None:

@@ -313,7 +313,7 @@ VALUE_MUTANTS = (
         ),
     ),
     *mutants_of(
-        f"{FRONTEND}/prompts.py",
+        "dflash_backend/text/truncation.py",
         ("tests/frontend/test_completions.py",),
         ("a prompt that is cut keeps its other end", "if self.keeps_end else", "if not self.keeps_end else"),
     ),
@@ -348,5 +348,134 @@ VALUE_MUTANTS = (
             "entry.ranks.append(int(values[half + place]))",
             "entry.ranks.append(int(values[half + place - 1]))",
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/request.py",
+        ("tests/text/test_request.py",),
+        (
+            "a prompt of text is not cut",
+            "return kept.of(token_ids), None",
+            "return token_ids, None",
+        ),
+        (
+            "a prompt of token ids is measured before it is cut",
+            "check_num_tokens(ids.size, ready.max_model_len)",
+            "check_num_tokens(array.size, ready.max_model_len)",
+        ),
+        (
+            "a prompt that is cut has its whole text before the answer",
+            "return kept.of(token_ids), None",
+            "return kept.of(token_ids), text",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/truncation.py",
+        ("tests/text/test_request.py",),
+        (
+            "the side that is kept and the one that is cut change places",
+            'return cls(count, side != "right")',
+            'return cls(count, side == "right")',
+        ),
+        (
+            "a cut to what fits leaves no place for the answer",
+            "max_model_len - max(1, max_tokens or 1)",
+            "max_model_len - 1",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/json_schema.py",
+        ("tests/text/test_json_schema.py",),
+        (
+            "what means nothing without a keyword that is left out stays",
+            "for name in (keyword, *_BESIDE.get(keyword, ())):",
+            "for name in (keyword,):",
+        ),
+        (
+            "keywords of schemas within others are refused where others are left out",
+            "return normalise(value, where, left_out)",
+            "return normalise(value, where)",
+        ),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/openai.py",
+        ("tests/cli/test_serve_options.py",),
+        (
+            "openai's time for a request is that for a stop",
+            "request_timeout_s=arguments.request_timeout",
+            "request_timeout_s=arguments.drain_timeout",
+        ),
+        (
+            "openai's key for its servers is its certificate",
+            "arguments.triton_client_cert, arguments.triton_client_key)",
+            "arguments.triton_client_key, arguments.triton_client_cert)",
+        ),
+    ),
+    Mutant(
+        "a setting of the environment wins over the command line's",
+        "cli/dflash_cli/launcher/server_options.py",
+        "result[environment_name(name)] = value",
+        "result.setdefault(environment_name(name), value)",
+        ("tests/cli/test_serve_options.py",),
+    ),
+    Mutant(
+        "a front end that never starts is tried every second",
+        "cli/dflash_cli/launcher/frontend.py",
+        "self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)",
+        "self._delay_s = min(self._delay_s, LONGEST_DELAY_S)",
+        ("tests/cli/test_frontend_process.py::test_starts_that_fail_wait_ever_longer_until_one_has_served",),
+    ),
+    Mutant(
+        "a chat has the drafts of its last answer",
+        "cli/dflash_cli/commands/chat.py",
+        'self.num_drafts += stats.get("num_drafts", 0)',
+        'self.num_drafts = stats.get("num_drafts", 0)',
+        ("tests/cli/test_chat.py::test_the_figures_of_a_chat_are_those_of_all_its_answers",),
+    ),
+    Mutant(
+        "lines that were dropped while others were told are forgotten",
+        "cli/dflash_cli/commands/log_lines.py",
+        "self._num_dropped += 1 + dropped",
+        "self._num_dropped += 1",
+        ("tests/cli/test_serve_log.py",),
+    ),
+    Mutant(
+        "a span has the shortest wait of its completions",
+        f"{FRONTEND}/generation_record.py",
+        'max(self.queue_time_s or 0.0, stats["queue_time_s"])',
+        'min(self.queue_time_s or 9.9, stats["queue_time_s"])',
+        ("tests/frontend/test_telemetry.py",),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/middleware/access_log.py",
+        ("tests/frontend/middleware/test_access_log.py",),
+        (
+            "the bytes of an answer are those of its last part",
+            "self._num_bytes += len",
+            "self._num_bytes = len",
+        ),
+        (
+            "each probe that finds no server has a line",
+            "return status != before",
+            "return status != before or status == 503",
+        ),
+        (
+            "probes that are refused have no line",
+            "if path in _PROBES and status in (200, 503):",
+            "if path in _PROBES:",
+        ),
+    ),
+    Mutant(
+        "the panel of blocks in use shows those that are free",
+        "deploy/grafana/dashboards/dflash.json",
+        '"expr": "dflash:kv_cache_usage_perc{',
+        '"expr": "1 - dflash:kv_cache_usage_perc{',
+        (f"{DOCKER}::test_a_panel_of_one_metric_shows_what_its_title_says",),
+    ),
+    Mutant(
+        "the most replicas are the fewest",
+        "deploy/helm/dflash-triton/templates/hpa.yaml",
+        "maxReplicas: {{ .maxReplicas }}",
+        "maxReplicas: {{ .minReplicas }}",
+        ("tests/deploy/test_chart.py",),
     ),
 )
