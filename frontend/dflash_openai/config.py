@@ -72,14 +72,19 @@ class FrontendConfig:
     tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
-        select_output_format("", (), self.tool_call_parser, self.reasoning_parser)
-        if self.chat_template is not None:
-            object.__setattr__(self, "chat_template", read_template(self.chat_template))
+        template = check_answer_options(self.tool_call_parser, self.reasoning_parser, self.chat_template)
+        object.__setattr__(self, "chat_template", template)
         for url in self.triton_urls:
             location = parse_url(url, "grpc")
             if location.protocol != "grpc":
                 raise ValueError(f"{url!r} is not a gRPC address; the front end speaks gRPC: give grpc://HOST:PORT")
             Connection.build(location, **dataclasses.asdict(self.triton_tls))
+
+
+def check_answer_options(tool_call_parser: str, reasoning_parser: str, chat_template: str | None) -> str | None:
+    """The chat template, where one is given. Raises `ValueError` for an option that cannot be used."""
+    select_output_format("", (), tool_call_parser, reasoning_parser)
+    return None if chat_template is None else read_template(chat_template)
 
 
 def read_template(given: str) -> str:

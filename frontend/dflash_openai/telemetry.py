@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,18 +43,31 @@ _SAMPLING = {
 def make_tracer(endpoint: str) -> Tracer:
     """A tracer that sends spans to an OTLP endpoint over HTTP, such as `http://localhost:4318/v1/traces`. The usual
     variables (`OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`) are read by the SDK. Raises
-    ValueError where the extra is not installed."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ValueError(f"traces need the package's extra 'otel' ({error})") from None
+    ValueError as `check_endpoint`."""
+    check_endpoint(endpoint)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     resource = Resource({SERVICE_NAME: "dflash-triton-openai"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider.get_tracer("dflash_openai")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ValueError for an endpoint that is no URL of HTTP, and where the extra is not installed."""
+    location = urlsplit(endpoint)
+    if location.scheme not in ("http", "https") or not location.netloc:
+        raise ValueError(
+            f"spans cannot be sent to {endpoint!r}; allowed: a URL of HTTP, such as http://localhost:4318/v1/traces"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"traces need the package's extra 'otel' ({error})") from None
 
 
 def endpoint_of(environ: Mapping[str, str]) -> str | None:

@@ -92,6 +92,19 @@ def test_activity_is_shown_and_other_information_is_not() -> None:
     assert lines == ["dflash-triton: activity: prompt 1.0 tokens/s"]
 
 
+def test_an_engine_that_ends_with_its_server_has_not_died() -> None:
+    log, lines = log_of()
+    log.ready()
+    log.stopping = True
+    log(
+        parse_line('W1121 09:04:07.2 41 a.py:7] "dflash: the engine process died (exit status 0); it is started again"')
+    )
+    assert lines == []
+    log(parse_line('W1121 09:04:07.2 41 a.cc:7] "a model is not unloaded"'))
+    log(parse_line('E1121 09:04:07.2 41 a.py:7] "dflash: an error"'))
+    assert lines == ["dflash-triton: a model is not unloaded", "dflash-triton: an error"]
+
+
 def test_what_the_model_warned_of_while_it_loaded_is_told_again_when_it_is_ready() -> None:
     warning = 'W1121 09:04:07.2 41 model.py:7] "dflash: no draft_model is set for X: it is served without speculation"'
     log, lines = log_of(warning, warning, 'W1121 09:04:07.2 41 a.cc:7] "Unable to allocate pinned system memory"')

@@ -307,6 +307,27 @@ def test_an_option_of_a_client_becomes_its_argument_and_no_other(
     assert {name: value for name, value in found.items() if without[name] != value} == CONNECTION[option][1]
 
 
+@pytest.mark.parametrize(
+    ("words", "variable", "message"),
+    [
+        (["--chat-template", "/no/such/file"], "", "--chat-template: /no/such/file cannot be read: No such file"),
+        (["--tool-call-parser", "xml"], "", "--tool-call-parser has the value 'xml'; allowed: auto, none, hermes"),
+        (["--reasoning-parser", "xml"], "", "--reasoning-parser has the value 'xml'; allowed: auto, none, "),
+        (["--otlp-traces-endpoint", "here"], "", "spans cannot be sent to 'here'; allowed: a URL of HTTP, such as"),
+        ([], "localhost:4318", "spans cannot be sent to 'localhost:4318/v1/traces'; allowed"),
+    ],
+)
+def test_what_the_front_end_would_end_of_is_refused_before_the_model_loads(
+    words: list[str], variable: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts once the model has loaded, which may take half an hour."""
+    parts = Parts(monkeypatch)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", variable)
+    assert main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not any(name.startswith(("server.", "keeper.")) for name in parts.found)
+
+
 def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:
     """Of another name the environment's stays."""
     environ = {"DFLASH_MAX_NUM_SEQS": "3", "DFLASH_MAX_MODEL_LEN": "2048", "HOME": "/h"}

@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines.say(str(error))
             return 1
         except StopAsked:
+            log.stopping = True
             lines.say("stopping; once more to stop at once")
             return 0
         finally:
@@ -154,8 +155,15 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         if getattr(arguments, option) == arguments.port:
             name = option.replace("_", "-")
             raise LauncherError(f"--port and --{name} are both {arguments.port}; --port is that of the OpenAI API")
+    from dflash_openai.config import check_answer_options
+    from dflash_openai.telemetry import check_endpoint, endpoint_of
+
     try:
         security = security_config(arguments, is_loopback(arguments.host))
+        # What the front end would end of once the model has loaded.
+        check_answer_options(arguments.tool_call_parser, arguments.reasoning_parser, arguments.chat_template)
+        if endpoint := arguments.otlp_traces_endpoint or endpoint_of(os.environ):
+            check_endpoint(endpoint)
     except ValueError as error:
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name

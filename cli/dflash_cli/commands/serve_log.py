@@ -29,6 +29,8 @@ class ServeLog:
         self.loading = True
         # Whether it is known what is loaded, and read in a moment.
         self.loads_demo_pair = False
+        # The operator has asked for the end: that the model's processes end one after the other is no trouble.
+        self.stopping = False
 
     def __call__(self, line: LogLine) -> None:
         """Take a line of the server's log. Any thread."""
@@ -36,6 +38,8 @@ class ServeLog:
             self._warnings.append(_first_line(line).removeprefix(OURS))
         if self._verbose:
             self._lines.put(line.raw)
+        elif self.stopping and line.level == "W" and line.text.startswith(OURS):
+            return
         elif line.text.startswith(ACTIVITY) or (
             line.level in (("W",) if self.loading else ("W", "E", "F")) and not any(word in line.raw for word in NOISE)
         ):
