@@ -29,6 +29,8 @@ from dflash_client.responses import Outputs
 
 # How the resolvers of different systems word that a name has no address.
 _NO_SUCH_HOST = ("name or service not known", "name resolution", "no address associated", "nodename nor servname")
+# Of a server that takes a handshake for a request that it cannot read.
+_HANDSHAKE_ENDED = "eof occurred in violation of protocol"
 # What a server that expects TLS does to a request in the clear, among others.
 _CUT_OFF = ("without sending a response", "connection reset")
 _STATUS_OF_CODE = {
@@ -74,6 +76,9 @@ def transport_error(error: httpx.TransportError, location: Location) -> ClientEr
         return untrusted(address, str(error).partition("failed: ")[2].partition(" (_ssl")[0] or str(error))
     if location.secure and "wrong_version_number" in words:
         return no_tls(address, "http://")
+    if location.secure and isinstance(error, httpx.ConnectError) and _HANDSHAKE_ENDED in _reason(error).lower():
+        # As Triton's HTTP server does with what is no HTTP.
+        return ConnectionFailed(f"{address} ended the TLS handshake; if no TLS is spoken there, begin with http://")
     if any(known in words for known in _NO_SUCH_HOST):
         return ConnectionFailed(f"the host of {address} has no address; check its name")
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

@@ -30,6 +30,9 @@ def _converted(path: Path, report: Report | None) -> Path:
 def _find(name: str, setting: str, revision: str, report: Report | None) -> Path:
     if name in NAMED:
         return _converted(named_file(name), report)
+    if not name.strip():
+        # Path("") is the folder that one happens to be in.
+        raise CheckpointError(f"{setting} is empty; give a model directory, a file in GGUF ({SUFFIX}) or a hub id")
     try:
         path = Path(name).expanduser()
         is_dir, exists = path.is_dir(), path.exists()

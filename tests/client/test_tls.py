@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +119,26 @@ def test_a_connection_that_is_not_safe_or_not_allowed_is_refused_with_what_to_do
         pytest.raises(kind, match=words.format(protocol=protocol)),
     ):
         ask(url(protocol, seen.address, secure), **options)
+
+
+def test_a_server_that_hangs_up_on_what_is_no_http_may_speak_no_tls(ask: Callable[..., Answers]) -> None:
+    """Triton's HTTP server does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.recv(4096)
+                    connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConnectionFailed, match=f"^{address} ended the TLS handshake; .* begin with http://"):
+            ask(f"https://{address}")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_a_server_that_refuses_before_it_has_read_the_request_is_heard_each_time() -> None:

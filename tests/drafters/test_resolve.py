@@ -174,7 +174,7 @@ def test_a_draft_vocabulary_without_a_head_of_its_own_is_left_to_the_targets(mod
     assert not draft.has_lm_head
 
 
-@pytest.mark.parametrize("name", ["\0", "x" * 5000, "~nobody-of-that-name/x/y", "a/b/c"])
+@pytest.mark.parametrize("name", ["", " ", "\0", "x" * 5000, "~nobody-of-that-name/x/y", "a/b/c"])
 def test_a_name_that_is_no_path_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(CheckpointError, match="target_model is "):
         find_model(name, "target_model")
