@@ -167,8 +167,11 @@ def _json(value: Any) -> StructuredOutputs:
         raise FormatError(f"has a JSON schema that {error}") from None
     except RecursionError:
         raise FormatError(f"has a JSON schema that is nested more than {MAX_SCHEMA_DEPTH} levels deep") from None
+    if value is False:
+        raise FormatError("has a JSON schema that no answer follows")
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        # Any JSON follows true.
+        text = json.dumps({} if value is True else value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
         raise FormatError("has a JSON schema that is no JSON") from None
     return StructuredOutputs("json", _check_size(text, "json"))

@@ -142,7 +142,7 @@ ANY_CITY = HERMES_CALL.replace('"city"', '"town"')
             ['{"town": "Oslo"}', '{"city":' + " " * 50 + '"Oslo"}'],
         ),
         (StructuredOutputs("json", '{"type":"object"}'), ["{}", '{"a": 1}'], ["[]"]),
-        (StructuredOutputs("json", "true"), ["[1]"], ["[1"]),
+        (StructuredOutputs("json", "{}"), ["[1]"], ["[1"]),
         (StructuredOutputs("regex", r"a/b\/[/c]\d"), ["a/b/c1"], ["a/b/c"]),
         (StructuredOutputs("choice", '["yes", "a \\"no\\"\\n"]'), ["yes", 'a "no"\n'], ["no"]),
         (
@@ -221,6 +221,19 @@ def test_a_schema_that_cannot_be_held_keeps_nobody_from_a_format() -> None:
     wanted = StructuredOutputs("json", '{"type":"object"}')
     grammar = calls_or_format(HERMES, [{"name": "f", "parameters": parameters}], True, {}, wanted)
     assert takes(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1]}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("kind", ["string", ["string", "null"], "array"])
+def test_parameters_that_are_no_object_are_refused_by_name(kind: str | list[str]) -> None:
+    with pytest.raises(NoGrammar) as error:
+        forced_calls(HERMES, [{"name": "f", "parameters": {"type": kind}}], False, {})
+    assert str(error.value) == f"the parameters of the function 'f' are of the type {kind!r}, and no object"
+    assert takes(
+        forced_calls(
+            HERMES, [{"name": "f", "parameters": {"type": ["object", "null"], "maxProperties": 0}}], False, {}
+        ),
+        HERMES_NOW.replace("now", "f"),
+    )
 
 
 @pytest.mark.parametrize(

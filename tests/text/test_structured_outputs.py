@@ -68,6 +68,13 @@ def test_a_response_format_means_the_same():
         parse(response_format=of_openai, structured_outputs={"regex": "a"})
 
 
+def test_any_json_follows_the_schema_true():
+    for true in (True, "true"):
+        assert parse(structured_outputs={"json": true}).structured_outputs == StructuredOutputs("json", "{}")
+    of_openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
+    assert parse(response_format=of_openai).structured_outputs.text == "{}"
+
+
 def test_the_end_of_the_reasoning_is_token_ids():
     grammar = parse(structured_outputs={"regex": "a", "after_reasoning": [5, 6]}).structured_outputs
     assert grammar == StructuredOutputs("regex", "a", (5, 6))
@@ -87,6 +94,9 @@ def test_the_end_of_the_reasoning_is_token_ids():
         ({"json": SCHEMA, "regex": "a"}, "has json and regex"),
         ({"json": 5}, "a JSON schema that is no object: 5"),
         ({"json": "{"}, "has the field 'json', which is not JSON"),
+        ({"json": False}, "has a JSON schema that no answer follows"),
+        ({"json": "false"}, "has a JSON schema that no answer follows"),
+        ({"json": {"not": {}}}, "has a JSON schema that no answer follows"),
         ({"regex": ""}, "text of at least one character"),
         ({"regex": 5}, "text of at least one character"),
         ({"regex": "\ud800"}, "half a surrogate pair"),

@@ -74,9 +74,7 @@ def _of_format(wanted: StructuredOutputs) -> str:
         return "start: /" + re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", wanted.text) + "/"
     if wanted.kind == "choice":
         return "start: " + " | ".join(_text(choice) for choice in json.loads(wanted.text))
-    schema = json.loads(wanted.text)
-    if not isinstance(schema, dict):
-        schema = {} if schema else {"not": {}}
+    schema: dict[str, Any] = json.loads(wanted.text)
     schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
     return f"{ABOUT_NEXT_LINE}the format of the answer\nstart: %json {json.dumps(schema, ensure_ascii=False)}"
 
@@ -199,6 +197,9 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         log_once(held, lambda: f"{held}: no grammar can say that; with 'strict' of true such a schema is refused")
     if schema is False:
         raise NoGrammar(f"the function '{function['name']}' has parameters that no arguments fit")
+    kinds = schema.get("type", "object")
+    if kinds != "object" and "object" not in (kinds if isinstance(kinds, list) else ()):
+        raise NoGrammar(f"the parameters of the function '{function['name']}' are of the type {kinds!r}, and no object")
     return schema if _SAYS_TYPE & schema.keys() else {**schema, "type": "object"}
 
 
