@@ -10,8 +10,11 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dflash_backend.text.chat import with_reasoning_names
 from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
-from dflash_openai.sampling import DONE_HERE, SAME_NAMES
+from dflash_openai.anthropic_request import MessagesRequest, as_chat
+from dflash_openai.chat import template_options
+from dflash_openai.sampling import DONE_HERE, SAME_NAMES, truncation
 from dflash_openai.schemas import ChatRequest, CompletionRequest
 from tests.frontend.scripted_pool import ScriptedPool
 
@@ -284,3 +287,58 @@ def test_every_parameter_of_vllm_that_is_not_here_is_known_by_its_name(http: Tes
 def test_an_answer_without_text_cannot_be_asked_for(http: TestClient) -> None:
     answer = http.post("/v1/chat/completions", json=PLAIN["/v1/chat/completions"] | {"modalities": ["audio"]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "modalities")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": False}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": True}),
+        (
+            {"enable_thinking": True, "reasoning_effort": "none"},
+            {"enable_thinking": True, "reasoning_effort": "none"},
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low"}, "reasoning_effort": "high"},
+            {"enable_thinking": False, "reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_what_a_chat_says_itself_of_its_template_holds_over_what_follows_from_another_field(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert template_options(ChatRequest(messages=[], **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, "enable_thinking", False),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "enable_thinking", True),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "stop", ["a"]),
+        ({"stop_sequences": [], "stop": ["b"]}, "stop", ["b"]),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"const": 1}}}}
+            | {"output_format": {"type": "json_schema", "schema": {"const": 2}}},
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "output", "schema": {"const": 1}}},
+        ),
+    ],
+)
+def test_of_two_fields_of_a_message_anthropics_newest_own_holds(
+    fields: dict[str, Any], name: str, expected: Any
+) -> None:
+    body = MessagesRequest(messages=[{"role": "user", "content": "a"}], max_tokens=1, **fields)
+    assert getattr(as_chat(body), name) == expected
+
+
+def test_what_fits_beside_an_answer_goes_by_the_limit_that_the_answer_has() -> None:
+    body = ChatRequest(messages=[], max_tokens=9, max_completion_tokens=5, truncate_prompt_tokens=-1)
+    kept = truncation(body, 100)
+    assert kept is not None
+    assert kept.num_tokens == 95
+
+
+def test_a_template_that_reads_one_name_of_reasoning_gets_what_was_sent_by_it() -> None:
+    sent = {"role": "assistant", "reasoning": "one", "reasoning_content": "other"}
+    assert with_reasoning_names(sent) == {**sent, "thinking": "other"}

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
+from dflash_cli.commands import openai
 from dflash_client import Delta
 from dflash_client.errors import Internal, InvalidArgument
 from dflash_openai.app import create_app
@@ -165,7 +166,16 @@ def test_nothing_is_imported_or_sent_unless_it_is_asked_for() -> None:
     assert json.loads(ended.stdout) == [None, []]
 
 
+def test_spans_go_where_the_option_says_whatever_the_variables_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_openai.telemetry.make_tracer", lambda endpoint: endpoint)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://variable")
+    assert openai._tracer("http://option") == "http://option"
+    assert openai._tracer(None) == "http://variable"
+
+
 def test_the_sdks_own_variables_say_where_spans_go() -> None:
+    both = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c/x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://d"}
+    assert endpoint_of(both) == "http://c/x"
     assert endpoint_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/"}) == "http://c:4318/v1/traces"
     assert endpoint_of({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c/x"}) == "http://c/x"
     assert endpoint_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "true"}) is None

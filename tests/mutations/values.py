@@ -478,4 +478,57 @@ VALUE_MUTANTS = (
         "maxReplicas: {{ .minReplicas }}",
         ("tests/deploy/test_chart.py",),
     ),
+    *mutants_of(
+        f"{FRONTEND}/chat.py",
+        ("tests/frontend/test_parameters.py",),
+        (
+            "chat_template_kwargs hold over enable_thinking",
+            'options["enable_thinking"] = body.enable_thinking',
+            'options.setdefault("enable_thinking", body.enable_thinking)',
+        ),
+        (
+            "reasoning_effort holds over enable_thinking",
+            'options.setdefault("enable_thinking", body.reasoning_effort != "none")',
+            'options["enable_thinking"] = body.reasoning_effort != "none"',
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/anthropic_request.py",
+        ("tests/frontend/test_parameters.py",),
+        ("a budget of thinking holds over enable_thinking", "and body.enable_thinking is None:", "and True:"),
+        ("stop holds over stop_sequences", "body.stop_sequences or body.stop", "body.stop or body.stop_sequences"),
+        (
+            "the beta's format holds over today's",
+            'body.output_format if config.get("format") is None else config["format"]',
+            'config.get("format") if body.output_format is None else body.output_format',
+        ),
+    ),
+    Mutant(
+        "what fits goes by max_tokens beside max_completion_tokens",
+        f"{FRONTEND}/sampling.py",
+        "asked = request.max_tokens if asked is None else asked\n    return",
+        "asked = request.max_tokens or asked\n    return",
+        ("tests/frontend/test_parameters.py",),
+    ),
+    Mutant(
+        "reasoning by one name takes the place of that by another",
+        "dflash_backend/text/chat.py",
+        "return {**dict.fromkeys(REASONING_NAMES, found), **given}",
+        "return {**given, **dict.fromkeys(REASONING_NAMES, found)}",
+        ("tests/frontend/test_parameters.py",),
+    ),
+    Mutant(
+        "a variable says where spans go, whatever the option does",
+        "cli/dflash_cli/commands/openai.py",
+        "found = endpoint or endpoint_of(os.environ)",
+        "found = endpoint_of(os.environ) or endpoint",
+        ("tests/frontend/test_telemetry.py",),
+    ),
+    Mutant(
+        "each engine is as silent as the first",
+        "dflash_backend/triton/reporter.py",
+        'self._metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)',
+        'self._metrics.set("dflash:engine_silence_seconds", self._engines.supervisors[0].silence_s, index)',
+        ("tests/triton/test_reporter.py",),
+    ),
 )

@@ -110,3 +110,30 @@ def test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log(page: Page, has_d
     assert [text.startswith("next to no draft is accepted: acceptance length 1.01 over 500") for text in said] == [
         True
     ] * has_drafter
+
+
+def test_each_engine_has_its_own_figures_and_the_model_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(monotonic=lambda: 7.0, time=lambda: 1700.0))
+    engines = SimpleNamespace(
+        num_restarts=2,
+        supervisors=[SimpleNamespace(engine=object(), silence_s=0.5), SimpleNamespace(engine=None, silence_s=31.0)],
+    )
+    takes_requests, metrics = True, MagicMock()
+    reports = Reporter(metrics, MagicMock(), engines, lambda: takes_requests)
+    reports.report(7.0, 5)
+    told = {call.args[:1] + call.args[2:]: call.args[1] for call in metrics.set.call_args_list}
+    assert told == {
+        ("dflash:engine_ready", 0): 1.0,
+        ("dflash:engine_ready", 1): 0.0,
+        ("dflash:engine_silence_seconds", 0): 0.5,
+        ("dflash:engine_silence_seconds", 1): 31.0,
+        ("dflash:stub_heartbeat_timestamp_seconds",): 1700.0,
+        ("dflash:num_requests_in_flight",): 5.0,
+    }
+    # A service that takes none makes no engine ready, and each restart counts once.
+    takes_requests, engines.num_restarts = False, 5
+    reports.report(8.0, 0)
+    reports.report(9.0, 0)
+    ready = [call.args[1] for call in metrics.set.call_args_list if call.args[0] == "dflash:engine_ready"]
+    assert ready == [1.0, 0.0] + [0.0] * 4
+    assert [call.args[1] for call in metrics.count.call_args_list] == [2, 3]
