@@ -1,5 +1,5 @@
-"""Paged attention of a CPU in C++: rows with few queries read their KV blocks in place (`cpu_ops.attend`). Long rows,
-of prompts, go to torch, whose products of many queries gain more than gathering their KV costs."""
+"""Paged attention of a CPU in C++: rows read their KV blocks in place (`cpu_ops.attend`). Long rows go to torch where
+its products of many queries gain more than gathering their KV costs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dflash_backend.attention.interface import (
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks
 from dflash_kernels import cpu_ops
 
-# Rows with more queries than this go to torch.
-MAX_QUERIES = 64
+# Rows with more queries than this go to torch; in bfloat16 by AMX none do, without it all that have more than a few.
+MAX_QUERIES, MAX_BFLOAT16_QUERIES = 512, 1 << 30 if cpu_ops.HAS_TILES else 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CpuMetadata(TorchMetadata):
 
 
 class CpuBackend(TorchBackend):
-    """Paged attention in C++, with torch for long rows."""
+    """Paged attention in C++, with torch for some long rows."""
 
     name = "cpu"
     capabilities = Capabilities(
@@ -57,7 +57,7 @@ class CpuBackend(TorchBackend):
         seq_lens = np.ascontiguousarray(layout.seq_lens, dtype=np.int64)
         tables = np.ascontiguousarray(layout.block_tables.numpy(), dtype=np.int32)
         first_tokens = query_lens.cumsum() - query_lens
-        short = query_lens <= MAX_QUERIES
+        short = query_lens <= (MAX_BFLOAT16_QUERIES if dtype == torch.bfloat16 else MAX_QUERIES)
         if short.all():
             return CpuMetadata([], pattern, tables, first_tokens, query_lens, seq_lens)
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -93,6 +93,11 @@ class WeightSource(ABC):
         another."""
         raise NotImplementedError(f"{type(self).__name__} keeps no experts quantised")
 
+    def weight_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """What the weights of these names are to be read in: float32 where the files have more than `dtype` holds, and
+        the model may keep them on grids (`find_grids`)."""
+        return self.dtype
+
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
         raise NotImplementedError(f"{type(self).__name__} has no slices")
@@ -169,8 +174,10 @@ class _CheckpointFiles(WeightSource):
         progress: Progress | None,
         ahead: ReadAhead,
         keep_quantised: bool = False,
+        find_grids: bool = False,
     ) -> None:
         super().__init__(dtype, device, keep_quantised)
+        self._find_grids = find_grids and dtype == torch.bfloat16
         self._ahead = ahead
         self._headers = contents.headers
         self._quantised = contents.quantised
@@ -190,6 +197,12 @@ class _CheckpointFiles(WeightSource):
         out.copy_(self._stored(name), non_blocking=True)
         self._look_at(name, out)
         self._count(name)
+
+    def weight_dtype(self, names: Iterable[str]) -> torch.dtype:
+        wide = self._find_grids and all(
+            name.removesuffix(".weight") not in self._quantised and self._headers[name].dtype == "F32" for name in names
+        )
+        return torch.float32 if wide else self.dtype
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         size, done = out.shape[dim] // len(parts), 0
@@ -316,13 +329,15 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     progress: Progress | None = None,
     keep_quantised: bool = False,
+    find_grids: bool = False,
 ) -> Model:
     """What `read` makes of the checkpoint in a directory, its parameters in `dtype` on `device`.
 
     `read` runs twice: first on parameters without memory, for the names, shapes and kinds of the tensors, so that all
     files are checked before the first tensor is read. `ignored` as for `check_weights`. `progress` is called with each
     file's name once it has been read, the bytes so far and their rate, and with the share of all bytes so far; in a
-    large file also every few seconds. keep_quantised: as of a `WeightSource`.
+    large file also every few seconds. keep_quantised: as of a `WeightSource`. find_grids: whether weights that a file
+    has in float32 are read as such for a model in bfloat16 (`WeightSource.weight_dtype`).
 
     Raises `CheckpointError` on a file that cannot be read, for weights that are no numbers, and as `check_weights`
     does.
@@ -330,7 +345,7 @@ def load_weights(
     contents = _check(directory, read, ignored)
     names = contents.order if reads_ahead(device) else []
     with ReadAhead(contents.headers, names, pinned=device.type == "cuda") as ahead:
-        files = _CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised)
+        files = _CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised, find_grids)
         model = read(files)
         files.check_numbers()
         return model

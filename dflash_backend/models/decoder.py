@@ -36,7 +36,7 @@ class TargetWeights:
     tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others.
     first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
 
-    embedding: torch.Tensor
+    embedding: Table
     layers: list[AnyLayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
@@ -48,17 +48,22 @@ class TargetWeights:
         """Read every tensor of a target of any family."""
         decoder, prefix = spec.decoder, spec.prefix
         hidden, vocab = decoder.hidden_size, spec.vocab_size
-        embedding = source.tensor(f"{prefix}embed_tokens.weight", vocab, hidden)
+        name, tied = f"{prefix}embed_tokens.weight", spec.tie_word_embeddings
+        if tied and source.weight_dtype([name]) != source.dtype:
+            source.read(name, embedding := torch.empty(vocab, hidden, device=source.device))
+        else:
+            embedding = source.tensor(name, vocab, hidden)
+        head = Linear.in_dtype(embedding, source.dtype) if tied else None
         read_layer: Callable[[WeightSource, str, DecoderSpec, int], AnyLayerWeights] = LayerWeights.read
         if decoder.gemma4 is not None:
             read_layer = Gemma4LayerWeights.read
         elif decoder.delta_net is not None:
             read_layer = read_hybrid_layer
         return cls(
-            embedding,
+            embedding if head is None else table_of(head),
             [read_layer(source, f"{prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
             read_norm(source, f"{prefix}norm.weight", decoder, hidden),
-            Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
+            Linear.read(source, "", {"lm_head": vocab}, hidden) if head is None else head,
         )
 
 
@@ -232,6 +237,7 @@ def load_target_weights(
         ignored=lambda name: is_unused(spec, name),
         progress=progress,
         keep_quantised=(ops or select_ops(device)).keeps_quantised,
+        find_grids=(ops or select_ops(device)).finds_grids,
     )
 
 

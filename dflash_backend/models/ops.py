@@ -70,9 +70,11 @@ class Rotation:
 
 class LayerOps:
     """The operations as a few torch calls each; `TritonLayerOps` replaces all of them. keeps_quantised: whether weights
-    that can stay quantised should, since products by them save memory."""
+    that can stay quantised should, since products by them save memory. finds_grids: whether weights in float32 that are
+    on grids are kept so for a model in bfloat16 (`PackedWeight.on_grids`)."""
 
     keeps_quantised = False
+    finds_grids = False
 
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
@@ -158,6 +160,8 @@ class LayerOps:
 
 class CpuLayerOps(LayerOps):
     """The operations in C++, where they have been built; what they do not know goes to torch."""
+
+    finds_grids = True
 
     rms_norm = staticmethod(cpu_ops.rms_norm)
     add_rms_norm = staticmethod(cpu_ops.add_rms_norm)

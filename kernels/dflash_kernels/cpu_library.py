@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_ops.cpp")
 SWITCH = "DFLASH_CPU_OPS"
-"""The environment variable that with `0` leaves all to torch, and with `build` has a missing library built first."""
+"""The environment variable that with `0` leaves all to torch, with `build` has a missing library built first, and with
+one of `LEVELS` has one built for that part of what the processor has."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 120
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
@@ -45,6 +46,8 @@ FEATURES = {
     "amx_bf16": "-mamx-bf16",
     "amx_int8": "-mamx-int8",
 }
+LEVELS = {"avx2": ("avx2", "fma", "f16c"), "avx512": tuple(name for name in FEATURES if not name.startswith("amx"))}
+"""The features of processors that have less than the newest."""
 # A program that loads a library and has it multiply: what the processor lacks ends it by a signal.
 TRIAL = """
 import ctypes, sys
@@ -62,12 +65,14 @@ def processor_switches() -> list[str]:
     except OSError:
         return []
     flags = next((set(line.split()[2:]) for line in lines if line.startswith("flags")), set())
-    return [switch for name, switch in FEATURES.items() if name in flags]
+    wanted = LEVELS.get(os.environ.get(SWITCH, ""), tuple(FEATURES))
+    return [switch for name, switch in FEATURES.items() if name in flags and name in wanted]
 
 
 def library_name() -> str:
     """The file name of the library for this source and this processor."""
-    text = SOURCE.read_bytes() + " ".join([platform.machine(), *FLAGS, *processor_switches()]).encode()
+    text = b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h"))))
+    text += " ".join([platform.machine(), *FLAGS, *processor_switches()]).encode()
     return f"cpu_ops-{hashlib.sha256(text).hexdigest()[:16]}.so"
 
 
@@ -129,7 +134,7 @@ def load() -> ctypes.CDLL | None:
     wanted = os.environ.get(SWITCH)
     if wanted == "0":
         return None
-    path = find() or (build() if wanted == "build" else None)
+    path = find() or (build() if wanted == "build" or wanted in LEVELS else None)
     if path is None:
         return None
     try:
@@ -152,20 +157,24 @@ def build_for_next_start() -> threading.Thread | None:
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float  # noqa: E741
 SIGNATURES: dict[str, list[Any]] = {
-    "dflash_pack": [I, P, L, L, P],
-    "dflash_linear": [I, I, P, L, P, P, P, L, L, L],
+    "dflash_linear": [I, P, L, P, P, P, L],
     "dflash_norm": [I, I, I, P, P, P, P, P, L, L, F],
     "dflash_gate": [I, I, I, P, P, L, L],
     "dflash_rope_write": [I, I, I, I, P, P, F, P, P, P, P, P, P, L, L, L, L],
-    "dflash_linear_rope_write": [I, I, I, I, P, L, P, P, L, P, F, P, P, P, P, P, P, L, L, L, L],
-    "dflash_linear_norm": [I, I, I, P, L, P, P, P, P, P, P, L, L, L, F],
-    "dflash_gated_mlp": [I, I, I, P, L, P, P, P, P, P, L, L, L, L],
+    "dflash_linear_rope_write": [I, I, I, P, L, P, P, P, F, P, P, P, P, P, P, L, L, L, L],
+    "dflash_linear_norm": [I, I, P, L, P, P, P, P, P, P, L, F],
+    "dflash_gated_mlp": [I, I, P, L, P, P, P, P, P, L],
     "dflash_choose": [I, I, P, L, L, L, P, P, P, P, P, P],
     "dflash_attend": [I, I, I, P, P, P, P, P, L, P, P, P, L, L, L, L, L, I, L, P, F],
 }
 
 # Those that return a number.
-NUMBERS: dict[str, list[Any]] = {"dflash_packed_numbers": [I, L, L], "dflash_unpack_rows": [I, P, L, L, P, L, P]}
+NUMBERS: dict[str, list[Any]] = {
+    "dflash_packed_bytes": [L, L, L],
+    "dflash_pack": [I, L, P, L, L, P],
+    "dflash_unpack_rows": [P, P, L, P],
+    "dflash_has_tiles": [],
+}
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:

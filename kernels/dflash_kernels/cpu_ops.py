@@ -19,6 +19,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What numbers may be in, and its number in the library."""
 KV_DTYPES = {**DTYPES, torch.uint8: 2}
 """The same for KV; uint8 is FP8."""
+GRIDS = (2, 3)
+"""The numbers in the library of grids of 4 bits and of 8."""
+GRID_INPUTS = 32
 LANES = 16
 MAX_HEAD_DIM = 1024
 # With more tokens what a call keeps between its operations would take much memory, and calls cost little.
@@ -26,29 +29,55 @@ MAX_TOGETHER = 1024
 
 _library = cpu_library.load()
 HAS_CPU_OPS = _library is not None
+HAS_TILES = _library is not None and bool(_library.dflash_has_tiles())
+"""Whether bfloat16 is multiplied by AMX."""
 
 
 class PackedWeight:
-    """A weight in the order in which products read it: `[out_features, in_features]` of float32 or bfloat16."""
+    """A weight `[out_features, in_features]` in the order in which products read it, as float32 or bfloat16, or as
+    codes on grids that are the very numbers of a bfloat16 weight (`cpu_grids.h`)."""
 
-    __slots__ = ("address", "code", "data", "dtype", "shape")
+    __slots__ = ("address", "data", "described", "dtype", "shape")
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Packs `weight`, which is not kept. code: of the dtype in the library. address: of the numbers."""
+        """Packs `weight`, which is not kept."""
+        self._keep(weight, DTYPES[weight.dtype], weight.dtype)
+
+    def _keep(self, weight: torch.Tensor, kind: int, dtype: torch.dtype) -> bool:
+        """Whether it is kept as this kind. address: of what the library knows of it."""
         assert _library is not None
         self.shape = (weight.shape[0], weight.shape[1])
-        self.dtype = weight.dtype
-        self.code = DTYPES[weight.dtype]
+        self.dtype = dtype
         weight = weight.contiguous()
-        size = _library.dflash_packed_numbers(self.code, *self.shape)
-        self.data = torch.empty(size, dtype=weight.dtype)
-        self.address = self.data.data_ptr()
-        _library.dflash_pack(self.code, weight.data_ptr(), *self.shape, self.address)
+        self.data = torch.empty(_library.dflash_packed_bytes(kind, *self.shape), dtype=torch.uint8)
+        self.described = np.array([kind, *self.shape, self.data.data_ptr()], np.int64)
+        self.address = self.described.ctypes.data
+        threads = torch.get_num_threads()
+        return bool(_library.dflash_pack(threads, kind, weight.data_ptr(), *self.shape, self.data.data_ptr()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
         """Whether a weight can be packed here."""
         return HAS_CPU_OPS and weight.is_cpu and weight.dtype in DTYPES and weight.dim() == 2 and 0 not in weight.shape
+
+    @classmethod
+    def on_grids(cls, weight: torch.Tensor) -> PackedWeight | None:
+        """A float32 weight as codes whose numbers, rounded to bfloat16, are those of `weight`; None where they are on
+        no grids, as those of 32 inputs of an output are in Q4_0, Q4_1 and Q8_0 of GGUF."""
+        if not cls.fits(weight) or weight.shape[1] % GRID_INPUTS:
+            return None
+        first = weight[:1, :GRID_INPUTS].contiguous()
+        for kind in GRIDS:
+            found = cls.__new__(cls)
+            # Most weights are on none, which their first numbers tell.
+            if found._keep(first, kind, torch.bfloat16) and found._keep(weight, kind, torch.bfloat16):
+                return found
+        return None
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows of the weight at `index` (int64 `[n]`), as numbers: `[n, in_features]`. Raises `IndexError`."""
@@ -56,9 +85,7 @@ class PackedWeight:
         index = index.contiguous()
         count = len(index)
         out = torch.empty((count, self.shape[1]), dtype=self.dtype)
-        outside = _library.dflash_unpack_rows(
-            self.code, self.address, *self.shape, index.data_ptr(), count, out.data_ptr()
-        )
+        outside = _library.dflash_unpack_rows(self.address, index.data_ptr(), count, out.data_ptr())
         if outside >= 0:
             raise IndexError(f"row {int(index[outside])} of a weight of {self.shape[0]} rows")
         return out
@@ -74,8 +101,8 @@ class PackedWeight:
         rows = len(x)
         out = torch.empty((rows, n), dtype=x.dtype)
         _library.dflash_linear(
-            self.code, torch.get_num_threads(), x.data_ptr(), x.stride(0), self.address,
-            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, k,
+            torch.get_num_threads(), x.data_ptr(), x.stride(0), self.address,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), rows,
         )  # fmt: skip
         return out
 
@@ -182,7 +209,7 @@ def linear_rope_write(
 ) -> torch.Tensor:
     """`qk_norm_rope_write` of a product, in one call."""
     num_kv_heads, head_dim = cache.shape[2:]
-    num_tokens, code, norm = x.shape[0], packed.code, x if qk_norm is None else qk_norm
+    num_tokens, norm = x.shape[0], x if qk_norm is None else qk_norm
     known = norm.dtype == x.dtype or norm.dtype == torch.float32
     plain = x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
     if num_tokens > MAX_TOGETHER or not (known and plain) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
@@ -191,8 +218,8 @@ def linear_rope_write(
     num_heads = packed.shape[0] // head_dim - 2 * num_kv_heads
     query = x.new_empty((num_tokens, num_heads, head_dim))
     _library.dflash_linear_rope_write(
-        code, DTYPES[norm.dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), x.data_ptr(), packed.shape[1],
-        packed.address, None if bias is None else bias.data_ptr(), packed.shape[1],
+        DTYPES[norm.dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), x.data_ptr(), packed.shape[1],
+        packed.address, None if bias is None else bias.data_ptr(),
         None if qk_norm is None else qk_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
         query.data_ptr(), cache.data_ptr(), None if scales is None else scales.data_ptr(), num_tokens, num_heads,
         num_kv_heads, head_dim,
@@ -217,9 +244,9 @@ def linear_norm(
     n, k = packed.shape
     normed, total = residual.new_empty((num_tokens, n)), residual.new_empty((num_tokens, n))
     _library.dflash_linear_norm(
-        packed.code, DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), k, packed.address,
+        DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), k, packed.address,
         None if bias is None else bias.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(),
-        total.data_ptr(), num_tokens, n, k, eps,
+        total.data_ptr(), num_tokens, eps,
     )  # fmt: skip
     return normed, total
 
@@ -239,10 +266,9 @@ def gated_mlp(
     assert _library is not None
     out = x.new_empty((num_tokens, down.shape[0]))
     _library.dflash_gated_mlp(
-        gate_up.code, torch.get_num_threads(), is_gelu, x.data_ptr(), gate_up.shape[1], gate_up.address,
+        torch.get_num_threads(), is_gelu, x.data_ptr(), gate_up.shape[1], gate_up.address,
         None if gate_up_bias is None else gate_up_bias.data_ptr(), down.address,
-        None if down_bias is None else down_bias.data_ptr(), out.data_ptr(), num_tokens, gate_up.shape[1],
-        down.shape[1], down.shape[0],
+        None if down_bias is None else down_bias.data_ptr(), out.data_ptr(), num_tokens,
     )  # fmt: skip
     return out
 

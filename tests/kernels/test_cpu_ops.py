@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,43 @@ def test_rows_of_a_packed_weight_are_its_numbers(dtype: torch.dtype) -> None:
     for row in (50, -1):
         with pytest.raises(IndexError, match=f"row {row} of a weight of 50 rows"):
             PackedWeight(weight).rows(torch.tensor([0, row]))
+
+
+def on_grids(kind: str, outputs: int, inputs: int) -> torch.Tensor:
+    """Numbers as a file in this type of GGUF has them."""
+    quants = pytest.importorskip("gguf.quants")
+    kinds = pytest.importorskip("gguf").GGMLQuantizationType
+    numbers = random(outputs, inputs).numpy() * 0.1
+    numbers[0, :32], numbers[1, :32] = 0.0, 0.25  # blocks of one number
+    return torch.from_numpy(quants.dequantize(quants.quantize(numbers, kinds[kind]), kinds[kind]))
+
+
+@needs_library
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 5), ("Q4_1", 5), ("Q8_0", 8.5)])
+def test_a_weight_on_grids_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str, bits: float) -> None:
+    for outputs, inputs in ((64, 576), (49, 1536), (7, 32)):
+        numbers = on_grids(kind, outputs, inputs)
+        packed, plain = PackedWeight.on_grids(numbers), PackedWeight(numbers.bfloat16())
+        assert packed is not None
+        assert packed.shape == (outputs, inputs)
+        assert packed.data.nbytes * 8 == -(-outputs // 32) * 32 * inputs * bits
+        index = torch.arange(outputs).flip(0)
+        assert torch.equal(packed.rows(index), numbers.bfloat16()[index])
+        x, bias = random(70, inputs, seed=1).bfloat16(), random(outputs, seed=2).bfloat16()
+        for rows in (1, 16, 33, 70):
+            assert torch.equal(packed.product(x[:rows], bias), plain.product(x[:rows], bias))
+
+
+@needs_library
+def test_a_weight_off_its_grids_is_kept_as_numbers() -> None:
+    numbers = on_grids("Q4_1", 40, 64)
+    for place in ((0, 0), (39, 63)):
+        changed = numbers.clone()
+        changed[place] += 1e-3
+        assert PackedWeight.on_grids(changed) is None
+    assert PackedWeight.on_grids(random(40, 64)) is None
+    assert PackedWeight.on_grids(numbers[:, :48].contiguous()) is None
+    assert PackedWeight.on_grids(torch.full((4, 32), float("nan"))) is None
 
 
 @needs_library
@@ -221,10 +260,13 @@ def test_a_library_is_found_again_and_one_of_another_source_is_not(
     monkeypatch.setattr(cpu_library, "folders", lambda: [tmp_path / "none", tmp_path])
     (tmp_path / cpu_library.library_name()).write_bytes(b"")
     assert cpu_library.find() == tmp_path / cpu_library.library_name()
-    other = tmp_path / "cpu_ops.cpp"
-    other.write_text("int other;")
-    monkeypatch.setattr(cpu_library, "SOURCE", other)
-    assert cpu_library.find() is None
+    source, headers = cpu_library.SOURCE, sorted(cpu_library.SOURCE.parent.glob("cpu_*.h"))
+    assert headers
+    for changed in (source, headers[-1]):
+        for path in (source, *headers):
+            (tmp_path / path.name).write_text(path.read_text() + "\n" * (path == changed))
+        monkeypatch.setattr(cpu_library, "SOURCE", tmp_path / source.name)
+        assert cpu_library.find() is None
 
 
 def test_the_environment_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +274,38 @@ def test_the_environment_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert cpu_library.load.__wrapped__() is None
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("features", cpu_library.LEVELS)
+def test_a_library_for_fewer_features_passes_the_same_tests(features: str) -> None:
+    """As on a processor without AMX, or without AVX-512."""
+    files = [Path(__file__), Path(__file__).parents[1] / "attention" / "test_cpu_backend.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not nightly", *map(str, files)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {cpu_library.SWITCH: features}, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_a_level_leaves_out_what_is_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for level in (*cpu_library.LEVELS, "1"):
+        monkeypatch.setenv(cpu_library.SWITCH, level)
+        names.add(cpu_library.library_name())
+        switches = " ".join(cpu_library.processor_switches())
+        assert ("avx512" not in switches) or level != "avx2"
+        assert ("amx" not in switches) or level not in cpu_library.LEVELS
+    if "amx" in switches:
+        assert len(names) == 3
+
+
 @pytest.mark.parametrize("content", [b"", b"\x7fELF cut short"])
 def test_a_damaged_library_leaves_all_to_torch_and_is_named(
     content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv(cpu_library.SWITCH, "1")
     path = tmp_path / cpu_library.library_name()
     path.write_bytes(content)
-    monkeypatch.setenv(cpu_library.SWITCH, "1")
     monkeypatch.setattr(cpu_library, "folders", lambda: [tmp_path])
     assert cpu_library.load.__wrapped__() is None
     assert f"{path} cannot be loaded" in caplog.text

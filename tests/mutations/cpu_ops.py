@@ -10,25 +10,44 @@ ATTENTION = ("tests/attention/test_cpu_backend.py",)
 
 CPU_OPS_MUTANTS = (
     *mutants_of(
-        f"{KERNELS}/cpu_ops.cpp",
+        f"{KERNELS}/cpu_products.h",
         TESTS,
         ("the lower rows of a tile are those of the upper ones", "a + 16 * step + k", "a + k"),
+        ("many inputs are summed by their first part alone", "b, end - begin, begin > 0,", "b, end - begin, false,"),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_grids.h",
+        TESTS,
+        ("a weight off its grid stays on it", "all.store(false); return;", "return;"),
+        ("a code is taken for its neighbour's", "bit = int(at % per_word * BITS_OF[kind]);", "bit = 0;"),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_choice.h",
+        TESTS,
         ("the lowest id is not chosen among equals", "where[i] < place", "where[i] > place"),
     ),
     *mutants_of(
-        f"{KERNELS}/cpu_ops.cpp",
+        f"{KERNELS}/cpu_attention.h",
         ATTENTION,
         (
             "a query sees the key after its own",
             "std::min(count, position + 1 - base)",
             "std::min(count, position + 2 - base)",
         ),
+        ("in tiles a query sees the key after its own", "position + 1 - int(base);", "position + 2 - int(base);"),
         (
             "keys a query's window away are seen",
             "position - p.window + 1 - base);\n        if",
             "position - p.window - base);\n        if",
         ),
-        ("a row's blocks are its neighbour's", "p.tables + row * p.table_step", "p.tables"),
+        ("in tiles keys a query's window away are seen", "position - int(p.window) + 1", "position - int(p.window)"),
+        ("a row's blocks are its neighbour's", "p.tables + row * p.table_step;", "p.tables;"),
+        ("in tiles a row's blocks are its neighbour's", "p.tables + row * p.table_step, base", "p.tables, base"),
+        (
+            "in tiles outputs are not scaled as larger scores come",
+            "load(out + c * LANES) * keep",
+            "load(out + c * LANES)",
+        ),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_library.py",
@@ -38,7 +57,8 @@ CPU_OPS_MUTANTS = (
             "if _compiled(compiler, made) else None",
             "if _compiled(compiler, made) or made.exists() else None",
         ),
-        ("a library of another source is taken", "text = SOURCE.read_bytes() + ", "text = "),
+        ("a library of another source is taken", "for path in (SOURCE, *sorted(", "for path in (*sorted("),
+        ("a library of other headers is taken", '(SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h")))', "(SOURCE,)"),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_ops.py",

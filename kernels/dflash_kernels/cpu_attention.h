@@ -1,0 +1,348 @@
+// Attention over KV blocks in place, some positions at a time with a running softmax.
+
+#pragma once
+#include "cpu_products.h"
+
+constexpr float LOG2_E = 1.44269504088896341f;
+constexpr int TILE_QUERIES = 144;  // queries times heads that share their KV, by tiles
+
+struct Attention {
+  const void *query, *cache; const float* scales; void* out;
+  const int32_t* tables; const int64_t *first_token, *query_lens, *seq_lens; const void* sinks;
+  long rows, table_step, heads, kv_heads, dim, block_size, window;
+  float scale; int causal, kv_dtype;
+};
+// POSITIONS rows of `[dim]` -> `[dim][POSITIONS]`.
+static void transpose(const float* from, float* to, long dim) {
+#if defined(__AVX512F__)
+  for (long d = 0; d < dim; d += 16)
+    for (long t = 0; t < POSITIONS; t += 16) {
+      __m512 r[16], s[16];
+      for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(from + (t + i) * dim + d);
+      for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+      }
+      for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+          r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(s[i + j]), _mm512_castps_pd(s[i + j + 2])));
+          r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(s[i + j]), _mm512_castps_pd(s[i + j + 2])));
+        }
+      for (int i = 0; i < 4; i++) {
+        s[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+        s[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+        s[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+        s[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+      }
+      for (int i = 0; i < 4; i++) {
+        float* at = to + (d + i) * POSITIONS + t;
+        _mm512_storeu_ps(at, _mm512_shuffle_f32x4(s[i], s[i + 8], 0x88));
+        _mm512_storeu_ps(at + 4 * POSITIONS, _mm512_shuffle_f32x4(s[i + 4], s[i + 12], 0x88));
+        _mm512_storeu_ps(at + 8 * POSITIONS, _mm512_shuffle_f32x4(s[i], s[i + 8], 0xdd));
+        _mm512_storeu_ps(at + 12 * POSITIONS, _mm512_shuffle_f32x4(s[i + 4], s[i + 12], 0xdd));
+      }
+    }
+#else
+  for (long t = 0; t < POSITIONS; t++)
+    for (long d = 0; d < dim; d++) to[d * POSITIONS + t] = from[t * dim + d];
+#endif
+}
+// Queries [first, last) of a row, of the heads that share a head of KV.
+template <class T, class KV>
+static void attend_piece(const Attention& p, long row, long head, long first, long last) {
+  long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group;
+  float* memory = scratch(POSITIONS * dim * 3 + queries * (2 * dim + POSITIONS + 2));
+  float *key = memory, *value = key + POSITIONS * dim, *turned = value + POSITIONS * dim;
+  float *query = turned + POSITIONS * dim, *output = query + queries * dim, *scores = output + queries * dim;
+  float *most = scores + queries * POSITIONS, *total = most + queries;
+  long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
+  for (long q = 0; q < queries; q++) {
+    const T* from = (const T*)p.query + ((token + q / group) * p.heads + head * group + q % group) * dim;
+    for (long c = 0; c < dim; c += LANES) store(query + q * dim + c, load(from + c)), store(output + q * dim + c, Floats{});
+    most[q] = p.sinks ? to_float(((const T*)p.sinks)[head * group + q % group]) : -INFINITY;
+    total[q] = p.sinks ? 1.0f : 0.0f;
+  }
+  long end = p.causal ? start + (last - first) : p.seq_lens[row];
+  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
+  const int32_t* table = p.tables + row * p.table_step;
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
+    long count = std::min<long>(POSITIONS, end - base);
+    for (long t = 0; t < count;) {  // a block of KV after the other
+      long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
+      long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + head;
+      for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
+        const KV *from = (const KV*)p.cache + at * dim, *values = from + p.kv_heads * dim;
+        float *k = key + t * dim, *v = value + t * dim;
+        if (p.scales) {
+          float ks = p.scales[at], vs = p.scales[at + p.kv_heads];
+          for (long c = 0; c < dim; c += LANES) {
+            store(k + c, rounded<T>(load(from + c) * ks));
+            store(v + c, rounded<T>(load(values + c) * vs));
+          }
+        } else {
+          for (long c = 0; c < dim; c += LANES) store(k + c, load(from + c)), store(v + c, load(values + c));
+        }
+      }
+    }
+    std::memset(key + count * dim, 0, (POSITIONS - count) * dim * sizeof(float));
+    transpose(key, turned, dim);
+    for (long q = 0; q < queries; q += AT_ONCE)
+      products(int(std::min<long>(AT_ONCE, queries - q)), VECTORS, query + q * dim, dim, turned, POSITIONS, LANES, dim, false,
+               scores + q * POSITIONS, POSITIONS);
+    for (long q = 0; q < queries; q++) {
+      float* s = scores + q * POSITIONS;
+      for (int j = 0; j < VECTORS; j++) store(s + j * LANES, load(s + j * LANES) * p.scale);
+      long position = start + q / group, seen = p.causal ? std::min(count, position + 1 - base) : count, hidden = 0;
+      if (p.window) {
+        hidden = std::max<long>(0, position - p.window + 1 - base);
+        if (!p.causal) seen = std::min(seen, position + p.window - base);
+      }
+      for (long t = 0; t < std::min<long>(hidden, POSITIONS); t++) s[t] = -INFINITY;
+      for (long t = std::max<long>(seen, 0); t < POSITIONS; t++) s[t] = -INFINITY;
+      Floats top = load(s);
+      for (int j = 1; j < VECTORS; j++) { Floats x = load(s + j * LANES); top = x > top ? x : top; }
+      float now = std::max(most[q], largest(top));
+      if (now == -INFINITY) {
+        for (int j = 0; j < VECTORS; j++) store(s + j * LANES, Floats{});
+        continue;
+      }
+      float keep = std::exp(most[q] - now);
+      Floats added{};
+      for (int j = 0; j < VECTORS; j++) {
+        Floats e = vexp(load(s + j * LANES) - now);
+        store(s + j * LANES, e);
+        added += e;
+      }
+      total[q] = total[q] * keep + sum(added);
+      most[q] = now;
+      if (keep != 1.0f)
+        for (long c = 0; c < dim; c += LANES) store(output + q * dim + c, load(output + q * dim + c) * keep);
+    }
+    for (long c = 0; c < dim; c += VECTORS * LANES)
+      for (long q = 0; q < queries; q += AT_ONCE)
+        products(int(std::min<long>(AT_ONCE, queries - q)), int(std::min<long>(VECTORS, (dim - c) / LANES)), scores + q * POSITIONS,
+                 POSITIONS, value + c, dim, LANES, count, true, output + q * dim + c, dim);
+  }
+  for (long q = 0; q < queries; q++) {
+    T* to = (T*)p.out + ((token + q / group) * p.heads + head * group + q % group) * dim;
+    float inverse = total[q] > 0 ? 1.0f / total[q] : 0.0f;
+    for (long c = 0; c < dim; c += LANES) store(to + c, load(output + q * dim + c) * inverse);
+  }
+}
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+static bool tiles_attend() { return has_tiles; }  // of queries in bfloat16
+// A square of 16 by 16 words turned over; rows lie `from_step` and `to_step` words apart.
+static inline void turn_words(const uint32_t* from, long from_step, uint32_t* to, long to_step) {
+  __m512i r[16], s[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * from_step);
+  for (int i = 0; i < 16; i += 2) {
+    s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(s[i + j], s[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(s[i + j], s[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {
+    s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm512_storeu_si512(to + i * to_step, _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88));
+    _mm512_storeu_si512(to + (i + 4) * to_step, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88));
+    _mm512_storeu_si512(to + (i + 8) * to_step, _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd));
+    _mm512_storeu_si512(to + (i + 12) * to_step, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd));
+  }
+}
+// Calls `each(t, at)` with the place, in heads, of the keys of `count` positions from `base` on; values are `kv_heads` on.
+template <class Each> static inline void each_key(const Attention& p, const int32_t* table, long base, long count, long head, const Each& each) {
+  long block = base / p.block_size, offset = base % p.block_size;
+  for (long t = 0; t < count; block++, offset = 0) {
+    long stop = std::min(count, t + p.block_size - offset), at = (long(table[block]) * p.block_size + offset) * 2 * p.kv_heads + head;
+    for (; t < stop; t++, at += 2 * p.kv_heads) each(t, at);
+  }
+}
+// A head as bfloat16, zeros up to `deep`.
+template <class KV> static inline void read_head(const KV* from, const float* scale, long dim, long deep, bf16* to) {
+  for (long c = 0; c < dim; c += LANES) {
+    if constexpr (sizeof(KV) == 2) *(Halves*)(to + c) = *(const Halves*)(from + c);
+    else store(to + c, load(from + c) * (scale ? *scale : 1.0f));
+  }
+  if (dim < deep) *(Halves*)(to + dim) = Halves{};
+}
+// POSITIONS positions from `base` on: keys `[POSITIONS][deep]`, values turned over, `[deep][POSITIONS]`, zeros from `count` on
+// and from the heads' size on. Those that follow are fetched meanwhile.
+template <class KV>
+static void read_kv(const Attention& p, const int32_t* table, long base, long count, long end, long head, long deep, bf16* key,
+                    bf16* value, uint32_t* pairs) {
+  const KV* cache = (const KV*)p.cache;
+  bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are
+  each_key(p, table, base, count, head, [&](long t, long at) {
+    read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, key + t * deep);
+    at += p.kv_heads;
+    read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, plain + t * deep);
+  });
+  each_key(p, table, base + POSITIONS, std::min<long>(POSITIONS, end - base - POSITIONS), head, [&](long, long at) {
+    const char *next = (const char*)(cache + at * p.dim), *values = (const char*)(cache + (at + p.kv_heads) * p.dim);
+    for (long line = 0; line < p.dim * long(sizeof(KV)); line += 64) __builtin_prefetch(next + line), __builtin_prefetch(values + line);
+  });
+  std::memset((void*)(key + count * deep), 0, (POSITIONS - count) * deep * 2);
+  std::memset((void*)(plain + count * deep), 0, (POSITIONS - count) * deep * 2);
+  const __m512i evens = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(16));
+  for (long t = 0; t < POSITIONS; t += 2)
+    for (long c = 0; c < deep; c += 32) {
+      __m512i first = _mm512_loadu_si512(plain + t * deep + c), second = _mm512_loadu_si512(plain + (t + 1) * deep + c);
+      _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
+      _mm512_storeu_si512(pairs + t / 2 * deep + c + 16, _mm512_permutex2var_epi16(first, odds, second));
+    }
+  for (long t = 0; t < POSITIONS / 2; t += 16)
+    for (long c = 0; c < deep; c += 16) turn_words(pairs + t * deep + c, deep, (uint32_t*)value + c * (POSITIONS / 2) + t, POSITIONS / 2);
+}
+// 2 to the power of x, for x up to 0; 0 below the smallest normal number.
+static inline Floats power_of_two(Floats x) {
+  __m512 whole = _mm512_roundscale_ps((__m512)x, 0);
+  Floats r = x - (Floats)whole, y = all(1.8775767e-3f);
+  y = y * r + 8.9893397e-3f;
+  y = y * r + 5.5826318e-2f;
+  y = y * r + 2.4015361e-1f;
+  y = y * r + 6.9315308e-1f;
+  y = y * r + 9.9999994e-1f;
+  return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)y, whole);
+}
+// The softmax of 16 queries over POSITIONS scores `[POSITIONS][16]`: running maxima and totals, and weights as pairs of
+// neighbouring positions, `[POSITIONS / 2][16][2]`. Returns what the output so far is to be multiplied by.
+static inline Floats weigh(const Attention& p, const float* scores, long base, long count, Ints position, bool all_seen, float* most,
+                           float* total, bf16* weights) {
+  Floats s[POSITIONS], top = all(-INFINITY);
+  float scale = p.scale * LOG2_E;
+  Ints seen = Ints{} + int(count), hidden{};
+  if (p.causal) { Ints own = position + 1 - int(base); seen = own < seen ? own : seen; }
+  if (p.window) {
+    hidden = position - int(p.window) + 1 - int(base);
+    if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
+  }
+  for (int t = 0; t < POSITIONS; t++) {
+    s[t] = load(scores + t * LANES) * scale;
+    if (!all_seen) s[t] = (t < seen) & (t >= hidden) ? s[t] : all(-INFINITY);
+    top = s[t] > top ? s[t] : top;
+  }
+  Floats before = load(most), now = top > before ? top : before, sums{};
+  Ints none = now == -INFINITY;
+  Floats shift = none ? Floats{} : now;
+  const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (int t = 0; t < POSITIONS; t += 2) {
+    Floats even = power_of_two(s[t] - shift), odd = power_of_two(s[t + 1] - shift);
+    sums += even;
+    sums += odd;
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    _mm512_storeu_si512(weights + t * LANES, _mm512_permutexvar_epi16(side_by_side, both));
+  }
+  Floats keep = none ? all(1.0f) : power_of_two(before - shift);
+  store(total, load(total) * keep + sums);
+  store(most, now);
+  return keep;
+}
+// Queries [first, last) of a row, as `attend_piece`: scores are keys by queries, outputs values by weights, so that a lane is a query.
+template <class KV> static void attend_tiles(const Attention& p, long row, long head, long first, long last) {
+  long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, lots = (queries + LANES - 1) / LANES;
+  float* memory = scratch(POSITIONS * dim * 2 + lots * (LANES * dim * 3 / 2 + 3 * LANES) + POSITIONS * LANES * 3 / 2);
+  bf16 *key = (bf16*)memory, *value = key + POSITIONS * dim;
+  uint32_t* pairs = (uint32_t*)(value + POSITIONS * dim);
+  uint32_t* query = pairs + POSITIONS * dim;                     // [lots][dim / 2][16]
+  float* output = (float*)(query + lots * LANES * dim / 2);      // [lots][dim][16]
+  float *most = output + lots * LANES * dim, *total = most + lots * LANES;
+  int32_t* position = (int32_t*)(total + lots * LANES);
+  float* scores = (float*)(position + lots * LANES);             // [POSITIONS][16]
+  bf16* weights = (bf16*)(scores + POSITIONS * LANES);
+  long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
+  for (long lot = 0; lot < lots; lot++) {
+    uint32_t* rows = (uint32_t*)output;  // as they are, then turned over
+    for (long i = 0; i < LANES; i++) {
+      long q = std::min(lot * LANES + i, queries - 1);
+      const bf16* from = (const bf16*)p.query + ((token + q / group) * p.heads + head * group + q % group) * p.dim;
+      read_head(from, nullptr, p.dim, dim, (bf16*)(rows + i * dim / 2));
+      position[lot * LANES + i] = int32_t(start + q / group);
+      most[lot * LANES + i] = p.sinks ? to_float(((const bf16*)p.sinks)[head * group + q % group]) * LOG2_E : -INFINITY;
+      total[lot * LANES + i] = p.sinks ? 1.0f : 0.0f;
+    }
+    for (long c = 0; c < dim / 2; c += 16) turn_words(rows + c, dim / 2, query + (lot * dim / 2 + c) * LANES, LANES);
+  }
+  std::memset(output, 0, lots * LANES * dim * sizeof(float));
+  set_tiles(16, 16);
+  long end = p.causal ? start + (last - first) : p.seq_lens[row];
+  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
+    long count = std::min<long>(POSITIONS, end - base);
+    read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, head, dim, key, value, pairs);
+    bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
+    for (long lot = 0; lot < lots; lot++) {
+      const uint32_t* turned = query + lot * dim / 2 * LANES;
+      float* out = output + lot * LANES * dim;
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+      for (long c = 0; c < dim; c += DEEP) {
+        _tile_loadd(6, turned + c / 2 * LANES, 64);
+        _tile_loadd(4, key + c, dim * 2); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, key + 16 * dim + c, dim * 2); _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, key + 32 * dim + c, dim * 2); _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(5, key + 48 * dim + c, dim * 2); _tile_dpbf16ps(3, 5, 6);
+      }
+      _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64); _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64);
+      Ints at = *(const Ints*)(position + lot * LANES);
+      Floats keep = weigh(p, scores, base, count, at, all_seen, most + lot * LANES, total + lot * LANES, weights);
+      Ints changed = keep != 1.0f;
+      if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
+      _tile_loadd(6, weights, 64);
+      _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
+      for (long c = 0; c < dim; c += 2 * LANES) {
+        _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
+        _tile_loadd(4, value + c * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, value + (c + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
+        _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
+        _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
+      }
+    }
+  }
+  _tile_release();
+  for (long lot = 0; lot < lots; lot++) {
+    float* out = output + lot * LANES * dim;
+    Floats sums = load(total + lot * LANES), inverse = sums > 0.0f ? 1.0f / sums : Floats{};
+    for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * inverse);
+    for (long c = 0; c < p.dim; c += 16) {
+      float turned[LANES * LANES];
+      turn_words((const uint32_t*)(out + c * LANES), LANES, (uint32_t*)turned, LANES);
+      for (long q = lot * LANES; q < std::min(queries, (lot + 1) * LANES); q++)
+        store((bf16*)p.out + ((token + q / group) * p.heads + head * group + q % group) * p.dim + c, load(turned + q % LANES * LANES));
+    }
+  }
+}
+#else
+static bool tiles_attend() { return false; }
+template <class KV> static void attend_tiles(const Attention&, long, long, long, long) {}
+#endif
+template <class T, class KV> static void attend(const Attention& p, int threads) {
+  struct Piece { int row, head, first, last; };
+  bool by_tiles = std::is_same<T, bf16>::value && tiles_attend();
+  long most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / (p.heads / p.kv_heads));
+  std::vector<Piece> pieces;
+  for (long row = 0; row < p.rows; row++)
+    for (long head = 0; head < p.kv_heads; head++)
+      for (long first = 0; first < p.query_lens[row]; first += most)
+        pieces.push_back({int(row), int(head), int(first), int(std::min(first + most, p.query_lens[row]))});
+  share(threads, long(pieces.size()), 1, [&](long from, long to) {
+    for (long i = from; i < to; i++) {
+      const Piece& piece = pieces[i];
+      if (by_tiles) attend_tiles<KV>(p, piece.row, piece.head, piece.first, piece.last);
+      else attend_piece<T, KV>(p, piece.row, piece.head, piece.first, piece.last);
+    }
+  });
+}
+template <class T> static void attend_any(const Attention& p, int threads) {
+  if (p.kv_dtype == 0) attend<T, float>(p, threads);
+  else if (p.kv_dtype == 1) attend<T, bf16>(p, threads);
+  else attend<T, fp8>(p, threads);
+}

@@ -1,0 +1,107 @@
+// The choice of a token: argmax, with a request's noise or without.
+
+#pragma once
+#include "cpu_numbers.h"
+
+constexpr long TILE = 8192;  // scores of a row that one thread looks through
+struct Choice {
+  const void* logits; long rows, vocab, step;
+  const float* temperature; const int64_t *seeds, *positions; const float* lowest; const int64_t* ids;
+};
+static inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+static inline Floats vlog(Floats x) {  // Cephes, of normal positive numbers
+  Ints bits = (Ints)x;
+  Floats e = __builtin_convertvector((bits >> 23) - 126, Floats);
+  Floats m = (Floats)((bits & 0x007fffff) | 0x3f000000);
+  Ints small = m < 0.707106781186547524f;
+  e = small ? e - 1.0f : e;
+  m = (small ? m + m : m) - 1.0f;
+  Floats z = m * m, y = all(7.0376836292e-2f);
+  y = y * m - 1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m - 1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m - 1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m - 2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  y = y * m * z + e * -2.12194440e-4f - 0.5f * z;
+  return m + y + e * 0.693359375f;
+}
+// `gumbel` of gumbel_noise.py, of 16 ids.
+static inline Floats gumbel(uint64_t key, const int64_t* ids) {
+  uint32_t high[LANES];
+  for (int half = 0; half < LANES; half += 8) {
+    Longs id;
+    std::memcpy(&id, ids + half, 64);
+    Longs x = key + (id + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x = (x ^ (x >> 31)) >> 32;
+    for (int i = 0; i < 8; i++) high[half + i] = uint32_t(x[i]);
+  }
+  Bits b;
+  std::memcpy(&b, high, 64);
+  Floats y = (__builtin_convertvector(b, Floats) + 0.5f) * 2.3283064365386963e-10f;
+  y = y > 0.99999994f ? all(0.99999994f) : y;
+  Floats s = y / (2.0f - y), s2 = s * s;
+  Floats series = 1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9 + s2 * (1.0f / 11)))));
+  return -vlog(y < 0.25f ? 2.0f * s * series : -vlog(1.0f - y));
+}
+// The best of the scores [first, last) of a row, and its place.
+template <class T> static void best_of(const Choice& p, long row, long first, long last, float& best, int64_t& place) {
+  const T* logits = (const T*)p.logits + row * p.step;
+  float temperature = p.temperature ? p.temperature[row] : 0.0f;
+  uint64_t key = 0;
+  if (temperature != 0.0f) key = mix(mix(uint64_t(p.seeds[row]) + 0x9E3779B97F4A7C15u) + (uint64_t(p.positions[row]) + 1) * 0x9E3779B97F4A7C15u);
+  Ints lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  Floats most = all(-INFINITY);
+  Ints where = lane + int(first), odd{};
+  for (long c = first; c < last; c += LANES) {
+    int count = int(std::min<long>(LANES, last - c));
+    Floats raw = load_some(logits + c, count), x = raw;
+    if (temperature != 0.0f) {
+      int64_t ids[LANES];
+      for (int i = 0; i < LANES; i++) ids[i] = p.ids ? p.ids[std::min(c + i, p.vocab - 1)] : c + i;
+      x = raw / temperature;
+      if (p.lowest) x = raw < p.lowest[row] ? all(-INFINITY) : x;
+      x += gumbel(key, ids);
+    }
+    if (count < LANES) x = lane < count ? x : all(-INFINITY);
+    odd |= x != x;
+    Ints more = x > most;
+    most = more ? x : most;
+    where = more ? lane + int(c) : where;
+  }
+  for (int i = 0; i < LANES; i++)
+    if (odd[i]) {  // a NaN counts as the largest
+      for (place = first; to_float(logits[place]) == to_float(logits[place]); place++) if (place + 1 == last) break;
+      best = NAN;
+      return;
+    }
+  best = most[0], place = where[0];
+  for (int i = 1; i < LANES; i++)
+    if (most[i] > best || (most[i] == best && where[i] < place)) best = most[i], place = where[i];
+}
+template <class T> static void choose(const Choice& p, int threads, int64_t* out) {
+  long tiles = (p.vocab + TILE - 1) / TILE;
+  std::vector<float> best(p.rows * tiles);
+  std::vector<int64_t> place(p.rows * tiles);
+  share(threads, p.rows * tiles, 4, [&](long from, long to) {
+    for (long i = from; i < to; i++) {
+      long first = i % tiles * TILE;
+      best_of<T>(p, i / tiles, first, std::min(first + TILE, p.vocab), best[i], place[i]);
+    }
+  });
+  for (long row = 0; row < p.rows; row++) {
+    long chosen = row * tiles;
+    for (long i = chosen + 1; i < (row + 1) * tiles && best[chosen] == best[chosen]; i++)
+      if (best[i] > best[chosen] || best[i] != best[i]) chosen = i;
+    out[row] = place[chosen];
+  }
+}

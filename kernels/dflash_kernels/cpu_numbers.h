@@ -1,0 +1,218 @@
+// Numbers and vectors of a CPU's operations, the threads that share an operation, and their memory.
+
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+#if defined(__AVX512F__) || defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint64_t Longs __attribute__((vector_size(64), aligned(8), may_alias));
+
+// A number of bfloat16, and a byte of FP8 (e4m3), by their bits.
+struct bf16 { uint16_t bits; };
+struct fp8 { uint8_t bits; };
+
+constexpr int LANES = 16;
+constexpr int AT_ONCE = 6;           // rows of a product whose sums are kept in registers
+constexpr int VECTORS = 4;           // and vectors of each
+constexpr long DEPTH_AT_ONCE = 256;  // inputs of a product that are summed before they are added to those before: rounding grows with it
+constexpr int POSITIONS = 64;        // of KV that attention takes at a time
+constexpr int QUERY_ROWS = 64;       // queries times heads that share their KV
+constexpr int SPINS = 1500;          // of a thread that waits for work, before it sleeps: about 0.1 ms
+
+static inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) { uint32_t b = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &b, 4); return f; }
+static inline float to_float(fp8 x) {
+  uint16_t h = uint16_t(int16_t(int8_t(x.bits)) << 7) & uint16_t(~0x4000);
+  _Float16 f; std::memcpy(&f, &h, 2);
+  return float(f) * 256.0f;
+}
+static inline Floats load(const float* p) { return *(const Floats*)p; }
+static inline Floats load(const bf16* p) {
+  Bits b = __builtin_convertvector(*(const Halves*)p, Bits) << 16;
+  return (Floats)b;
+}
+static inline Floats load(const fp8* p) {
+#if defined(__AVX512BW__)
+  __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xbfff)))) * 256.0f;
+#endif
+  Floats x;
+  for (int i = 0; i < LANES; i++) x[i] = to_float(p[i]);
+  return x;
+}
+static inline Floats all(float x) { return x - Floats{}; }
+static inline void store(float* p, Floats x) { *(Floats*)p = x; }
+static inline void store(bf16* p, Floats x) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(p, &h, 32);
+#else
+  Bits b = (Bits)x;
+  b = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+  b = (x != x) ? (Bits{} + 0x7fc0) : b;
+  *(Halves*)p = __builtin_convertvector(b, Halves);
+#endif
+}
+template <class T> static inline void store_some(T* p, Floats x, int count) {
+  if (count >= LANES) return store(p, x);
+  T whole[LANES];
+  store(whole, x);
+  std::memcpy(p, whole, count * sizeof(T));
+}
+template <class T> static inline Floats load_some(const T* p, int count) {
+  if (count >= LANES) return load(p);
+  T whole[LANES] = {};
+  std::memcpy(whole, p, count * sizeof(T));
+  return load(whole);
+}
+// As a number of type T that is read again.
+template <class T> static inline Floats rounded(Floats x) {
+  if (std::is_same<T, float>::value) return x;
+  bf16 h[LANES];
+  store(h, x);
+  return load(h);
+}
+static inline bool any(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
+  int found = 0;
+  for (int i = 0; i < LANES; i++) found |= x[i];
+  return found != 0;
+#endif
+}
+static inline float sum(Floats x) {
+  float s[LANES];
+  store(s, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] += s[i + n];
+  return s[0];
+}
+static inline float largest(Floats x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal number
+  Floats inside = x < -87.0f ? all(-87.0f) : x;
+  inside = inside > 88.7f ? all(88.7f) : inside;
+  Floats t = inside * 1.44269504088896341f + 12582912.0f;
+  Ints n = (Ints)t - 0x4b400000;
+  t -= 12582912.0f;
+  Floats r = inside - t * 0.693359375f + t * 2.12194440e-4f;
+  Floats y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  y = (Floats)((Ints)y + (n << 23));
+  y = x < -87.0f ? Floats{} : y;
+  return x != x ? x : y;
+}
+
+// Threads that share an operation.
+class Pool {
+  // Epoch, number of pieces, next piece: claimed together, so that a thread that comes late takes no piece of another
+  // operation.
+  std::atomic<uint64_t> ticket{0};
+  std::atomic<uint32_t> done{0};
+  std::atomic<int> sleepers{0};
+  void (*work)(void*, int) = nullptr;
+  void* argument = nullptr;
+  std::mutex owner, sleep;
+  std::condition_variable wake;
+  int workers = 0;
+
+  static bool open(uint64_t t) { return (t & 0xffff) < ((t >> 16) & 0xffff); }
+  bool take() {
+    uint64_t t = ticket.load(std::memory_order_acquire);
+    if (!open(t)) return false;
+    auto run = work;
+    void* with = argument;
+    if (!ticket.compare_exchange_strong(t, t + 1, std::memory_order_acq_rel)) return true;
+    run(with, int(t & 0xffff));
+    done.fetch_add(1, std::memory_order_release);
+    return true;
+  }
+  void serve() {
+    for (int spins = 0;;) {
+      if (take()) { spins = 0; continue; }
+      relax();
+      if (++spins < SPINS) continue;
+      std::unique_lock<std::mutex> lock(sleep);
+      sleepers.fetch_add(1);
+      wake.wait(lock, [this] { return open(ticket.load()); });
+      sleepers.fetch_sub(1);
+      spins = 0;
+    }
+  }
+
+ public:
+  void run(int threads, int pieces, void (*each)(void*, int), void* with) {
+    if (threads > 1 && pieces > 1 && owner.try_lock()) {
+      for (; workers < threads - 1; workers++) std::thread([this] { serve(); }).detach();
+      work = each;
+      argument = with;
+      done.store(0, std::memory_order_relaxed);
+      uint64_t epoch = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
+      ticket.store(epoch << 32 | uint64_t(pieces) << 16);
+      if (sleepers.load()) {
+        std::lock_guard<std::mutex> lock(sleep);
+        wake.notify_all();
+      }
+      while (open(ticket.load(std::memory_order_acquire))) take();
+      for (int spins = 0; done.load(std::memory_order_acquire) < uint32_t(pieces); spins++)
+        if (spins < 2000) relax(); else std::this_thread::yield();
+      owner.unlock();
+      return;
+    }
+    for (int i = 0; i < pieces; i++) each(with, i);
+  }
+};
+static Pool* pool = new Pool;  // its threads live as long as the process
+
+// `each(first, last)` over pieces of [0, count), by this many threads.
+template <class Each> static void share(int threads, long count, long least, const Each& each) {
+  long pieces = threads <= 1 ? 1 : std::min<long>(threads * 8L, std::max<long>(1, count / std::max<long>(1, least)));
+  struct Range { const Each* each; long count, pieces; } range{&each, count, pieces};
+  pool->run(threads, int(pieces), [](void* with, int i) {
+    auto* r = (Range*)with;
+    (*r->each)(r->count * i / r->pieces, r->count * (i + 1) / r->pieces);
+  }, &range);
+}
+
+// Memory of the calling thread: for a piece of an operation, for what all pieces read, and for what one operation of a call
+// gives to the next.
+enum Use { OF_PIECE, OF_ALL, BETWEEN };
+static float* scratch(size_t count, Use use = OF_PIECE) {
+  thread_local std::vector<float> kept[3];
+  auto& memory = kept[use];
+  if (memory.size() < count + LANES) memory.resize(count + LANES);
+  return (float*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+}

@@ -1,0 +1,281 @@
+// Products by weights that are laid out once, in float32 and bfloat16.
+
+#pragma once
+#include "cpu_numbers.h"
+
+// out[r][j] (+)= sum over k of a[r][k] * b[k][j], for ROWS rows and COLS vectors: rows of b lie `step` numbers apart, its
+// vectors `apart`. Numbers of bfloat16 lie in pairs of tiles, and pairs of vectors `apart`.
+template <int ROWS, int COLS, class B>
+static void product(const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+  Floats sums[ROWS][COLS];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLS; j++) sums[r][j] = add ? load(out + r * out_step + j * LANES) : Floats{};
+  if constexpr (sizeof(B) == 4) {
+    for (long k = 0; k < count; k++) {
+      Floats column[COLS];
+      for (int j = 0; j < COLS; j++) column[j] = load(b + k * step + j * apart);
+      for (int r = 0; r < ROWS; r++) {
+        Floats x = all(a[r * a_step + k]);
+        for (int j = 0; j < COLS; j++) sums[r][j] += x * column[j];
+      }
+    }
+  } else {
+    for (long k = 0; k < count; k += 2) {
+      Floats low[COLS], high[COLS];
+      for (int j = 0; j < COLS; j++) {
+        Bits pair = *(const Bits*)(b + k / 32 * 1024 + k % 32 * LANES + j / 2 * apart + j % 2 * 512);
+        low[j] = (Floats)(pair << 16);
+        high[j] = (Floats)(pair & 0xffff0000u);
+      }
+      for (int r = 0; r < ROWS; r++) {
+        Floats x = all(a[r * a_step + k]), y = all(a[r * a_step + k + 1]);
+        for (int j = 0; j < COLS; j++) { sums[r][j] += x * low[j]; sums[r][j] += y * high[j]; }
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLS; j++) store(out + r * out_step + j * LANES, sums[r][j]);
+}
+template <int COLS, class B>
+static void product_rows(int rows, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+  switch (rows) {
+    case 1: return product<1, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+    case 2: return product<2, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+    case 3: return product<3, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+    case 4: return product<4, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+    case 5: return product<5, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+    default: return product<AT_ONCE, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+  }
+}
+// Of at most AT_ONCE rows and VECTORS vectors.
+template <class B>
+static void products(int rows, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+  switch (vectors) {
+    case 1: return product_rows<1>(rows, a, a_step, b, step, apart, count, add, out, out_step);
+    case 2: return product_rows<2>(rows, a, a_step, b, step, apart, count, add, out, out_step);
+    case 3: return product_rows<3>(rows, a, a_step, b, step, apart, count, add, out, out_step);
+    default: return product_rows<4>(rows, a, a_step, b, step, apart, count, add, out, out_step);
+  }
+}
+
+// A packed weight. kind: how its numbers lie. n, k: outputs and inputs.
+//
+// float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
+// two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Both grids (`cpu_grids.h`) hold the
+// numbers of a bfloat16 weight in fewer bits, in units of 32 outputs and 32 inputs that become such a pair of tiles.
+enum Kind { FLOATS, HALVES, GRID4, GRID8 };
+struct Weight { int64_t kind, n, k; const void* numbers; };
+constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
+
+static inline long rounded_up(long x, long to) { return (x + to - 1) / to * to; }
+static inline long depth(int64_t kind, long k) { return kind == FLOATS ? k : rounded_up(k, DEEP); }
+static long unit_bytes(int64_t kind);  // of a pair of tiles in a grid
+static long packed_bytes(int64_t kind, long n, long k) {
+  if (kind == FLOATS) return rounded_up(n, LANES) * k * 4;
+  long units = rounded_up(n, PAIR) / PAIR * (depth(kind, k) / DEEP);
+  return units * (kind == HALVES ? TILES * 2 : unit_bytes(kind));
+}
+static inline long place(long row, long col, long deep) {  // in bfloat16
+  return row / PAIR * deep * PAIR + col / DEEP * TILES + row / LANES % 2 * (TILES / 2) + col % DEEP / 2 * PAIR + row % LANES * 2 + col % 2;
+}
+static void pack_floats(const float* w, long n, long k, float* out, int threads) {
+  share(threads, rounded_up(n, LANES) / LANES, 1, [&](long first, long last) {
+    for (long panel = first; panel < last; panel++) {
+      float* to = out + panel * k * LANES;
+      for (long lane = 0; lane < LANES; lane++) {
+        long row = panel * LANES + lane;
+        for (long col = 0; col < k; col++) to[col * LANES + lane] = row < n ? w[row * k + col] : 0.0f;
+      }
+    }
+  });
+}
+static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
+  long deep = depth(HALVES, k);
+  share(threads, rounded_up(n, PAIR) / PAIR, 1, [&](long first, long last) {
+    std::memset((void*)(out + first * deep * PAIR), 0, (last - first) * deep * PAIR * sizeof(bf16));
+    for (long row = first * PAIR; row < std::min(n, last * PAIR); row++)
+      for (long begin = 0; begin < k; begin += DEEP) {
+        bf16* to = out + place(row, begin, deep);
+        for (long col = 0; col < std::min(DEEP, k - begin); col++) to[col / 2 * PAIR + col % 2] = w[row * k + begin + col];
+      }
+  });
+}
+
+#include "cpu_grids.h"
+
+struct Product {
+  const void* x; const Weight* weight; const void* bias; void* out;
+  long m, n, k, x_step;
+};
+// By panels [first, last) times VECTORS, whose numbers begin at `packed`.
+template <class T> static void plain_product(const Product& p, const float* x, long x_step, const T* packed, long first, long last) {
+  const T* bias = (const T*)p.bias;
+  T* out = (T*)p.out;
+  long deep = depth(p.weight->kind, p.k), panels = rounded_up(p.n, LANES) / LANES;
+  long apart = sizeof(T) == 4 ? deep * LANES : deep * PAIR;
+  for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS, packed += VECTORS * deep * LANES) {
+    int vectors = int(std::min<long>(VECTORS, panels - panel));
+    for (long row = 0; row < p.m; row += AT_ONCE) {
+      int rows = int(std::min<long>(AT_ONCE, p.m - row));
+      float sums[AT_ONCE * VECTORS * LANES], part[AT_ONCE * VECTORS * LANES];
+      for (long begin = 0; begin < deep; begin += DEPTH_AT_ONCE) {
+        const T* from = packed + begin * (sizeof(T) == 4 ? LANES : PAIR);
+        products(rows, vectors, x + row * x_step + begin, x_step, from, LANES, apart, std::min(DEPTH_AT_ONCE, deep - begin), false,
+                 begin ? part : sums, VECTORS * LANES);
+        if (begin)
+          for (int r = 0; r < rows; r++)
+            for (int j = 0; j < vectors; j++) {
+              float* into = sums + (r * VECTORS + j) * LANES;
+              store(into, load(into) + load(part + (r * VECTORS + j) * LANES));
+            }
+      }
+      for (int j = 0; j < vectors; j++) {
+        long col = (panel + j) * LANES;
+        int count = int(std::min<long>(LANES, p.n - col));
+        Floats offset = bias ? load_some(bias + col, count) : Floats{};
+        for (int r = 0; r < rows; r++)
+          store_some(out + (row + r) * p.n + col, load(sums + (r * VECTORS + j) * LANES) + offset, count);
+      }
+    }
+  }
+}
+// The numbers of inputs [begin, end), multiples of 32, of a pair of panels: where they are, or made at `made`.
+static const bf16* numbers_of(const Weight& w, long pair, long begin, long end, bf16* made) {
+  long units = depth(w.kind, w.k) / DEEP, first = pair * units + begin / DEEP;
+  if (w.kind == HALVES) return (const bf16*)w.numbers + first * TILES;
+  for (long unit = 0; unit < (end - begin) / DEEP; unit++) unpack_unit(w, first + unit, made + unit * TILES);
+  return made;
+}
+#if defined(__AMX_BF16__)
+struct TileConfig { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+static bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // asks the system for the tiles' state
+static void set_tiles(long upper, long lower) {
+  TileConfig c;
+  for (int t = 0; t < 8; t++) {
+    c.rows[t] = uint8_t(t >= 6 ? 16 : (t == 2 || t == 3 || t == 5) ? lower : upper);
+    c.bytes[t] = c.rows[t] ? 64 : 0;
+  }
+  _tile_loadconfig(&c);
+}
+constexpr long CHUNK = 384;                // inputs of a pair of panels that a core's first cache holds beside the rows
+constexpr long ROWS_BYTES = 512 * 1024;    // of x that its second cache holds
+constexpr long AHEAD_BYTES = 8192;         // memory is slower than the product of few rows
+// Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`.
+static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, bool lower, bool fetches, float* sums) {
+  if (add) { _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64); } else { _tile_zero(0); _tile_zero(1); }
+  if (lower) {
+    if (add) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); } else { _tile_zero(2); _tile_zero(3); }
+    for (long k = 0; k < count; k += DEEP, b += TILES) {
+      if (fetches)
+        for (long line = 0; line < 2048; line += 64) __builtin_prefetch((const char*)b + AHEAD_BYTES + line, 0, 2);
+      _tile_loadd(4, a + k, step * 2);
+      _tile_loadd(6, b, 64);
+      _tile_loadd(7, b + TILES / 2, 64);
+      _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, a + 16 * step + k, step * 2);
+      _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64);
+  } else {
+    for (long k = 0; k < count; k += DEEP, b += TILES) {
+      if (fetches)
+        for (long line = 0; line < 2048; line += 64) __builtin_prefetch((const char*)b + AHEAD_BYTES + line, 0, 2);
+      _tile_loadd(4, a + k, step * 2);
+      _tile_loadd(6, b, 64);
+      _tile_loadd(7, b + TILES / 2, 64);
+      _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
+}
+// Of rows [row, last) and a pair of panels.
+static void tile_pair(const Product& p, const bf16* x, long x_step, long row, long last, long pair) {
+  long deep = depth(p.weight->kind, p.k), chunk = deep;
+  if (p.weight->kind != HALVES || (last - row > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
+  float* all_sums = scratch(rounded_up(last - row, PAIR) * PAIR + CHUNK * PAIR / 2);
+  bf16* made = (bf16*)(all_sums + rounded_up(last - row, PAIR) * PAIR);
+  const bf16* bias = (const bf16*)p.bias;
+  bf16* out = (bf16*)p.out;
+  long set = -1;
+  for (long begin = 0; begin < deep; begin += chunk) {
+    long end = std::min(deep, begin + chunk);
+    const bf16* b = numbers_of(*p.weight, pair, begin, end, made);
+    for (long at = row; at < last; at += 32) {
+      long upper = std::min<long>(16, last - at), lower = std::max<long>(0, std::min<long>(16, last - at - 16));
+      if (set != upper * 32 + lower) set_tiles(upper, lower), set = upper * 32 + lower;
+      float* sums = all_sums + (at - row) * 32;
+      sum_tiles(x + at * x_step + begin, x_step, b, end - begin, begin > 0, lower > 0, b != made && at == row, sums);
+      if (end < deep) continue;
+      for (int j = 0; j < 2; j++) {
+        long col = pair * PAIR + j * LANES;
+        int count = int(std::min<long>(LANES, p.n - col));
+        if (count <= 0) break;
+        Floats add = bias ? load_some(bias + col, count) : Floats{};
+        for (long r = 0; r < upper + lower; r++) {
+          Floats y = load(sums + ((r / 16) * 2 + j) * 256 + r % 16 * 16) + add;
+          store_some(out + (at + r) * p.n + col, y, count);
+        }
+      }
+    }
+  }
+}
+static void tile_product(const Product& p, const bf16* x, long x_step, long first, long last) {
+  long most = std::max<long>(PAIR, ROWS_BYTES / 2 / depth(p.weight->kind, p.k) / PAIR * PAIR);
+  for (long row = 0; row < p.m; row += most)
+    for (long pair = first; pair < last; pair++) tile_pair(p, x, x_step, row, std::min(p.m, row + most), pair);
+  _tile_release();
+}
+#endif
+
+static void linear_float(const Product& p, int threads) {
+  share(threads, (rounded_up(p.n, LANES) / LANES + VECTORS - 1) / VECTORS, 1, [&](long first, long last) {
+    const float* packed = (const float*)p.weight->numbers + first * VECTORS * p.k * LANES;
+    plain_product<float>(p, (const float*)p.x, p.x_step, packed, first, last);
+  });
+}
+static void linear_bf16(const Product& p, int threads) {
+  long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR;
+  const bf16* x = (const bf16*)p.x;
+#if defined(__AMX_BF16__)
+  if (has_tiles && threads >= 0) {
+    long step = p.x_step;
+    if (deep != p.k) {  // a tile reads whole kilobytes
+      bf16* wide = (bf16*)scratch(p.m * deep / 2, OF_ALL);
+      for (long r = 0; r < p.m; r++) {
+        std::memcpy((void*)(wide + r * deep), x + r * step, p.k * 2);
+        std::memset((void*)(wide + r * deep + p.k), 0, (deep - p.k) * 2);
+      }
+      x = wide;
+      step = deep;
+    }
+    return share(threads, pairs, 1, [&](long first, long last) { tile_product(p, x, step, first, last); });
+  }
+#endif
+  float* wide = scratch(p.m * deep, OF_ALL);
+  for (long r = 0; r < p.m; r++)
+    for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
+  share(threads, (pairs + 1) / 2, 1, [&](long first, long last) {
+    for (long two = first; two < last; two++) {
+      const bf16* packed = (const bf16*)p.weight->numbers + two * 2 * deep * PAIR;
+      if (p.weight->kind != HALVES) {
+        bf16* made = (bf16*)scratch(deep * PAIR);
+        for (long pair = two * 2; pair < std::min(pairs, two * 2 + 2); pair++) numbers_of(*p.weight, pair, 0, deep, made + (pair - two * 2) * deep * PAIR);
+        packed = made;
+      }
+      plain_product<bf16>(p, wide, deep, packed, two, two + 1);
+    }
+  });
+}
+// Rows of a weight as numbers: float32 of a weight in float32, else bfloat16.
+static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* out) {
+  for (long i = 0; i < count; i++)
+    for (long col = 0; col < w.k; col++) {
+      if (w.kind == FLOATS) ((float*)out)[i * w.k + col] = ((const float*)w.numbers)[rows[i] / LANES * w.k * LANES + col * LANES + rows[i] % LANES];
+      else if (w.kind == HALVES) ((bf16*)out)[i * w.k + col] = ((const bf16*)w.numbers)[place(rows[i], col, depth(HALVES, w.k))];
+      else {
+        bf16 number[LANES];
+        store(number, all(number_at(w, rows[i], col)));
+        ((bf16*)out)[i * w.k + col] = number[0];
+      }
+    }
+}
