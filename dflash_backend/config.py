@@ -179,6 +179,19 @@ class EngineConfig:
         low=0.0,
         low_open=True,
     )
+    kv_host_gb: float = setting(
+        0.0,
+        "GiB of host memory that keep KV blocks which leave the cache, so that later prompts find them; 0: none "
+        "(docs/kv-tiers.md)",
+        low=0.0,
+    )
+    kv_disk_path: str = setting(
+        "", "folder of files that keep KV blocks below host memory, and over a restart; empty: none"
+    )
+    kv_disk_gb: float = setting(16.0, "GiB of files at kv_disk_path of each engine at most", low=0.0, low_open=True)
+    kv_move_mb_s: float = setting(
+        0.0, "megabytes of KV a second, at most, that go to host memory and disk and come back; 0: no bound", low=0.0
+    )
     max_model_len: int | None = setting(
         None, "prompt plus output; auto: what the target can do and the KV cache holds", low=2
     )

@@ -269,6 +269,26 @@ class GrammarStats(msgspec.Struct, frozen=True):
     mask_seconds: float = 0.0
 
 
+class TierStats(msgspec.Struct):
+    """What went to a tier of KV and came back from it, since the engine started.
+
+    num_hit_tokens: prompt tokens that requests did not compute since they came from it. num_bytes_stored,
+    store_seconds: what was written to it, and how long that took; num_bytes_loaded, load_seconds: what was read from it
+    for requests. num_lost: records that were to go there and left the device before, or for which there was no space.
+    num_computed: requests that computed what they could have loaded, since that takes less time. num_records: that it
+    has now.
+    """
+
+    num_hit_tokens: int = 0
+    num_bytes_stored: int = 0
+    store_seconds: float = 0.0
+    num_bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    num_lost: int = 0
+    num_computed: int = 0
+    num_records: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges after a step and counters since the engine started."""
 
@@ -285,6 +305,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int = 0
     step_seconds: float = 0.0
     grammars: GrammarStats = msgspec.field(default_factory=GrammarStats)
+    tiers: dict[str, TierStats] = {}
 
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True):
@@ -297,22 +318,29 @@ class QueueState(msgspec.Struct, frozen=True, array_like=True):
     crowded: dict[str, int] = {}
 
 
+DEVICE_MEDIUM = "GPU"
+"""What KV events call the device's cache, on a CPU too: vLLM's name for where a request can use blocks at once."""
+
+
 class BlocksStored(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Blocks of one text that entered the prefix cache, in order, by their hashes (`core/block_hashes.py`).
 
     parent: the hash of the block before the first of them, None at the beginning of a text. token_ids: of all of them;
-    empty where they are not asked for.
+    empty where they are not asked for. medium: where the blocks are; in a tier below the device's cache they are of any
+    texts, in any order, and have neither parent nor tokens.
     """
 
     block_hashes: list[bytes]
     parent: bytes | None = None
     token_ids: list[int] = []
+    medium: str = DEVICE_MEDIUM
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Blocks that left the prefix cache, in order."""
+    """Blocks that left the prefix cache, or a tier below it, in order."""
 
     block_hashes: list[bytes]
+    medium: str = DEVICE_MEDIUM
 
 
 KVEvent = BlocksStored | BlocksRemoved

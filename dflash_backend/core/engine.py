@@ -24,6 +24,7 @@ import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
+from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import (
     ModelRunnerOutput,
     RequestResult,
@@ -87,13 +88,14 @@ class EngineCore:
         trace: StepTrace | None = None,
         overlap: bool = False,
         grammars: GrammarCompiler | None = None,
+        mover: KVMover | None = None,
     ) -> None:
         """`clock` gives seconds and never goes back; `trace` records requests and steps on the same clock. `overlap`
-        keeps a step in flight, on a worker that overlaps. `grammars`: of structured output. Raises ValueError for a
-        config that cannot work."""
+        keeps a step in flight, on a worker that overlaps. `grammars`: of structured output. `mover`: of the KV tiers
+        that `config` names. Raises ValueError for a config that cannot work."""
         check_config(config)
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, mover)
         self._worker = worker
         self._overlap = overlap and worker.overlaps
         # Submitted and not collected, the oldest first: at most one between two calls of `step`.
@@ -236,9 +238,27 @@ class EngineCore:
         return bool(self._requests or self._in_flight or self._failed_step or self._outputs.rejected)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether KV goes to tiers, or is to."""
+        tiers = self.scheduler.kv.tiers
+        return tiers is not None and not tiers.is_idle
+
+    def advance_moves(self, timeout_s: float = 0.0) -> EngineCoreOutputs:
+        """Go on with what is to go to tiers while nothing is unfinished, for `timeout_s` at most, and say what came
+        of it."""
+        tiers = self.scheduler.kv.tiers
+        assert tiers is not None
+        until = time.monotonic() + timeout_s
+        tiers.advance()
+        while not tiers.is_idle and (left := until - time.monotonic()) > 0:
+            tiers.wait(left)
+            tiers.advance()
+        return EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
+
+    @property
     def num_waiting(self) -> int:
         """Queued requests that do not run yet."""
-        return len(self.scheduler.waiting) + self._grammars.num_waiting
+        return len(self.scheduler.waiting) + len(self.scheduler.loading) + self._grammars.num_waiting
 
     @property
     def num_free_rows(self) -> int:
@@ -268,6 +288,7 @@ class EngineCore:
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             grammars=self._grammars.stats(),
+            tiers={} if scheduler.kv.tiers is None else scheduler.kv.tiers.report(),
         )
 
     def check_invariants(self) -> None:
@@ -275,12 +296,13 @@ class EngineCore:
         O(blocks)."""
         scheduler = self.scheduler
         compiling = {request_id: entry[0] for request_id, entry in self._grammars.waiting.items()}
-        queues = (scheduler.running, scheduler.waiting, compiling)
-        assert scheduler.running | scheduler.waiting | compiling == self._requests, "a request is in no queue"
+        queues = (scheduler.running, scheduler.waiting, scheduler.loading, compiling)
+        together = scheduler.running | scheduler.waiting | scheduler.loading | compiling
+        assert together == self._requests, "a request is in no queue"
         assert sum(map(len, queues)) == len(self._requests), "a request is in two queues"
         scheduler.queue.check()
         assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
-        for request in scheduler.waiting.values():
+        for request in (*scheduler.waiting.values(), *scheduler.loading.values()):
             assert not request.block_ids, f"{request.request_id} waits and holds blocks"
             assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
         for request in scheduler.running.values():

@@ -93,6 +93,12 @@ class Request:
     snapshot_borders: tuple[int, ...] = ()
     pending_snapshots: list[tuple[int, bytes]] = field(default_factory=list)
     snapshot_slot: int | None = None
+    # Whether it need not load KV from a tier any more since it came into the queue; whether it ever left its place
+    # there for that, so that others may have gone ahead.
+    has_loaded: bool = False
+    was_loading: bool = False
+    # Tokens that it did not compute since they came from tiers, by the tier's name.
+    num_loaded_tokens: dict[str, int] = field(default_factory=dict)
     # Blocks that it needs to come to its first decode row, as of its admission.
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0

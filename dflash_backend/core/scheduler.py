@@ -23,10 +23,11 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflash_backend.core.kv import KVManager, share_prefixes
+from dflash_backend.core.kv import KVManager, KVTiers, share_prefixes
+from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import (
     DraftBudget,
     ModelRunnerOutput,
@@ -49,12 +50,20 @@ from dflash_backend.core.request import (
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.step_time import StepTime
-from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
+from dflash_backend.core.tenants import (
+    CACHED_TOKEN_COST,
+    FairQueue,
+    Tenant,
+    latest_of_heaviest,
+    request_to_make_way,
+)
 
 # Prompt tokens that a row has at least, but for the first row and for a prompt's end: fewer are hardly worth their row.
 MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
+# How long a plan waits for KV from a tier when there is nothing to run.
+LOAD_WAIT_S = 0.005
 
 
 @dataclass(slots=True)
@@ -244,9 +253,12 @@ STEPS_TO_RECOVER = 16
 class Scheduler:
     """The waiting and the running requests, by id, and the blocks that they hold."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, mover: KVMover | None = None) -> None:
+        """mover: of the KV tiers that `config` names."""
         self._config = config
-        self.kv = KVManager(config)
+        self.kv = KVManager(config, mover)
+        self.loading: dict[str, Request] = {}
+        """The requests that wait for KV from a tier, by id; they are not in the queue."""
         self.queue = FairQueue(config.tenant_weights, max(1, config.max_queue_size // CROWD_OF_QUEUE))
         # In order of arrival when a plan begins; `_in_order` is False when that needs sorting.
         self.running: dict[str, Request] = {}
@@ -284,8 +296,10 @@ class Scheduler:
             self._release(request)
             self.queue.stop(request)
             self._admits_from = 0
-        else:
+        elif self.loading.pop(request.request_id, None) is None:
             self.queue.discard(request)
+        if self.kv.tiers is not None:
+            self.kv.tiers.release(request)
 
     def plan(self, now: float, in_flight: bool = False) -> SchedulerOutput | None:
         """The next step. `now` is the clock in seconds; `in_flight` says that one step's result has not been applied.
@@ -293,6 +307,8 @@ class Scheduler:
         None when no request is left, or when what is in flight must be applied before anything can be planned.
         """
         waiting = self.queue.waiting
+        if self.kv.tiers is not None:
+            self._advance_tiers(self.kv.tiers, in_flight)
         if (not self.running and not waiting) or (in_flight and self._must_drain):
             return None
         waits_for_preemption, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
@@ -320,7 +336,7 @@ class Scheduler:
             self._lengthen_chunks(builder)
         self._must_drain = waits_for_preemption or not has_blocks
         if not builder.rows:
-            if in_flight:
+            if in_flight or (self.kv.tiers is not None and self._waits_for(self.kv.tiers)):
                 return None
             raise RuntimeError(
                 f"the scheduler found nothing to run for {len(self.running)} running and {len(waiting)} waiting "
@@ -328,6 +344,36 @@ class Scheduler:
             )
         builder.charge(self.queue, self.running)
         return self._finished_plan(builder)
+
+    def _advance_tiers(self, tiers: KVTiers, in_flight: bool) -> None:
+        """Let the requests whose KV has come back to their places; where there is nothing else to do, wait a little."""
+        tiers.advance()
+        if self.loading and not self.running and not self.queue.waiting and not in_flight:
+            tiers.wait(LOAD_WAIT_S)
+            tiers.advance()
+        for request in tiers.ended():
+            if self.loading.get(request.request_id) is request:
+                del self.loading[request.request_id]
+                self.queue.add(request)
+
+    def _waits_for(self, tiers: KVTiers) -> bool:
+        """Whether nothing runs since KV is being loaded, or since what was loaded takes the blocks of who is to start:
+        those are given back then."""
+        if tiers.is_loading:
+            tiers.wait(LOAD_WAIT_S)
+            return True
+        return tiers.give_way()
+
+    def _begin_load(self, tiers: KVTiers, request: Request, hit: list[int], builder: PlanBuilder) -> bool:
+        """Let a request that could start wait for KV from a tier instead, where that is quicker."""
+        step_time = self._prefill_bound.step_time
+        seconds_per_token, step_s = step_time.prompt_seconds(builder.num_decode_tokens, builder.num_positions)
+        if not tiers.begin(request, hit, seconds_per_token, step_s):
+            return False
+        self.queue.discard(request)
+        request.was_loading = True
+        self.loading[request.request_id] = request
+        return True
 
     def _finished_plan(self, builder: PlanBuilder) -> SchedulerOutput:
         self._step_id += 1
@@ -399,9 +445,9 @@ class Scheduler:
         Nothing may be in flight. A request goes on where it was when it is added again."""
         for request in list(self.running.values()):
             self._preempt(request)
-        taken = sorted(self.waiting.values(), key=lambda request: request.arrival)
+        taken = sorted((*self.waiting.values(), *self.loading.values()), key=lambda request: request.arrival)
         for request in taken:
-            self.queue.discard(request)
+            self.remove(request)
         self._finished_req_ids.clear()
         if self.speculation is not None:
             self.speculation.remove_planned()
@@ -481,7 +527,11 @@ class Scheduler:
             else:
                 row = ahead
             # As `KVManager.reserve` does; hundreds of rows need no block.
-            if row.num_positions > len(request.block_ids) * config.block_size and not self.kv.reserve(request, row):
+            if (
+                row.num_positions > len(request.block_ids) * config.block_size
+                and not self.kv.reserve(request, row)
+                and not self._reserve_from_loads(request, row)
+            ):
                 if in_flight:
                     return False
                 if not self._preempt_for(request, row, builder):
@@ -496,6 +546,11 @@ class Scheduler:
         """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most."""
         end = chunk_end(request, start, budget)
         return prefill_row(request, start, end, self._config, request.draft_length)
+
+    def _reserve_from_loads(self, request: Request, row: ScheduledRequest) -> bool:
+        """Reserve the row's blocks from those that loads hold for requests that wait."""
+        tiers = self.kv.tiers
+        return tiers is not None and tiers.give_way() and self.kv.reserve(request, row)
 
     def _preempt_for(self, request: Request, row: ScheduledRequest, builder: PlanBuilder) -> bool:
         """Reserve the row's blocks: from the latest request of the tenant that holds most. False when the request had
@@ -520,6 +575,7 @@ class Scheduler:
         del self.running[request.request_id]
         self._release(request)
         request.num_preemptions += 1
+        request.has_loaded = False
         self.num_preemptions += 1
         # Added before it leaves: its tenant keeps its counter.
         self.queue.add(request)
@@ -560,6 +616,9 @@ class Scheduler:
             if not has_tokens or not self.kv.fits(request, num_positions, hit, promised):
                 passed_over.append(tenant)
                 break
+            if self.kv.tiers is not None and self._begin_load(self.kv.tiers, request, hit, builder):
+                queue.put_back(tenant)
+                continue
             remaining = request.prefill_end - len(hit) * config.block_size
             if remaining > builder.prefill_budget:
                 if not builder.may_begin(tenant.name, remaining, made_way):
@@ -576,6 +635,9 @@ class Scheduler:
     def _start(self, request: Request, hit: list[int], builder: PlanBuilder, now: float) -> None:
         """Let a waiting request run, with a first chunk in this step."""
         self.kv.start(request, hit)
+        if self.kv.tiers is not None and (load := self.kv.tiers.release(request)) is not None:
+            is_first = request.first_scheduled_s is None
+            request.num_loaded_tokens = self.kv.tiers.count_hit(load, len(hit)) if is_first else {}
         if self.speculation is not None:
             request.draft_length = self.speculation.first_length(request.speculation)
         row = self._prefill_row(request, request.num_computed, builder.prefill_budget)
@@ -619,37 +681,3 @@ class Scheduler:
         if self._config.enable_prefix_caching:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
-
-
-def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
-    """The request to preempt so that another one that runs gets blocks; there must be one but `oldest`."""
-    candidates = [(tenant, request) for tenant in tenants if (request := tenant.latest(but=oldest)) is not None]
-    if len(candidates) == 1:
-        return candidates[0][1]
-    _, request = max(candidates, key=lambda one: (one[0].num_blocks / one[0].weight, one[1].arrival))
-    return request
-
-
-def request_to_make_way(
-    tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request, min_lag: float
-) -> Request | None:
-    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for blocks.
-
-    None unless another tenant got no less service, and still holds as much for its weight afterwards as `tenant` does
-    then. So a preempted request does not take it back the same way, and a tenant's only request is never preempted.
-    When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
-    """
-    most = tenant.service + (min_lag if tenant.running else 0.0)
-    chosen: tuple[float, int, Request] | None = None
-    for other in tenants:
-        if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
-            continue
-        if num_blocks:
-            left = (other.num_blocks - len(victim.block_ids)) / other.weight
-            then = (tenant.num_blocks + num_blocks) / tenant.weight
-        else:
-            left = (len(other.running) - 1) / other.weight
-            then = (len(tenant.running) + 1) / tenant.weight
-        if left >= then and (chosen is None or (left, victim.arrival) > chosen[:2]):
-            chosen = left, victim.arrival, victim
-    return None if chosen is None else chosen[2]

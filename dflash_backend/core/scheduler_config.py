@@ -54,6 +54,15 @@ class WindowGroup:
         return self.steady_blocks + -(-2 * self.max_step_tokens // self.block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A tier of KV below the device (`kv/tiers.py`), by its name among those of `core/moves.py`: how many records it
+    holds of each group of layers, in the order of `KVManager.groups`."""
+
+    name: str
+    num_slots: tuple[int, ...]
+
+
 Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
@@ -121,6 +130,7 @@ class SchedulerConfig:
     min_shared_positions: positions that rows share, at least, where their KV is read once for all; 0: never.
     shared_queries_per_tile, positions_per_shared_query: for how many queries it is read at a time, and how many
     positions of KV cost as much as the partial results of a query.
+    tiers: where KV goes that leaves the device, the nearest first; each takes what the one before it has.
     kv_write_guard: whether plans say which blocks a row may write.
     kv_events: whether steps report what enters and leaves the prefix cache: "off", "hashes", or "tokens" for hashes and
     the tokens of stored blocks.
@@ -154,6 +164,7 @@ class SchedulerConfig:
     min_shared_positions: int = 0
     shared_queries_per_tile: int = 1 << 30
     positions_per_shared_query: float = 0.0
+    tiers: tuple[TierConfig, ...] = ()
     kv_write_guard: bool = False
     kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0

@@ -162,6 +162,13 @@ class StepTime:
         """Prompt tokens that take as long as a step with these decode tokens alone; 0 while nothing is known."""
         return 0 if self._fit is None else self._tokens_of(self._light_s(num_decode_tokens, num_positions))
 
+    def prompt_seconds(self, num_decode_tokens: int, num_positions: int = 0) -> tuple[float, float]:
+        """Seconds that a prompt token takes, and those of a step with these decode tokens alone; 0 while nothing is
+        known."""
+        if self._fit is None:
+            return 0.0, 0.0
+        return self._fit.coefficients[-1], self._light_s(num_decode_tokens, num_positions) if num_decode_tokens else 0.0
+
     def _light_s(self, num_decode_tokens: int, num_positions: int) -> float:
         """Seconds of a step without prompts."""
         assert self._fit is not None

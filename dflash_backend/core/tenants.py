@@ -253,10 +253,45 @@ class FairQueue:
                 assert id(request) in queued, f"{request.request_id} waits and is in no queue"
                 for other in tenant.running.values():
                     overtaken = request.rank < other.rank and request.arrival < other.arrival
-                    # One with a grammar comes into the queue when that is compiled, and others may run by then.
-                    overtaken = overtaken and request.grammar is None
+                    # One with a grammar comes into the queue when that is compiled, and others may run by then; so
+                    # does one whose KV was loaded.
+                    overtaken = overtaken and request.grammar is None and not request.was_loading
                     assert not overtaken, f"{other.request_id} overtook {request.request_id}"
         counts = {name: tenant.num_waiting for name, tenant in self.tenants.items() if tenant.num_waiting}
         assert {name: count for name, count in counts.items() if count >= self._crowd} == self.crowded
         assert sum(counts.values()) == len(self.waiting)
         assert sum(tenant.num_waiting_tokens for tenant in self.tenants.values()) == self.num_waiting_tokens
+
+
+def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
+    """The request to preempt so that another one that runs gets blocks; there must be one but `oldest`."""
+    candidates = [(tenant, request) for tenant in tenants if (request := tenant.latest(but=oldest)) is not None]
+    if len(candidates) == 1:
+        return candidates[0][1]
+    _, request = max(candidates, key=lambda one: (one[0].num_blocks / one[0].weight, one[1].arrival))
+    return request
+
+
+def request_to_make_way(
+    tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request, min_lag: float
+) -> Request | None:
+    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for blocks.
+
+    None unless another tenant got no less service, and still holds as much for its weight afterwards as `tenant` does
+    then. So a preempted request does not take it back the same way, and a tenant's only request is never preempted.
+    When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
+    """
+    most = tenant.service + (min_lag if tenant.running else 0.0)
+    chosen: tuple[float, int, Request] | None = None
+    for other in tenants:
+        if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
+            continue
+        if num_blocks:
+            left = (other.num_blocks - len(victim.block_ids)) / other.weight
+            then = (tenant.num_blocks + num_blocks) / tenant.weight
+        else:
+            left = (len(other.running) - 1) / other.weight
+            then = (len(tenant.running) + 1) / tenant.weight
+        if left >= then and (chosen is None or (left, victim.arrival) > chosen[:2]):
+            chosen = left, victim.arrival, victim
+    return None if chosen is None else chosen[2]

@@ -39,6 +39,7 @@ from dflash_backend.engine.checks import (
     report_kv_dtype,
     target_kv_dtype,
 )
+from dflash_backend.engine.kv_tiers import wants_tiers, with_tiers
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -75,6 +76,7 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
@@ -168,9 +170,10 @@ def build_engine(
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     trace = _trace(config)
     scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
+    scheduler_config, mover = with_tiers(config, scheduler_config, models.pair, runner)
     kind = (device, dtype, models.backend.name, config.kv_cache_dtype)
     ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
-    core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
+    core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars, mover)
     report("the model is loaded", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
 
@@ -346,6 +349,7 @@ def _check_pair(
     check_quantization(config, pair.target, keeps, report)
     check_activation_quantization(config, pair.target, keeps, report)
     report_kv_dtype(config, pair, dtype, report)
+    wants_tiers(config)
 
 
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
@@ -407,10 +411,15 @@ def _trace(config: EngineConfig) -> StepTrace | None:
 
 
 def _core(
-    config: SchedulerConfig, runner: ModelRunner, trace: StepTrace | None, overlap: bool, grammars: GrammarCompiler
+    config: SchedulerConfig,
+    runner: ModelRunner,
+    trace: StepTrace | None,
+    overlap: bool,
+    grammars: GrammarCompiler,
+    mover: BackgroundMover | None,
 ) -> EngineCore:
     try:
-        return EngineCore(config, runner, trace=trace, overlap=overlap, grammars=grammars)
+        return EngineCore(config, runner, trace=trace, overlap=overlap, grammars=grammars, mover=mover)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

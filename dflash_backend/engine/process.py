@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 STDIN = 0
 # How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
 IDLE_POLL_MS = 500
+# And while KV is still to go to tiers.
+MOVING_POLL_MS = 2
 # How often the engine speaks at least, between two steps and without any: the stub takes its silence for a hang.
 BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
@@ -114,7 +116,8 @@ class EngineLoop:
             busy = self._core.has_unfinished()
             if not busy:
                 self._check()
-            self._take(self._channel.receive(0 if busy else IDLE_POLL_MS))
+            idle_ms = MOVING_POLL_MS if self._core.is_moving else IDLE_POLL_MS
+            self._take(self._channel.receive(0 if busy else idle_ms))
             if self._ending:
                 return
             if self._core.has_unfinished():
@@ -128,6 +131,8 @@ class EngineLoop:
                 self._core.finish_step()
             elif busy:
                 self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
+            elif self._core.is_moving and (outputs := self._core.advance_moves()).kv_events:
+                self._say(msgspec.structs.replace(outputs, queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(EngineCoreOutputs(queue=self._queue()))
 

@@ -25,6 +25,8 @@ class PagedKVCache:
     draft: list[KVLayer]
     block_size: int
     num_window_blocks: int = 0
+    records: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """The same memory as `[layers, blocks, ...]`, of all layers, or of those with block ids of their own apart."""
 
     @classmethod
     def allocate(
@@ -43,23 +45,29 @@ class PagedKVCache:
         the target's KV, `dtype` by default; FP8 is uint8 and scales. The drafter's is in `dtype`."""
 
         def layers(spec: DecoderSpec, dtype: torch.dtype, num_of_windows: int = 0) -> list[KVLayer]:
-            def size(cache: AttentionCache) -> tuple[int, ...]:
+            def size(cache: AttentionCache) -> tuple[bool, tuple[int, ...]]:
                 own = num_of_windows if cache.sliding_window is not None else 0
-                return own or num_blocks, block_size, *cache.token_shape
+                return own > 0, (own or num_blocks, block_size, *cache.token_shape)
 
             counts = Counter(map(size, spec.caches))
-            tensors: dict[tuple[int, ...], Iterator[KVLayer]] = {}
-            for shape, count in counts.items():
+            tensors: dict[tuple[bool, tuple[int, ...]], Iterator[KVLayer]] = {}
+            for (own, shape), count in counts.items():
                 whole = (count, *shape)
                 if dtype == FP8:
                     codes, scales = _zeros(whole, torch.uint8, device), _zeros(whole[:-1], SCALE_DTYPE, device)
-                    tensors[shape] = iter([KVLayer(*layer) for layer in zip(codes, scales, strict=True)])
+                    tensors[own, shape] = iter([KVLayer(*layer) for layer in zip(codes, scales, strict=True)])
+                    records[own].extend((codes, scales))
                 else:
-                    tensors[shape] = iter([KVLayer(data) for data in _zeros(whole, dtype, device)])
+                    data = _zeros(whole, dtype, device)
+                    tensors[own, shape] = iter([KVLayer(each) for each in data])
+                    records[own].append(data)
             return [next(tensors[size(cache)]) for cache in spec.caches]
 
+        records: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        of_target = layers(target, kv_dtype or dtype, num_window_blocks)
         of_draft = layers(draft, dtype) if draft is not None else []
-        return cls(layers(target, kv_dtype or dtype, num_window_blocks), of_draft, block_size, num_window_blocks)
+        groups = records if num_window_blocks else records[:1]
+        return cls(of_target, of_draft, block_size, num_window_blocks, tuple(map(tuple, groups)))
 
     def claim(self) -> None:
         """Have the system give all the memory now, not page by page as it is first written."""

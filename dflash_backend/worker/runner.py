@@ -45,6 +45,7 @@ from dflash_backend.worker.graphs import (
     no_collection,
     warm_up,
 )
+from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, Slots
@@ -123,6 +124,8 @@ class ModelRunner:
         self._in_flight: deque[BatchInFlight] = deque()
         # The step that was collected last, until its drafts are.
         self._collected: BatchInFlight | None = None
+        self.mover: BackgroundMover | None = None
+        """What moves KV to tiers and back; None without them."""
 
     @torch.inference_mode()
     def prepare(
@@ -185,6 +188,8 @@ class ModelRunner:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
+        if plan.writable_block_ids is not None and self.mover is not None:
+            self.mover.check(plan)
         with step_errors(plan, self.device), torch.inference_mode():
             for step in filter(None, (self._collected, *self._in_flight)):
                 self._draft(step)

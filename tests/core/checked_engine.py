@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from dflash_backend.core.kv.groups import KVGroup, RecurrentStates
+from dflash_backend.core.moves import Record
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
@@ -18,6 +19,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected
 from tests.core.toy_engine import Engine, lookup
 from tests.core.toy_model import expected_output, prefix_states, root_state
+from tests.core.toy_mover import ToyMover
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the last
 # step, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.
@@ -49,8 +51,10 @@ def snapshot_of(groups: Sequence[KVGroup], block_hash: bytes) -> int | None:
 class CheckedEngine(Engine):
     """`Engine` with the checks of a model: which KV lies where, and what every request must yield."""
 
-    def __init__(self, config: SchedulerConfig, lag: int | Callable[[], int] | None = None) -> None:
-        super().__init__(config, lag)
+    def __init__(
+        self, config: SchedulerConfig, lag: int | Callable[[], int] | None = None, mover: ToyMover | None = None
+    ) -> None:
+        super().__init__(config, lag, mover=mover)
         self._patience = 0 if lag is None else MAX_CALLS_WITHOUT_PROGRESS
         self._calls_without_progress = 0
         self._failed_before = False
@@ -60,6 +64,8 @@ class CheckedEngine(Engine):
         self._seen: dict[str, Request] = {}
         self._states: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
+        # What a record of each group must hold, by group and hash, of all requests so far, where there are tiers.
+        self._records: dict[tuple[int, bytes], list[int]] = {}
         self._interrupted: set[str] = set()
         self._num_calls = 0
         self._oldest_progress: tuple[str, int, int] | None = None
@@ -151,6 +157,8 @@ class CheckedEngine(Engine):
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
             for index, block_hash in enumerate(request.block_hashes.first(0, ())):
+                if self.mover is not None:
+                    self._note_records(index, block_hash, states)
                 slot = snapshot_of(self.scheduler.kv.groups, block_hash)
                 if slot is not None:
                     behind = states[(index + 1) * block_size]
@@ -168,6 +176,37 @@ class CheckedEngine(Engine):
                 of_next = states[first + shift : first + shift + block_size]
                 assert worker.target_kv[start : start + block_size] == expected, f"PUBLISH: target, block {block_id}"
                 assert worker.drafter_kv[start : start + block_size] == of_next, f"PUBLISH: drafter, block {block_id}"
+
+    def _note_records(self, index: int, block_hash: bytes, states: list[int]) -> None:
+        """What the records of a block hold, in each group, as far as its tokens are known."""
+        size, shift = self.core.config.block_size, int(self.core.config.reads_next_tokens)
+        first = index * size + 1
+        if len(states) < first + size + shift:
+            return
+        target = states[first : first + size]
+        of_next = states[first + shift : first + shift + size]
+        middle = size // 2
+        full = [*target[:middle], *of_next[:middle], *target[middle:], *of_next[middle:]]
+        of_groups = [full]
+        if self.window_pool is not None:
+            of_groups.append(target)
+        of_groups.append([states[(index + 1) * size]])
+        for group, expected in enumerate(of_groups):
+            self._records[group, block_hash] = expected
+
+    def check_tiers(self) -> int:
+        """Every record that a tier would give holds what its hash says: no other text, no query, no torn half. Returns
+        how many were looked at."""
+        tiers, num_seen = self.scheduler.kv.tiers, 0
+        assert tiers is not None
+        assert self.mover is not None
+        for tier in tiers.tiers:
+            for (group, block_hash), expected in self._records.items():
+                if group < len(tiers.groups) and (slot := tier.slot(group, block_hash)) is not None:
+                    found = self.mover.content(tier.name, Record(group, block_hash, slot, 0))
+                    assert found == expected, f"{tier.name}, group {group}: {found}, not {expected}"
+                    num_seen += 1
+        return num_seen
 
     def _check_oldest(self) -> None:
         """The oldest request comes nearer to its end, whatever the others do: in every step, and with a step in flight

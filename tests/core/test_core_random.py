@@ -15,17 +15,20 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from dflash_backend.core.engine import RequestError
+from dflash_backend.core.moves import DISK, HOST
 from dflash_backend.core.plan import SchedulerOutput
-from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig
 from dflash_backend.messages import GenerationRequest
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import fewest_window_blocks, make_config, make_request
 from tests.core.toy_model import EOS, VOCAB
+from tests.core.toy_mover import ToyMover
 from tests.support.scale import SCALE, by_night, scaled
 
 NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
-NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
+NUM_SNAPSHOT_STEPS = scaled(5_000 if SCALE >= 4 else 4_000)  # with and without a step in flight
 NUM_WINDOW_STEPS = scaled(5_000 if SCALE >= 4 else 2_500)
+NUM_TIER_STEPS = scaled(50_000 if SCALE >= 4 else 1_000, at_least=1_000)  # with and without a step in flight
 NUM_REQUESTS = 60
 
 
@@ -75,12 +78,13 @@ class _Traffic:
     def __post_init__(self) -> None:
         self._tenants = self.rng.choice([[""], [""], ["", "a"], ["", "a", "a", "a", "b"], [*"abcdefghij"]])
         self._priorities = self.rng.choice([[0], [0], [0, 1, 100, 101]])
-        self._stems = [[self.rng.randrange(VOCAB) for _ in range(60)] for _ in range(2)]
+        self._stems = [[self.rng.randrange(VOCAB) for _ in range(60)] for _ in range(4 if self.config.tiers else 2)]
 
     def make(self, earlier_outputs: list[list[int]]) -> GenerationRequest:
         rng, longest = self.rng, self.config.max_model_len - 1
         stem = rng.choice(self._stems + earlier_outputs)
-        prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        least = len(stem) // 2 if self.config.tiers else 0
+        prompt = stem[: rng.randint(least, len(stem))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         k = self.config.num_speculative_tokens
         max_tokens = rng.randint(1, 30)
         request = make_request(
@@ -136,15 +140,36 @@ def _failures(rng: random.Random) -> Callable[[SchedulerOutput], bool]:
     return fails
 
 
-def _run_traffic(seed: int, overlap: bool, num_snapshots: tuple[int, ...] = (), windows: bool = False) -> CheckedEngine:
+def with_tiers(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    """The config with tiers, of one kind or two, below a device that has few blocks, and with the prefix cache on."""
+    num_groups = 1 + (config.num_window_blocks > 0) + (config.num_state_snapshots is not None)
+    names = rng.choice([(HOST,), (HOST, DISK)])
+    sizes = [TierConfig(name, tuple(rng.choice([5, 60, 400, 400]) for _ in range(num_groups))) for name in names]
+    num_blocks = -(-config.max_model_len // config.block_size) + rng.choice([0, 2, 10])
+    return replace(config, tiers=tuple(sizes), enable_prefix_caching=True, num_blocks=num_blocks)
+
+
+def _mover(rng: random.Random) -> ToyMover:
+    """One that is slow or quick, and whose records are sometimes lost."""
+    most, lost = rng.choice([2, 10, 100]), rng.choice([0.0, 0.0, 0.1])
+    return ToyMover(lambda: rng.randrange(most + 1), lambda record: rng.random() < lost)
+
+
+def _run_traffic(
+    seed: int, overlap: bool, num_snapshots: tuple[int, ...] = (), windows: bool = False, tiers: bool = False
+) -> CheckedEngine:
     """num_snapshots: slots for copies of recurrent states to choose from, with the prefix cache on; by default the
-    config has any or none. windows: whether layers with a window have blocks of their own."""
+    config has any or none. windows: whether layers with a window have blocks of their own. tiers: whether there are
+    some."""
     rng = random.Random(seed)
     config = _random_config(rng)
     if num_snapshots:
         config = replace(config, num_state_snapshots=rng.choice(num_snapshots), enable_prefix_caching=True)
     config = with_windows(config, rng) if windows else config
-    engine = CheckedEngine(config, (lambda: rng.randrange(3)) if overlap else None)
+    mover = None
+    if tiers:
+        config, mover = with_tiers(config, rng), _mover(rng)
+    engine = CheckedEngine(config, (lambda: rng.randrange(3)) if overlap else None, mover)
     token_s = rng.choice([0.0, 0.0002, 0.01])
     engine.worker.target_s = lambda plan: token_s * (10 + plan.num_tokens)
     engine.worker.draft_s = lambda plan: token_s * sum(row.num_next_draft for row in plan.rows) / 5
@@ -227,3 +252,28 @@ def test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic(
     assert num_preemptions > num_steps // 200
     assert num_evicted > num_steps // 30
     assert num_hidden > num_steps
+
+
+@pytest.mark.parametrize("overlap", [by_night(False), True])
+def test_tiers_give_back_what_they_were_given_in_random_traffic(overlap: bool) -> None:
+    """Records move half by half while steps run: what a request reads, and what each tier would give, is what the hash
+    says, for blocks of all layers, of windows, and copies of states."""
+    num_steps = num_hits = num_seen = num_stored = num_cancelled = 0
+    seed = 5_100_000 + overlap
+    while num_steps < NUM_TIER_STEPS:
+        kind = seed // 2 % 3
+        engine = _run_traffic(
+            seed, overlap, num_snapshots=(2, 5, 20) if kind == 1 else (), windows=kind == 2, tiers=True
+        )
+        stats = engine.core.stats()
+        num_steps += engine.worker.num_steps
+        num_hits += sum(tier.num_hit_tokens for tier in stats.tiers.values())
+        num_stored += sum(tier.num_bytes_stored for tier in stats.tiers.values()) // 100
+        num_seen += engine.check_tiers()
+        assert engine.mover is not None
+        num_cancelled += engine.mover.num_cancelled
+        seed += 2
+    assert num_hits > num_steps // 100
+    assert min(num_stored, num_seen) > num_steps // 10
+    if num_steps >= 5_000:  # a load that must give way is rare
+        assert num_cancelled

@@ -12,6 +12,7 @@ from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
+from tests.core.toy_mover import ToyMover
 from tests.core.toy_worker import OverlappingToy, ToyWorker
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -86,16 +87,23 @@ class Output:
 class Engine:
     """An engine core on a toy worker that checks all invariants after every step and joins the deltas.
 
-    With `lag`, which is the overlapping toy's, a step is in flight between two steps.
+    With `lag`, which is the overlapping toy's, a step is in flight between two steps. mover: of the config's tiers.
     """
 
     def __init__(
-        self, config: SchedulerConfig, lag: int | Callable[[], int] | None = None, worker: ToyWorker | None = None
+        self,
+        config: SchedulerConfig,
+        lag: int | Callable[[], int] | None = None,
+        worker: ToyWorker | None = None,
+        mover: ToyMover | None = None,
     ) -> None:
         self.clock = Clock()
         self.worker = worker or (ToyWorker(config) if lag is None else OverlappingToy(config, lag))
         self.worker.on_time = self.clock.advance
-        self.core = EngineCore(config, self.worker, self.clock, overlap=True)
+        self.mover = mover
+        if mover is not None:
+            mover.worker = self.worker
+        self.core = EngineCore(config, self.worker, self.clock, overlap=True, mover=mover)
         self.scheduler = self.core.scheduler
         self.pool = self.worker.pool = self.scheduler.kv.pool
         pools = [group.pool for group in self.scheduler.kv.groups if isinstance(group, WindowBlocks)]

@@ -49,6 +49,10 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),
     "kv_cache_gb": (0.001, lambda built: built.core.config.num_blocks, 37),
+    "kv_host_gb": (0.05, lambda built: [each.name for each in built.core.config.tiers], ["host"]),
+    "kv_disk_path": (Path("kv"), lambda built: [each.name for each in built.core.config.tiers], ["host", "disk"]),
+    "kv_disk_gb": (0.05, lambda built: built.core.config.tiers[-1].num_slots[0] < 2000, True),
+    "kv_move_mb_s": (5, lambda built: built.runner.mover._max_bytes_s, 5e6),
     "max_model_len": (100, lambda built: built.core.config.max_model_len, 100),
     "max_num_seqs": (3, lambda built: built.core.config.max_num_seqs, 3),
     "max_num_batched_tokens": (77, lambda built: built.core.config.max_num_batched_tokens, 77),
@@ -128,6 +132,7 @@ def test_a_setting_changes_what_it_says(
     # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
+    company |= {"kv_disk_gb": {"kv_disk_path": str(tmp_path / "kv")}, "kv_move_mb_s": {"kv_host_gb": 0.05}}
     company["activation_quantization"] = {"quantization": "fp8"}
     company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)

@@ -232,8 +232,8 @@ CORE_MUTANTS = (
     Mutant(
         "a request that is cancelled while it is preempted stays in the queue",
         f"{CORE}/scheduler.py",
-        "        else:\n            self.queue.discard(request)",
-        "        elif request.num_preemptions == 0:\n            self.queue.discard(request)",
+        "elif self.loading.pop(request.request_id, None) is None:\n            self.queue.discard(request)",
+        "elif request.num_preemptions == 0:\n            self.queue.discard(request)",
         RANDOM,
     ),
     Mutant(

@@ -28,6 +28,7 @@ from tests.mutations.invariance import INVARIANCE_MUTANTS
 from tests.mutations.kept_experts import KEPT_EXPERTS_MUTANTS
 from tests.mutations.kept_mxfp4 import KEPT_MXFP4_MUTANTS
 from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
+from tests.mutations.kv_tiers import KV_TIER_MUTANTS
 from tests.mutations.large_requests import LARGE_REQUEST_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.many_tenants import MANY_TENANTS_MUTANTS
@@ -87,7 +88,7 @@ MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
 MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
-MUTANTS += DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
+MUTANTS += KV_TIER_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -143,7 +143,7 @@ SCHEDULING_MUTANTS = (
         TENANTS,
     ),
     *mutants_of(
-        f"{CORE}/scheduler.py",
+        f"{CORE}/tenants.py",
         TENANTS,
         ("no request is preempted for a tenant without a row", "if left >= then and", "if left > 1e9 and"),
         ("a tenant's only request is preempted", "(len(other.running) - 1) / other.weight", "len(other.running) + 1"),
@@ -161,7 +161,7 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "the oldest request is preempted for another tenant",
-        f"{CORE}/scheduler.py",
+        f"{CORE}/tenants.py",
         "(request := tenant.latest(but=oldest))",
         "(request := tenant.latest())",
         TENANTS + RANDOM,

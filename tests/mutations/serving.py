@@ -119,7 +119,11 @@ SERVING_MUTANTS = (
             "draft_temperature_ratio=0.0",
         ),
         ("the setting seed does nothing", "seed=config.seed,", "seed=0,"),
-        ("enable_overlap does nothing", "trace, config.enable_overlap, grammars)", "trace, True, grammars)"),
+        (
+            "enable_overlap does nothing",
+            "trace, config.enable_overlap, grammars, mover)",
+            "trace, True, grammars, mover)",
+        ),
         (
             "max_prefill_tokens_per_step does nothing",
             "max_prefill_tokens_per_step=config.max_prefill_tokens_per_step",

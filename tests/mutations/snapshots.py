@@ -43,8 +43,8 @@ SNAPSHOT_MUTANTS = (
         ),
         (
             "copies that are not written yet are kept by requests that are gone",
-            "            self.snapshots.drop(block_hash)\n",
-            "            self.snapshots.publish(block_hash)\n",
+            "for _, block_hash in request.pending_snapshots:\n            self.snapshots.drop(block_hash)\n",
+            "for _, block_hash in request.pending_snapshots:\n            self.snapshots.publish(block_hash)\n",
         ),
         (
             "a prompt is not cut where it leaves earlier ones",
@@ -67,8 +67,8 @@ SNAPSHOT_MUTANTS = (
         ),
         (
             "a slot that is given away is still found for its old block",
-            "self._free.append(copies.popitem(last=False)[1])",
-            "self._free.append(next(iter(copies.values())))",
+            "oldest, slot = copies.popitem(last=False)",
+            "oldest, slot = next(iter(copies.items()))",
         ),
     ),
     *mutants_of(

@@ -44,8 +44,8 @@ WINDOW_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what was given back is given back once more at the end",
-            "self.pool.free(request.window_block_ids[request.num_window_freed :])",
-            "self.pool.free(request.window_block_ids)",
+            "self._give_back(request.window_block_ids[request.num_window_freed :])",
+            "self._give_back(request.window_block_ids)",
         ),
         (
             "blocks of a window stay held",

@@ -42,7 +42,9 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
     runner = device_runner(built, **options)
     shapes = tuple(shape for shape in options.get("shapes", ()) if shape[0])
     config = replace(built.core.config, draft_shapes=shapes)
-    return replace(built, core=EngineCore(config, runner, overlap=overlap, grammars=built.grammars), runner=runner)
+    runner.mover = built.runner.mover
+    core = EngineCore(config, runner, overlap=overlap, grammars=built.grammars, mover=runner.mover)
+    return replace(built, core=core, runner=runner)
 
 
 def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:

@@ -2,5 +2,6 @@
 
 from dflash_backend.core.kv.cascade import share_prefixes
 from dflash_backend.core.kv.manager import KVManager
+from dflash_backend.core.kv.tiers import KVTiers
 
-__all__ = ["KVManager", "share_prefixes"]
+__all__ = ["KVManager", "KVTiers", "share_prefixes"]

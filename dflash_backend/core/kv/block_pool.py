@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-
-from dflash_backend.core.kv.events import KVEventLog
+from typing import Protocol
 
 
 class BlockLists:
@@ -54,6 +53,14 @@ class BlockLists:
             block_id = self._next[block_id]
 
 
+class Evictions(Protocol):
+    """What is told of blocks that leave the prefix cache."""
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block with this hash can no longer be found."""
+        ...
+
+
 # The two lists of evictable blocks, by whether a request has reused them since they were cached.
 PROBATIONARY, PROTECTED = 0, 1
 # At most this share of the pool may be free protected blocks; the rest lets new prefixes earn a second hit.
@@ -77,7 +84,7 @@ class BlockPool:
     `MAX_PROTECTED_SHARE` of the pool, the longest free first, and when they outlive `PROTECTED_LIFE_IN_POOLS`.
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+    def __init__(self, num_blocks: int, events: Evictions | None = None) -> None:
         """events: is told of evicted blocks."""
         self.num_blocks = num_blocks
         self._events = events
@@ -120,6 +127,14 @@ class BlockPool:
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is in the prefix cache, so no request may write it any more."""
         return self._hashes[block_id] is not None
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The hash under which the block can be found; None where it cannot."""
+        return self._hashes[block_id]
+
+    def is_reused(self, block_id: int) -> bool:
+        """Whether another request has found the cached block."""
+        return bool(self._reused[block_id])
 
     def find_chain(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
         """Ids of the cached blocks with the first hashes, up to one that is not cached, `num_blocks` at most.

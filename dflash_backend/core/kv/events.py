@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_backend.messages import BlocksRemoved, BlocksStored, KVEvent
+from dflash_backend.messages import DEVICE_MEDIUM, BlocksRemoved, BlocksStored, KVEvent
 
 
 class KVEventLog:
@@ -20,7 +20,7 @@ class KVEventLog:
         the block's; they are ignored unless events name them."""
         own = list(token_ids) if self.with_tokens else []
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and parent is not None and last.block_hashes[-1] == parent:
+        if isinstance(last, BlocksStored) and last.medium == DEVICE_MEDIUM and last.block_hashes[-1] == parent:
             last.block_hashes.append(block_hash)
             last.token_ids.extend(own)
         else:
@@ -33,6 +33,16 @@ class KVEventLog:
             self._removed = []
             self._events.append(BlocksRemoved(self._removed))
         self._removed.append(block_hash)
+
+    def moved(self, block_hash: bytes, medium: str, stored: bool) -> None:
+        """A block came to a tier, or left it; medium: what events call the tier."""
+        kind = BlocksStored if stored else BlocksRemoved
+        last = self._events[-1] if self._events else None
+        if isinstance(last, kind) and last.medium == medium:
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(kind([block_hash], medium=medium))
+        self._removed = None
 
     def take(self) -> list[KVEvent]:
         """The events since the last call."""

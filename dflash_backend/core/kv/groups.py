@@ -21,6 +21,7 @@ end (`state_snapshots.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.events import KVEventLog
@@ -86,16 +87,53 @@ class KVGroup:
     def reset_prefix_cache(self) -> None:
         """Let nothing be found any more that was published."""
 
+    def needed(self, num_blocks: int) -> range:
+        """Which of the first `num_blocks` blocks a hit that ends after them needs in this group."""
+        return range(0)
+
+    def slot(self, block_hash: bytes) -> int | None:
+        """Where on the device the record with this hash can be found (`core/moves.py`)."""
+        return None
+
+    def hold(self, load_id: int, hashes: Sequence[bytes], num_more: int) -> list[tuple[int, bool]] | None:
+        """Hold the records with these hashes for a load: each one's slot, and whether it is new and yet to be loaded,
+        in order; and `num_more` blocks more, for positions after the last one. None where there are too few slots;
+        nothing is held then."""
+        return []
+
+    def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
+        """What a load holds at `slot` was loaded: block `index` of the request can be found."""
+
+    def let_go(self, load_id: int) -> None:
+        """Give up what a load holds; what was loaded can still be found."""
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless the group and these requests, all that hold blocks, agree. For tests."""
+
+
+class Outlet(Protocol):
+    """Who takes what leaves the device's cache, of one group (`tiers.py`)."""
+
+    def released(self, block_hash: bytes, reused: bool) -> None:
+        """A record that can be found is not held by a request that held it; it may leave soon. reused: whether another
+        request has found it."""
+        ...
+
+    def removed(self, block_hash: bytes) -> None:
+        """A record can no longer be found."""
+        ...
 
 
 class BlockGroup(KVGroup):
     """A group with a pool of blocks, and with a block table for each request."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, outlet: Outlet | None) -> None:
+        """outlet: None without tiers."""
         self.pool = pool
         self._block_size = block_size
+        self._outlet = outlet
+        # What loads hold, by their numbers, from the first position to the last.
+        self.held: dict[int, list[int]] = {}
 
     @property
     def version(self) -> int:
@@ -110,6 +148,34 @@ class BlockGroup(KVGroup):
 
     def reset_prefix_cache(self) -> None:
         self.pool.reset_prefix_cache()
+
+    def slot(self, block_hash: bytes) -> int | None:
+        found = self.pool.find_chain((block_hash,), 1)
+        return found[0] if found else None
+
+    def hold(self, load_id: int, hashes: Sequence[bytes], num_more: int) -> list[tuple[int, bool]] | None:
+        cached = [self.slot(block_hash) for block_hash in hashes]
+        there = [block_id for block_id in cached if block_id is not None]
+        num_new = len(cached) - len(there) + num_more
+        if num_new > self.pool.num_free - sum(1 for block_id in there if self.pool.ref_count(block_id) == 0):
+            return None
+        # Before others are given out, which may be these.
+        self.pool.touch(there, reused=False)
+        new = iter(self.pool.allocate(num_new))
+        slots = [(next(new), True) if block_id is None else (block_id, False) for block_id in cached]
+        self.held[load_id] = [slot for slot, _ in slots] + list(new)
+        return slots
+
+    def let_go(self, load_id: int) -> None:
+        self.pool.free(self.held.pop(load_id, ()))
+
+    def _give_back(self, block_ids: Sequence[int]) -> None:
+        """Free blocks of a request, from its first to its last position."""
+        if self._outlet is not None:
+            for block_id in reversed(block_ids):
+                if (block_hash := self.pool.hash_of(block_id)) is not None:
+                    self._outlet.released(block_hash, self.pool.is_reused(block_id))
+        self.pool.free(block_ids)
 
     def _table(self, request: Request) -> list[int]:
         raise NotImplementedError
@@ -131,9 +197,12 @@ class FullBlocks(BlockGroup):
     """Blocks of all positions: those of the target's other layers and of the drafter's (TOGETHER). K and V of a
     rejected draft lie past `num_computed`, where the next step overwrites them."""
 
-    def __init__(self, num_blocks: int, block_size: int, events: KVEventLog | None) -> None:
-        """events: is told of blocks that enter and leave the prefix cache."""
-        super().__init__(BlockPool(num_blocks, events), block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, events: KVEventLog | None, outlet: Outlet | None = None
+    ) -> None:
+        """events: is told of blocks that enter and leave the prefix cache; of those that leave by `outlet`, where there
+        is one."""
+        super().__init__(BlockPool(num_blocks, outlet or events), block_size, outlet)
         self._events = events
 
     def _table(self, request: Request) -> list[int]:
@@ -154,27 +223,37 @@ class FullBlocks(BlockGroup):
         row.new_block_ids.extend(new)
 
     def publish(self, request: Request, index: int, block_hash: bytes) -> None:
-        before = request.block_ids[index - 1] if index else None
-        is_new = self.pool.publish(request.block_ids[index], block_hash, before)
+        self._publish(request, request.block_ids, index, block_hash)
+
+    def needed(self, num_blocks: int) -> range:
+        return range(num_blocks)
+
+    def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
+        self._publish(request, self.held[load_id], index, block_hash)
+
+    def _publish(self, request: Request, block_ids: Sequence[int], index: int, block_hash: bytes) -> None:
+        """Put block `index` of a request, which lies at `block_ids[index]`, into the prefix cache."""
+        before = block_ids[index - 1] if index else None
+        is_new = self.pool.publish(block_ids[index], block_hash, before)
         if is_new and self._events is not None:
             parent = request.block_hashes.first(index, request.token_ids)[index - 1] if index else None
             tokens = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
             self._events.stored(block_hash, parent, tokens)
 
     def release(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
+        self._give_back(request.block_ids)
         request.block_ids = []
 
     def check(self, requests: Sequence[Request]) -> None:
-        self.pool.check([request.block_ids for request in requests])
+        self.pool.check([*(request.block_ids for request in requests), *self.held.values()])
         super().check(requests)
 
 
 class WindowBlocks(BlockGroup):
     """Blocks of the target's layers with a window. OWN, PUBLISH and RETURN hold for them too."""
 
-    def __init__(self, group: WindowGroup) -> None:
-        super().__init__(BlockPool(group.num_blocks), group.block_size)
+    def __init__(self, group: WindowGroup, outlet: Outlet | None = None) -> None:
+        super().__init__(BlockPool(group.num_blocks, outlet), group.block_size, outlet)
         self._group = group
         # Blocks that requests in prefill hold at most until they decode, by id: what admission leaves free for them.
         self._promised: dict[str, tuple[Request, int]] = {}
@@ -229,24 +308,31 @@ class WindowBlocks(BlockGroup):
             before = request.window_block_ids[index - 1] if index > request.num_window_freed else None
             self.pool.publish(request.window_block_ids[index], block_hash, before)
 
+    def needed(self, num_blocks: int) -> range:
+        return range(self._group.first_visible_after(num_blocks), num_blocks)
+
+    def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
+        self.pool.publish(slot, block_hash)
+
     def advance(self, request: Request) -> None:
         """Give back the blocks that no query of the request sees any more. A step in flight may still read them: who
         gets them writes after it."""
         first = self._group.first_visible(request.num_computed)
         if first > request.num_window_freed:
-            self.pool.free(request.window_block_ids[request.num_window_freed : first])
+            self._give_back(request.window_block_ids[request.num_window_freed : first])
             request.num_window_freed = first
         if request.num_tokens - request.num_computed <= 1:
             self._promised.pop(request.request_id, None)
 
     def release(self, request: Request) -> None:
-        self.pool.free(request.window_block_ids[request.num_window_freed :])
+        self._give_back(request.window_block_ids[request.num_window_freed :])
         request.window_block_ids = []
         request.num_window_freed = 0
         self._promised.pop(request.request_id, None)
 
     def check(self, requests: Sequence[Request]) -> None:
-        self.pool.check([request.window_block_ids[request.num_window_freed :] for request in requests])
+        tables = [request.window_block_ids[request.num_window_freed :] for request in requests]
+        self.pool.check([*tables, *self.held.values()])
         assert self._promised.keys() <= {request.request_id for request in requests}, (
             "a promise to a request that is gone"
         )
@@ -265,9 +351,13 @@ class WindowBlocks(BlockGroup):
 class RecurrentStates(KVGroup):
     """Copies of recurrent states, from which hits start."""
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, block_size: int, outlet: Outlet | None = None) -> None:
+        """outlet: None without tiers."""
         self._block_size = block_size
-        self.snapshots = StateSnapshots(num_slots)
+        self._outlet = outlet
+        self.snapshots = StateSnapshots(num_slots, None if outlet is None else outlet.removed)
+        # What loads have reserved, by their numbers.
+        self.held: dict[int, list[bytes]] = {}
 
     @property
     def version(self) -> int:
@@ -302,7 +392,39 @@ class RecurrentStates(KVGroup):
     def advance(self, request: Request) -> None:
         """Let the copies be found that the steps so far have written."""
         while request.pending_snapshots and request.pending_snapshots[0][0] <= request.num_computed:
-            self.snapshots.publish(request.pending_snapshots.pop(0)[1])
+            block_hash = request.pending_snapshots.pop(0)[1]
+            self.snapshots.publish(block_hash)
+            if self._outlet is not None:
+                self._outlet.released(block_hash, reused=False)
+
+    def needed(self, num_blocks: int) -> range:
+        return range(max(0, num_blocks - 1), num_blocks)
+
+    def slot(self, block_hash: bytes) -> int | None:
+        return self.snapshots.slot(block_hash)
+
+    def hold(self, load_id: int, hashes: Sequence[bytes], num_more: int) -> list[tuple[int, bool]] | None:
+        """A copy that is there is not held: where it is given away meanwhile, the hit ends before it."""
+        slots: list[tuple[int, bool]] = []
+        reserved = self.held[load_id] = []
+        for block_hash in hashes:
+            if (slot := self.snapshots.slot(block_hash)) is not None:
+                slots.append((slot, False))
+            elif (slot := self.snapshots.reserve(block_hash)) is not None:
+                reserved.append(block_hash)
+                slots.append((slot, True))
+            else:
+                self.let_go(load_id)
+                return None
+        return slots
+
+    def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
+        self.held[load_id].remove(block_hash)
+        self.snapshots.publish(block_hash)
+
+    def let_go(self, load_id: int) -> None:
+        for block_hash in self.held.pop(load_id, ()):
+            self.snapshots.drop(block_hash)
 
     def release(self, request: Request) -> None:
         for _, block_hash in request.pending_snapshots:
@@ -313,7 +435,8 @@ class RecurrentStates(KVGroup):
         self.snapshots.clear()
 
     def check(self, requests: Sequence[Request]) -> None:
-        self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])
+        pending = [each for request in requests for _, each in request.pending_snapshots]
+        self.snapshots.check([*pending, *(each for held in self.held.values() for each in held)])
 
     def _hash(self, request: Request, num_blocks: int) -> bytes:
         """The hash of the last of the request's first blocks."""

@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dflash_backend.core.kv.events import KVEventLog
-from dflash_backend.core.kv.groups import FullBlocks, KVGroup, RecurrentStates, WindowBlocks
+from dflash_backend.core.kv.groups import FullBlocks, KVGroup, Outlet, RecurrentStates, WindowBlocks
+from dflash_backend.core.kv.tiers import KVTiers
+from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
@@ -34,22 +36,33 @@ from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 class KVManager:
     """Gives requests their blocks and takes them back, in all groups of layers."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, mover: KVMover | None = None) -> None:
+        """mover: of the tiers that `config` names."""
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
         self._num_next = int(config.reads_next_tokens)
         self.events: KVEventLog | None = None
         if config.kv_events != "off":
             self.events = KVEventLog(with_tokens=config.kv_events == "tokens")
-        full = FullBlocks(config.num_blocks, config.block_size, self.events)
+        self.tiers: KVTiers | None = None
+        if config.tiers and config.enable_prefix_caching:
+            assert mover is not None, "tiers without a mover"
+            self.tiers = KVTiers(config, mover, self.events)
+        full = FullBlocks(config.num_blocks, config.block_size, self.events, self._outlet())
         self.pool = full.pool
         # Those besides the blocks of all positions.
         self._others: list[KVGroup] = []
         if (group := config.window_group) is not None:
-            self._others.append(WindowBlocks(group))
+            self._others.append(WindowBlocks(group, self._outlet()))
         if config.num_state_snapshots is not None and config.enable_prefix_caching:
-            self._others.append(RecurrentStates(config.num_state_snapshots, config.block_size))
+            self._others.append(RecurrentStates(config.num_state_snapshots, config.block_size, self._outlet()))
         self.groups: list[KVGroup] = [full, *self._others]
+        if self.tiers is not None:
+            self.tiers.groups = self.groups
+
+    def _outlet(self) -> Outlet | None:
+        """Of the next group."""
+        return None if self.tiers is None else self.tiers.outlet()
 
     @property
     def usage(self) -> float:
@@ -164,3 +177,5 @@ class KVManager:
         requests = list(running)
         for group in self.groups:
             group.check(requests)
+        if self.tiers is not None:
+            self.tiers.check()

@@ -10,7 +10,7 @@ is given away is written after that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # At most this share of the slots may hold copies that were used; the rest lets new ones earn a use.
 MAX_USED_SHARE = 0.75
@@ -23,8 +23,10 @@ class StateSnapshots:
     never used are given away before those used, the longest unused first.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, removed: Callable[[bytes], None] | None = None) -> None:
+        """removed: is told of copies that can no longer be found."""
         self.num_slots = num_slots
+        self._removed = removed
         self._free = list(range(num_slots - 1, -1, -1))
         self._pending: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
@@ -61,10 +63,17 @@ class StateSnapshots:
             copies = self._unused or self._used
             if not copies:
                 return None
-            self._free.append(copies.popitem(last=False)[1])
+            oldest, slot = copies.popitem(last=False)
+            self._free.append(slot)
             self.version += 1
+            if self._removed is not None:
+                self._removed(oldest)
         self._pending[block_hash] = slot = self._free.pop()
         return slot
+
+    def slot(self, block_hash: bytes) -> int | None:
+        """The slot of a copy that can be found, which does not use it."""
+        return self._unused.get(block_hash, self._used.get(block_hash))
 
     def slot_of_pending(self, block_hash: bytes) -> int:
         """The slot of a pending copy."""
@@ -83,6 +92,9 @@ class StateSnapshots:
         """No copy can be found any more. Pending ones stay."""
         for copies in (self._unused, self._used):
             self._free.extend(copies.values())
+            if self._removed is not None:
+                for block_hash in copies:
+                    self._removed(block_hash)
             copies.clear()
         self.version += 1
 

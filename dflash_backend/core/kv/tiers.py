@@ -1,0 +1,645 @@
+"""What leaves the device's cache and is still found: records in tiers, by hash, and how they go out and come back.
+
+Here are ids and hashes alone; a `KVMover` (`core/moves.py`) has the tensors. `docs/kv-tiers.md` says who owns a block
+on its way. In short: what goes out is held by no one for that, and its copy is void if the block leaves the cache
+meanwhile; what comes in is held by its load until the request that it is for starts, ends, or must give way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.groups import KVGroup, Outlet
+from dflash_backend.core.moves import DEVICE, MEDIUMS, KVMover, Move, Moved, Record
+from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, blocks_for
+from dflash_backend.messages import TierStats
+
+# Of the slots of a tier, those of records that were found may be at most this share: the rest lets new ones earn it.
+MAX_USED_SHARE = 0.75
+# Records of a move, and moves to a tier that are under way, at most: what leaves the cache before its turn is lost.
+RECORDS_PER_MOVE = 16
+MOVES_UNDER_WAY = 2
+# Requests that wait for loads at most.
+MAX_LOADS = 8
+# Part of the rate of loads that stays after another one.
+RATE_KEPT = 0.8
+
+
+class KVTier:
+    """Where records are beside the device, by group and hash. By itself it has none, and takes none: a tier whose
+    records come from elsewhere says where they are, and how long they stay."""
+
+    def __init__(self, name: str) -> None:
+        """name: as the mover knows it."""
+        self.name = name
+
+    @property
+    def num_records(self) -> int:
+        """Records that can be found."""
+        return 0
+
+    @property
+    def most_records(self) -> int:
+        """Records that it can take."""
+        return 0
+
+    def slot(self, group: int, block_hash: bytes) -> int | None:
+        """Where a record is that can be found; None: nowhere."""
+        return None
+
+    def touch(self, group: int, block_hash: bytes, reused: bool) -> None:
+        """Let a record that can be found stay longer; reused: since it was found."""
+
+    def pin(self, group: int, block_hash: bytes) -> None:
+        """Keep a record that can be found where it is, until `unpin`: it is read."""
+
+    def unpin(self, group: int, block_hash: bytes) -> None:
+        """One reader fewer."""
+
+    def is_reserved(self, group: int, block_hash: bytes) -> bool:
+        """Whether a record is being written."""
+        return False
+
+    def reserve(self, group: int, block_hash: bytes) -> tuple[int, bytes | None] | None:
+        """A slot for a record that is to be written, and the hash of the one that gives way for it; None: there is
+        none, or the record is there, or will be."""
+        return None
+
+    def settle(self, group: int, block_hash: bytes, is_there: bool) -> None:
+        """A reserved record was written and can be found, or was not."""
+
+    def remove(self, group: int, block_hash: bytes) -> None:
+        """A record that was to be found is not there."""
+
+    def check(self) -> int:
+        """Raise AssertionError when slots are lost; how many reads are under way. For tests."""
+        return 0
+
+
+class TierSlots:
+    """Which record of one group lies at which of a tier's slots.
+
+    A slot is free, or reserved for what is being written, or has a record that can be found. Those never found since
+    they came give way before those found, the one longest unused first; those that are read do not.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._num_given = 0  # slots given out so far, the lowest first
+        self._free: list[int] = []
+        self._reserved: dict[bytes, int] = {}
+        self._unused: OrderedDict[bytes, int] = OrderedDict()
+        self._used: OrderedDict[bytes, int] = OrderedDict()
+        self._readers: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._unused) + len(self._used)
+
+    def slot(self, block_hash: bytes) -> int | None:
+        """As `KVTier.slot`."""
+        return self._unused.get(block_hash, self._used.get(block_hash))
+
+    def pin(self, block_hash: bytes) -> None:
+        """As `KVTier.pin`."""
+        self._readers[block_hash] = self._readers.get(block_hash, 0) + 1
+
+    def unpin(self, block_hash: bytes) -> None:
+        """As `KVTier.unpin`."""
+        self._readers[block_hash] -= 1
+        if not self._readers[block_hash]:
+            del self._readers[block_hash]
+
+    def is_reserved(self, block_hash: bytes) -> bool:
+        """Whether a record is being written."""
+        return block_hash in self._reserved
+
+    def touch(self, block_hash: bytes, reused: bool) -> None:
+        """Let a record that can be found stay longer; reused: since it was found."""
+        records = self._unused if block_hash in self._unused else self._used
+        if not reused or records is self._used:
+            records.move_to_end(block_hash)
+            return
+        slot = records.pop(block_hash)
+        self._used[block_hash] = slot
+        if len(self._used) > MAX_USED_SHARE * self._num_slots:
+            oldest, other = self._used.popitem(last=False)
+            self._unused[oldest] = other
+
+    def reserve(self, block_hash: bytes) -> tuple[int, bytes | None] | None:
+        """As `KVTier.reserve`."""
+        if block_hash in self._reserved or self.slot(block_hash) is not None:
+            return None
+        oldest = None
+        if self._free:
+            slot = self._free.pop()
+        elif self._num_given < self._num_slots:
+            slot, self._num_given = self._num_given, self._num_given + 1
+        else:
+            oldest = self._oldest()
+            if oldest is None:
+                return None
+            slot = self._take(oldest)
+        self._reserved[block_hash] = slot
+        return slot, oldest
+
+    def settle(self, block_hash: bytes, is_there: bool) -> None:
+        """As `KVTier.settle`."""
+        slot = self._reserved.pop(block_hash)
+        if is_there:
+            self._unused[block_hash] = slot
+        else:
+            self._free.append(slot)
+
+    def remove(self, block_hash: bytes) -> None:
+        """As `KVTier.remove`."""
+        if self.slot(block_hash) is not None:
+            self._free.append(self._take(block_hash))
+
+    def _oldest(self) -> bytes | None:
+        for records in (self._unused, self._used):
+            for block_hash in records:
+                if block_hash not in self._readers:
+                    return block_hash
+        return None
+
+    def _take(self, block_hash: bytes) -> int:
+        return self._unused.pop(block_hash) if block_hash in self._unused else self._used.pop(block_hash)
+
+    def check(self) -> int:
+        """As `KVTier.check`."""
+        slots = [*self._free, *self._reserved.values(), *self._unused.values(), *self._used.values()]
+        assert sorted(slots) == list(range(self._num_given)), "a slot is lost, or is in two lists"
+        hashes = [*self._reserved, *self._unused, *self._used]
+        assert len(set(hashes)) == len(hashes), "a record has two slots"
+        assert self._num_given <= self._num_slots, "a slot too many"
+        return sum(self._readers.values())
+
+
+class StoredTier(KVTier):
+    """A tier that takes what leaves the device: host memory, or a disk."""
+
+    def __init__(self, config: TierConfig) -> None:
+        super().__init__(config.name)
+        self._groups = [TierSlots(num_slots) for num_slots in config.num_slots]
+        self._most = sum(config.num_slots)
+
+    @property
+    def num_records(self) -> int:
+        return sum(map(len, self._groups))
+
+    @property
+    def most_records(self) -> int:
+        return self._most
+
+    def slot(self, group: int, block_hash: bytes) -> int | None:
+        return self._groups[group].slot(block_hash)
+
+    def touch(self, group: int, block_hash: bytes, reused: bool) -> None:
+        self._groups[group].touch(block_hash, reused)
+
+    def pin(self, group: int, block_hash: bytes) -> None:
+        self._groups[group].pin(block_hash)
+
+    def unpin(self, group: int, block_hash: bytes) -> None:
+        self._groups[group].unpin(block_hash)
+
+    def is_reserved(self, group: int, block_hash: bytes) -> bool:
+        return self._groups[group].is_reserved(block_hash)
+
+    def reserve(self, group: int, block_hash: bytes) -> tuple[int, bytes | None] | None:
+        return self._groups[group].reserve(block_hash) if group < len(self._groups) else None
+
+    def settle(self, group: int, block_hash: bytes, is_there: bool) -> None:
+        self._groups[group].settle(block_hash, is_there)
+
+    def remove(self, group: int, block_hash: bytes) -> None:
+        self._groups[group].remove(block_hash)
+
+    def check(self) -> int:
+        return sum(slots.check() for slots in self._groups)
+
+
+@dataclass(slots=True, eq=False)
+class KVLoad:
+    """Records on their way to the device for a request that waits.
+
+    The hit is of `end` blocks in the end, of which the first `start` need no load. tier_of: by the index of a block,
+    where it comes from. under_way: the moves that have not ended. arrived: as group, index, hash and slot. followers:
+    other requests that wait for it. given_up: `request` waits no more.
+    """
+
+    load_id: int
+    request: Request
+    start: int
+    end: int
+    tier_of: dict[int, str] = field(default_factory=dict)
+    under_way: set[int] = field(default_factory=set)
+    arrived: list[tuple[int, int, bytes, int]] = field(default_factory=list)
+    followers: list[Request] = field(default_factory=list)
+    given_up: bool = False
+
+
+class _Outlet:
+    """As `groups.Outlet`, of one group. events: is told of blocks that leave the device, too."""
+
+    def __init__(self, tiers: KVTiers, group: int, events: KVEventLog | None) -> None:
+        self._tiers, self._group, self._events = tiers, group, events
+
+    def released(self, block_hash: bytes, reused: bool) -> None:
+        self._tiers.released(self._group, block_hash, reused)
+
+    def removed(self, block_hash: bytes) -> None:
+        self._tiers.removed(self._group, block_hash)
+        if self._events is not None:
+            self._events.removed(block_hash)
+
+
+class KVTiers:
+    """All tiers below the device, the nearest first. Each takes its records from the one before it."""
+
+    def __init__(self, config: SchedulerConfig, mover: KVMover, events: KVEventLog | None = None) -> None:
+        self._mover = mover
+        self._events = events
+        self._block_size = config.block_size
+        # An autoregressive drafter writes nothing before its request runs; a block drafter's queries have their slots.
+        self._lookahead = 0 if config.autoregressive else config.lookahead[-1]
+        self.groups: list[KVGroup] = []
+        """The groups of layers, by their numbers in records; whoever makes this sets them."""
+        self._num_outlets = 0
+        self.tiers: list[KVTier] = [StoredTier(each) for each in config.tiers]
+        self.stats = {each.name: TierStats() for each in config.tiers}
+        # What is to go to each tier, in order; more than a tier can hold is never taken.
+        self._outbox: list[dict[tuple[int, bytes], None]] = [{} for _ in self.tiers]
+        self._moves: dict[int, Move] = {}
+        self._num_out = [0] * len(self.tiers)  # moves under way to each tier
+        self._num_moves = 0
+        # Records being copied from the device, and those of them that have left it meanwhile.
+        self._leaving: set[tuple[int, bytes]] = set()
+        self._void: set[tuple[int, bytes]] = set()
+        # The loads of requests that wait, or have not started since; those of moves; and requests whose wait is over.
+        self._loads: dict[Request, KVLoad] = {}
+        self._load_of: dict[int, KVLoad] = {}
+        self._ended: list[Request] = []
+        self._seconds_per_byte: dict[str, float] = {}
+        self._bytes_per_record: dict[int, float] = {}
+        for tier in self.tiers:
+            self._restore(tier)
+
+    def outlet(self) -> Outlet:
+        """That of the next group."""
+        self._num_outlets += 1
+        return _Outlet(self, self._num_outlets - 1, self._events if self._num_outlets == 1 else None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves, and nothing is to."""
+        return not self._moves and not any(self._outbox)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether something is on its way to the device."""
+        return bool(self._load_of)
+
+    def report(self) -> dict[str, TierStats]:
+        """The counts of each tier as they are now."""
+        return {
+            tier.name: msgspec.structs.replace(self.stats[tier.name], num_records=tier.num_records)
+            for tier in self.tiers
+        }
+
+    def advance(self) -> None:
+        """Take in the moves that have ended and begin others. The steps whose results were taken in must have
+        drafted: only then is what they published final."""
+        if self._moves:
+            self._take_finished()
+        for number, outbox in enumerate(self._outbox):
+            while outbox and self._num_out[number] < MOVES_UNDER_WAY:
+                self._send(number)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a move to end."""
+        self._mover.wait(timeout_s)
+
+    def _restore(self, tier: KVTier) -> None:
+        """Take in what a tier brought from before the start."""
+        for group, block_hash in self._mover.kept(tier.name):
+            found = tier.reserve(group, block_hash)
+            if found is None:
+                self._mover.remove(tier.name, group, block_hash)
+                continue
+            self._settle(tier, group, block_hash, is_there=True)
+            if found[1] is not None:
+                self._mover.remove(tier.name, group, found[1])
+
+    def _submit(self, source: str, target: str, records: Sequence[Record]) -> int:
+        self._num_moves += 1
+        move = Move(self._num_moves, source, target, tuple(records))
+        self._moves[move.move_id] = move
+        self._mover.submit(move)
+        return move.move_id
+
+    # What goes out.
+
+    def released(self, group: int, block_hash: bytes, reused: bool) -> None:
+        """A record on the device is not held any more by a request: it goes to the first tier that does not have it,
+        and from there on. In a tier that has it it stays the longer."""
+        for number, tier in enumerate(self.tiers):
+            if tier.slot(group, block_hash) is None:
+                self._put_out(number, (group, block_hash))
+                return
+            tier.touch(group, block_hash, reused)
+
+    def removed(self, group: int, block_hash: bytes) -> None:
+        """A record left the device. What a copy of it has is not to be relied on: its slot may be written already."""
+        if (group, block_hash) in self._leaving:
+            self._void.add((group, block_hash))
+
+    def _put_out(self, number: int, key: tuple[int, bytes]) -> None:
+        outbox = self._outbox[number]
+        if key in outbox or self.tiers[number].is_reserved(*key):
+            return
+        outbox[key] = None
+        if len(outbox) > self.tiers[number].most_records:
+            del outbox[next(iter(outbox))]
+            self.stats[self.tiers[number].name].num_lost += 1
+
+    def _send(self, number: int) -> None:
+        """Begin a move to a tier, if anything is left of what was to go there."""
+        tier, outbox, above = self.tiers[number], self._outbox[number], self.tiers[number - 1] if number else None
+        records: list[Record] = []
+        while outbox and len(records) < RECORDS_PER_MOVE:
+            key = group, block_hash = next(iter(outbox))
+            del outbox[key]
+            source = self.groups[group].slot(block_hash) if above is None else above.slot(group, block_hash)
+            found = tier.reserve(group, block_hash) if source is not None else None
+            if source is None or found is None:
+                self.stats[tier.name].num_lost += 1
+                continue
+            if found[1] is not None:
+                self._report(tier, group, found[1], stored=False)
+            if above is None:
+                self._leaving.add(key)
+            else:
+                above.pin(group, block_hash)
+            records.append(Record(group, block_hash, source, *found))
+        if records:
+            self._num_out[number] += 1
+            self._submit(DEVICE if above is None else above.name, tier.name, records)
+
+    def _take_stored(self, move: Move, moved: Moved) -> None:
+        number = next(i for i, tier in enumerate(self.tiers) if tier.name == move.target)
+        self._num_out[number] -= 1
+        tier = self.tiers[number]
+        for record, arrived in zip(move.records, moved.arrived, strict=True):
+            key = record.group, record.block_hash
+            if move.source == DEVICE:
+                self._leaving.remove(key)
+                arrived = arrived and key not in self._void
+                self._void.discard(key)
+            else:
+                self.tiers[number - 1].unpin(*key)
+            self._settle(tier, *key, is_there=arrived)
+            if not arrived:
+                self.stats[tier.name].num_lost += 1
+            elif number + 1 < len(self.tiers) and self.tiers[number + 1].slot(*key) is None:
+                self._put_out(number + 1, key)
+
+    def _settle(self, tier: KVTier, group: int, block_hash: bytes, is_there: bool) -> None:
+        tier.settle(group, block_hash, is_there)
+        if is_there:
+            self._report(tier, group, block_hash, stored=True)
+
+    def _report(self, tier: KVTier, group: int, block_hash: bytes, stored: bool) -> None:
+        if self._events is not None and group == 0:
+            self._events.moved(block_hash, MEDIUMS[tier.name], stored)
+
+    # What comes back.
+
+    def begin(self, request: Request, hit: Sequence[int], seconds_per_token: float, wait_s: float) -> bool:
+        """Load what lets a request start after more blocks than `hit`, where that takes less time than computing them;
+        whether it does, and the request is to wait. `ended` says when it need not any more.
+
+        seconds_per_token: that computing a prompt takes; 0: not known. wait_s: what is lost by waiting at all.
+        """
+        if request.has_loaded or request.wants_prompt_logprobs:
+            return False
+        num_blocks = (request.prefill_end - 1) // self._block_size
+        hashes = request.block_hashes.first(num_blocks, request.token_ids)
+        end = self._reach(hashes, num_blocks, len(hit))
+        if end <= len(hit):
+            return False
+        load = KVLoad(self._num_moves + 1, request, len(hit), end)
+        wanted = self._wanted(load, hashes)
+        if not wanted:
+            return False
+        coming = self._coming(wanted)
+        if coming is not None:
+            coming.followers.append(request)
+            return True
+        request.has_loaded = True
+        if len(self._load_of) >= MAX_LOADS or not self._pays(load, wanted, seconds_per_token, wait_s):
+            return False
+        return self._hold(load, hashes)
+
+    def _reach(self, hashes: Sequence[bytes], num_blocks: int, least: int) -> int:
+        """How many of the first blocks a request can start after with all tiers; at most `least` where no more."""
+        end = 0
+        while end < num_blocks and self._source(0, hashes[end]) is not None:
+            end += 1
+        while end > least:
+            missing = [
+                index
+                for number, group in enumerate(self.groups[1:], 1)
+                for index in group.needed(end)
+                if self._source(number, hashes[index]) is None
+            ]
+            if not missing:
+                break
+            end = max(missing)
+        return end
+
+    def _source(self, group: int, block_hash: bytes) -> str | None:
+        """Where a record can be found, the nearest slot."""
+        if self.groups[group].slot(block_hash) is not None:
+            return DEVICE
+        return next((tier.name for tier in self.tiers if tier.slot(group, block_hash) is not None), None)
+
+    def _wanted(self, load: KVLoad, hashes: Sequence[bytes]) -> dict[tuple[int, bytes], str]:
+        """The records to load, and the tier of each. Notes where blocks come from."""
+        wanted: dict[tuple[int, bytes], str] = {}
+        for number, group in enumerate(self.groups):
+            for index in group.needed(load.end):
+                source = self._source(number, hashes[index])
+                if source is not None and source != DEVICE:
+                    wanted[number, hashes[index]] = source
+                    load.tier_of.setdefault(index, source)
+        return wanted
+
+    def _coming(self, wanted: Mapping[tuple[int, bytes], str]) -> KVLoad | None:
+        """A load under way that brings some of these."""
+        for move_id, load in self._load_of.items():
+            if any((record.group, record.block_hash) in wanted for record in self._moves[move_id].records):
+                return load
+        return None
+
+    def _pays(
+        self, load: KVLoad, wanted: Mapping[tuple[int, bytes], str], seconds_per_token: float, wait_s: float
+    ) -> bool:
+        """Whether loading takes less time than computing. What was never measured is tried."""
+        load_s = wait_s
+        for (group, _), name in wanted.items():
+            load_s += self._bytes_per_record.get(group, 0.0) * self._seconds_per_byte.get(name, 0.0)
+        if not seconds_per_token or load_s < (load.end - load.start) * self._block_size * seconds_per_token:
+            return True
+        for name in set(wanted.values()):
+            self.stats[name].num_computed += 1
+        return False
+
+    def _hold(self, load: KVLoad, hashes: Sequence[bytes]) -> bool:
+        """Hold all that the hit needs, and begin to load what is missing; False where slots run out."""
+        num_more = blocks_for(self._lookahead, self._block_size)
+        tiers = {tier.name: tier for tier in self.tiers}
+        records: dict[str, list[Record]] = {}
+        for number, group in enumerate(self.groups):
+            needed = [hashes[index] for index in group.needed(load.end)]
+            slots = group.hold(load.load_id, needed, num_more)
+            if slots is None:
+                self._let_go(load)
+                return False
+            for block_hash, (slot, is_new) in zip(needed, slots, strict=True):
+                if is_new:
+                    tier = next(each for each in self.tiers if each.slot(number, block_hash) is not None)
+                    source = tier.slot(number, block_hash)
+                    assert source is not None
+                    records.setdefault(tier.name, []).append(Record(number, block_hash, source, slot))
+        self._loads[load.request] = load
+        for name, of_tier in records.items():
+            for record in of_tier:
+                tiers[name].pin(record.group, record.block_hash)
+            move_id = self._submit(name, DEVICE, of_tier)
+            load.under_way.add(move_id)
+            self._load_of[move_id] = load
+        return True
+
+    def _take_loaded(self, move: Move, moved: Moved) -> None:
+        load = self._load_of.pop(move.move_id)
+        load.under_way.remove(move.move_id)
+        tier = next(tier for tier in self.tiers if tier.name == move.source)
+        hashes = load.request.block_hashes.first(load.end, load.request.token_ids)
+        index_of = {block_hash: index for index, block_hash in enumerate(hashes[: load.end])}
+        for number, (record, arrived) in enumerate(zip(move.records, moved.arrived, strict=True)):
+            key = record.group, record.block_hash
+            tier.unpin(*key)
+            if arrived:
+                tier.touch(*key, reused=True)
+                load.arrived.append((record.group, index_of[record.block_hash], record.block_hash, record.target))
+            elif number in moved.missing:
+                tier.remove(*key)
+                self._report(tier, *key, stored=False)
+        if load.under_way:
+            return
+        for group, index, block_hash, slot in sorted(load.arrived):
+            self.groups[group].loaded(load.load_id, load.request, index, block_hash, slot)
+        self._ended += load.followers
+        if load.given_up:
+            self._let_go(load)
+        else:
+            self._ended.append(load.request)
+
+    def ended(self) -> list[Request]:
+        """The requests that need not wait any more since the last call. What a load has brought is held until
+        `release`."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def release(self, request: Request) -> KVLoad | None:
+        """A request starts, holding what it has found, or is gone: let go of what its load holds. A load under way goes
+        on, for others. Returns the load, where it has ended."""
+        load = self._loads.pop(request, None)
+        if load is None:
+            return None
+        if load.under_way:
+            load.given_up = True
+            return None
+        self._let_go(load)
+        return load
+
+    def count_hit(self, load: KVLoad, num_blocks: int) -> dict[str, int]:
+        """The tokens, by tier, that the request of a load needs not compute since it was loaded, when its hit has
+        `num_blocks` blocks. Blocks that only became of use by what was loaded for others count as these."""
+        counts: dict[str, int] = {}
+        last = load.tier_of[max(load.tier_of)]
+        for index in range(load.start, min(load.end, num_blocks)):
+            name = load.tier_of.get(index, last)
+            counts[name] = counts.get(name, 0) + self._block_size
+        for name, count in counts.items():
+            self.stats[name].num_hit_tokens += count
+        return counts
+
+    def give_way(self) -> bool:
+        """Let go of all that loads hold, and stop those under way; False where there are none. Their requests need not
+        wait any more."""
+        if not self._loads and not self._load_of:
+            return False
+        if self._load_of:
+            self._mover.cancel(frozenset(self._load_of))
+            self._take_finished()
+        for load in self._loads.values():
+            self._let_go(load)
+        self._loads.clear()
+        return True
+
+    def _let_go(self, load: KVLoad) -> None:
+        for group in self.groups:
+            group.let_go(load.load_id)
+
+    def _take_finished(self) -> None:
+        for moved in self._mover.finished():
+            move = self._moves.pop(moved.move_id)
+            self._measure(move, moved)
+            if move.is_load:
+                self._take_loaded(move, moved)
+            else:
+                self._take_stored(move, moved)
+
+    def _measure(self, move: Move, moved: Moved) -> None:
+        """Take in how long a move took."""
+        if not move.is_load:
+            stats = self.stats[move.target]
+            stats.num_bytes_stored += moved.num_bytes
+            stats.store_seconds += moved.seconds
+        else:
+            stats = self.stats[move.source]
+            stats.num_bytes_loaded += moved.num_bytes
+            stats.load_seconds += moved.seconds
+        if not moved.num_bytes or not all(moved.arrived):
+            return
+        if len({record.group for record in move.records}) == 1:
+            self._bytes_per_record[move.records[0].group] = moved.num_bytes / len(move.records)
+        if move.is_load:
+            now = moved.seconds / moved.num_bytes
+            before = self._seconds_per_byte.get(move.source, now)
+            self._seconds_per_byte[move.source] = RATE_KEPT * before + (1 - RATE_KEPT) * now
+
+    def check(self) -> None:
+        """Raise AssertionError when slots or pins are lost. For tests."""
+        pins = sum(tier.check() for tier in self.tiers)
+        reading = sum(len(move.records) for move in self._moves.values() if move.source != DEVICE)
+        assert pins == reading, "a record is pinned that nothing reads"
+        leaving = [
+            (record.group, record.block_hash)
+            for move in self._moves.values()
+            if move.source == DEVICE
+            for record in move.records
+        ]
+        assert sorted(leaving) == sorted(self._leaving), "copies from the device are miscounted"
+        assert self._void <= self._leaving
+        assert {load.load_id for load in (*self._loads.values(), *self._load_of.values())} == {
+            load_id for group in self.groups for load_id in getattr(group, "held", {})
+        }, "blocks are held for no load"

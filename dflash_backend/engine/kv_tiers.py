@@ -1,0 +1,144 @@
+"""The tiers of KV below the device: how many records each has, where they are, and what may be found again after a
+restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.core.moves import DISK, HOST
+from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig
+from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.error_text import first_line
+from dflash_backend.worker import ModelRunner
+from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
+from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords, RecordStore
+from dflash_backend.worker.memory import GIB
+
+# Grows whenever the same settings and models no longer give the same KV, or a record has another layout.
+CONTENT_VERSION = 1
+# Host memory that blocks pass through on their way to a disk, where kv_host_gb is 0.
+BUFFER_BYTES = 64 << 20
+# Records of each group that a tier has at least: those of a move, and of the one that follows it.
+MIN_SLOTS = 32
+# What of a file of weights goes into the fingerprint: its first bytes, and this many pieces from all over it.
+HEAD_BYTES, NUM_PIECES, PIECE_BYTES = 1 << 20, 64, 4096
+
+
+def wants_tiers(config: EngineConfig) -> bool:
+    """Whether there is a tier. Raises `ConfigError` for settings that it cannot go with."""
+    names = [name for name in ("kv_host_gb", "kv_disk_path") if getattr(config, name)]
+    if not names:
+        return False
+    reason = None
+    if not config.enable_prefix_caching:
+        reason = "enable_prefix_caching is off, without which no prompt finds a block: turn it on"
+    elif config.num_state_snapshots == 0:
+        reason = "num_state_snapshots is 0, without which no prompt finds a block: raise it"
+    elif config.tensor_parallel_size > 1:
+        reason = (
+            f"tensor_parallel_size is {config.tensor_parallel_size}: ranks keep their KV on the device alone; set it "
+            "to 1"
+        )
+    if reason is not None:
+        raise ConfigError(f"setting '{names[0]}' is {getattr(config, names[0])!r}, and {reason}, or leave this one out")
+    return True
+
+
+def with_tiers(
+    config: EngineConfig, scheduler: SchedulerConfig, pair: ModelPair, runner: ModelRunner
+) -> tuple[SchedulerConfig, BackgroundMover | None]:
+    """The scheduler's settings with the tiers that `config` names, and what moves KV to them. Raises `ConfigError`
+    where they cannot be had."""
+    if not wants_tiers(config) or not scheduler.enable_prefix_caching:
+        return scheduler, None
+    device, num_slots = _device_records(scheduler, runner)
+    host_bytes = config.kv_host_gb * GIB or BUFFER_BYTES
+    tiers = [TierConfig(HOST, _slots(config, "kv_host_gb", host_bytes, device.sizes, num_slots))]
+    stores: dict[str, RecordStore] = {}
+    try:
+        stores[HOST] = HostRecords(device.sizes, tiers[0].num_slots, device.device.type == "cuda")
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"setting 'kv_host_gb' is {config.kv_host_gb:g}, and the system does not give as much memory: lower it "
+            f"({first_line(error)})"
+        ) from None
+    if config.kv_disk_path:
+        sizes = [size + OVERHEAD_BYTES for size in device.sizes]
+        tiers.append(TierConfig(DISK, _slots(config, "kv_disk_gb", config.kv_disk_gb * GIB, sizes, num_slots)))
+        computed_by = f"{device.device.type} {runner.step.backend.name} {runner.step.dtype}"
+        name = fingerprint(config, pair, scheduler, computed_by)
+        try:
+            stores[DISK] = DiskRecords(Path(config.kv_disk_path), name, device.sizes)
+        except DiskError as error:
+            raise ConfigError(
+                f"setting 'kv_disk_path' is {config.kv_disk_path!r}: {error}; name a folder that the server may write "
+                "to, or leave it empty"
+            ) from None
+    runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6)
+    return dataclasses.replace(scheduler, tiers=tuple(tiers)), runner.mover
+
+
+def _device_records(scheduler: SchedulerConfig, runner: ModelRunner) -> tuple[DeviceRecords, list[int]]:
+    """The device's records, and how many of each group there are, in the order of `core.kv.KVManager.groups`."""
+    step = runner.step
+    groups: list[tuple[tuple[torch.Tensor, ...], int]] = [(tensors, 0) for tensors in step.kv.records]
+    num_slots = [scheduler.num_blocks, scheduler.num_window_blocks][: len(groups)]
+    if step.pool is not None and scheduler.num_state_snapshots is not None:
+        groups.append((step.pool.tensors, len(step.state.tokens)))
+        num_slots.append(scheduler.num_state_snapshots)
+    return DeviceRecords(groups), num_slots
+
+
+def _slots(
+    config: EngineConfig, setting: str, num_bytes: float, sizes: list[int], num_slots: list[int]
+) -> tuple[int, ...]:
+    """How many records of each group fit, as many of each for those on the device; a few of each at least. Raises
+    `ConfigError` where these do not fit."""
+    whole = sum(size * slots for size, slots in zip(sizes, num_slots, strict=True))
+    least = sum(size * MIN_SLOTS for size in sizes)
+    if num_bytes < least and getattr(config, setting):
+        raise ConfigError(
+            f"setting '{setting}' is {getattr(config, setting):g}, and {MIN_SLOTS} blocks of this model, the least "
+            f"that a tier has, take {least / GIB:.3g} GiB: raise it, or leave it out"
+        )
+    return tuple(max(MIN_SLOTS, int((num_bytes - least) / whole * slots) + MIN_SLOTS) for slots in num_slots)
+
+
+def fingerprint(config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfig, computed_by: str) -> bytes:
+    """32 bytes that differ wherever the KV of a block might: by the models, what is computed with them, and how a
+    record is laid out. computed_by: device and attention. Of a file of a checkpoint its name, length, head and pieces
+    count, and when it was written."""
+    digest = hashlib.sha256()
+    settings = {
+        "version": CONTENT_VERSION,
+        "torch": torch.__version__,
+        "computed": computed_by,
+        "block_size": scheduler.block_size,
+        "max_model_len": scheduler.max_model_len,
+        "windows": scheduler.num_window_blocks > 0,
+        "reads_next_tokens": scheduler.reads_next_tokens,
+        **{
+            name: getattr(config, name)
+            for name in (
+                "dtype", "kv_cache_dtype", "quantization", "activation_quantization", "batch_invariant", "causal",
+            )
+        },
+    }  # fmt: skip
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    for path in pair.checkpoints:
+        for file in [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file()):
+            with file.open("rb") as opened:
+                stat = os.fstat(opened.fileno())
+                digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+                digest.update(opened.read(HEAD_BYTES))
+                for piece in range(NUM_PIECES if stat.st_size > HEAD_BYTES else 0):
+                    opened.seek(piece * stat.st_size // NUM_PIECES)
+                    digest.update(opened.read(PIECE_BYTES))
+    return digest.digest()

@@ -1,0 +1,213 @@
+"""Records of KV in files, one each, which survive a restart and are never trusted.
+
+A folder belongs to one engine of one model with its settings: the fingerprint of these is in the folder's name and in
+each file, and a lock says that an engine uses it. A file is written under another name first, so that one which is torn
+has not the right name but after a crash of the machine; a checksum over all of it finds that, and any other damage.
+What is not as it should be is not used, is removed if its name is ours, and is in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dflash_backend.core.moves import Record
+from dflash_backend.worker.kv_mover import RecordStore
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"DFKV0001"
+# The magic, the fingerprint, the block's hash, the group's number and the length of the record.
+_HEADER = struct.Struct("<8s32s32sIQ")
+_DIGEST_BYTES = 32
+OVERHEAD_BYTES = _HEADER.size + _DIGEST_BYTES
+"""Bytes of a file beside its record."""
+_NAME = re.compile(r"([0-9a-f]{64})\.(\d{1,2})")
+# A line in the log for each kind of trouble, this often at most.
+LOG_EVERY_S = 60.0
+# Engines that share a path at most.
+MAX_ENGINES = 64
+
+
+class DiskError(Exception):
+    """The folder cannot be used; the message says why."""
+
+
+class DiskRecords(RecordStore):
+    """Records in a folder of files, found by their hashes."""
+
+    def __init__(self, path: Path, fingerprint: bytes, sizes: Sequence[int]) -> None:
+        """path: where folders are made. fingerprint: 32 bytes; sizes: bytes of a record of each group. Raises
+        `DiskError`."""
+        self._fingerprint = fingerprint
+        self._sizes = list(sizes)
+        self._logged: dict[str, tuple[float, int]] = {}
+        self.folder, self._lock = _own_folder(path / f"kv-{fingerprint.hex()[:32]}")
+
+    def close(self) -> None:
+        """Let another engine have the folder."""
+        os.close(self._lock)
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """As `core.moves.KVMover.kept`. Only names and lengths are looked at: what a file holds shows when it is
+        read."""
+        found: list[tuple[float, int, bytes]] = []
+        num_others = num_damaged = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match is None:
+                    if entry.name.endswith(".tmp"):  # of a process that was killed
+                        self._unlink(entry.path)
+                    num_others += entry.name != "lock" and not entry.name.endswith(".tmp")
+                    continue
+                group = int(match[2])
+                with contextlib.suppress(OSError):
+                    stat = entry.stat(follow_symlinks=False)
+                    whole = group < len(self._sizes) and stat.st_size == self._sizes[group] + OVERHEAD_BYTES
+                    if entry.is_file(follow_symlinks=False) and whole:
+                        found.append((stat.st_mtime, group, bytes.fromhex(match[1])))
+                        continue
+                num_damaged += 1
+                self._unlink(entry.path)
+        if num_others or num_damaged:
+            _log.warning(
+                "kv_disk_path: of the files in %s %d are not ours and are left alone, and %d are not whole and are "
+                "removed",
+                self.folder, num_others, num_damaged,
+            )  # fmt: skip
+        return [(group, block_hash) for _, group, block_hash in sorted(found)]
+
+    def remove(self, group: int, block_hash: bytes) -> None:
+        """Remove a record, if it is there."""
+        self._unlink(self._path(group, block_hash))
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray | None:
+        path = self._path(record.group, record.block_hash)
+        try:
+            why = self._read(path, record, into)
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why is None:
+            return into
+        self._note("is not used", path, why)
+        self._unlink(path)
+        return None
+
+    def _read(self, path: str, record: Record, into: np.ndarray) -> str | None:
+        """Read a file; what is wrong with it, None if nothing is."""
+        header, digest = bytearray(_HEADER.size), bytearray(_DIGEST_BYTES)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size, expected = os.fstat(descriptor).st_size, len(into) + OVERHEAD_BYTES
+            if size != expected:
+                return f"it has {size} bytes and not {expected}"
+            if not _read_all(descriptor, [memoryview(header), into.data, memoryview(digest)]):
+                return "it ends early"
+            if bytes(header) != self._header(record):
+                return "it is of another model, setting or block"
+            if _digest(header, into) != digest:
+                return "its checksum differs"
+            os.utime(descriptor)  # the oldest are the first to go, also after a restart
+        finally:
+            os.close(descriptor)
+        return None
+
+    def write(self, record: Record, data: np.ndarray) -> bool:
+        if record.replaces is not None:
+            self.remove(record.group, record.replaces)
+        path = self._path(record.group, record.block_hash)
+        temporary = f"{path}.tmp"
+        header = self._header(record)
+        try:
+            digest = _digest(header, data)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags, 0o600)
+            try:
+                for part in (header, data.data, digest):
+                    _write_all(descriptor, memoryview(part))
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except OSError as error:
+            self._note("could not be written", path, error.strerror or str(error))
+            self._unlink(temporary)
+            return False
+        return True
+
+    def _path(self, group: int, block_hash: bytes) -> str:
+        return f"{self.folder}/{block_hash.hex()}.{group}"
+
+    def _header(self, record: Record) -> bytes:
+        size = self._sizes[record.group]
+        return _HEADER.pack(_MAGIC, self._fingerprint, record.block_hash, record.group, size)
+
+    @staticmethod
+    def _unlink(path: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    def _note(self, what: str, path: str, why: str) -> None:
+        """A line for the first file of a kind of trouble, and then one a minute with how many there were."""
+        now = time.monotonic()
+        at, count = self._logged.get(why, (-LOG_EVERY_S, 0))
+        if now - at < LOG_EVERY_S:
+            self._logged[why] = at, count + 1
+            return
+        self._logged[why] = now, 0
+        more = f", as {count} before it" if count else ""
+        _log.warning("kv_disk_path: %s %s%s: %s", path, what, more, why)
+
+
+def _own_folder(base: Path) -> tuple[Path, int]:
+    """The first folder under `base` that no other engine uses, and the descriptor that keeps it ours."""
+    for number in range(MAX_ENGINES):
+        folder = base / str(number)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DiskError(f"{folder} cannot be used: {error.strerror or error}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError as error:
+            os.close(descriptor)
+            raise DiskError(f"{folder} cannot be locked: {error.strerror or error}") from None
+        return folder, descriptor
+    raise DiskError(f"{MAX_ENGINES} engines use {base} already")
+
+
+def _digest(header: bytes | bytearray, data: np.ndarray) -> bytes:
+    """The checksum of a file."""
+    digest = hashlib.sha256(header)
+    digest.update(data.data)
+    return digest.digest()
+
+
+def _read_all(descriptor: int, parts: Sequence[memoryview]) -> bool:
+    """Fill all parts; False at an early end."""
+    for part in parts:
+        while len(part):
+            count = os.readv(descriptor, [part])
+            if not count:
+                return False
+            part = part[count:]
+    return True
+
+
+def _write_all(descriptor: int, part: memoryview) -> None:
+    while len(part):
+        part = part[os.write(descriptor, part) :]

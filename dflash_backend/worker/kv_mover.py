@@ -1,0 +1,303 @@
+"""Moves records of KV between the device, host memory and a disk, on threads of its own (`core/moves.py`).
+
+A thread for each tier: a slow disk does not hold up host memory. A record is a row of bytes: of each tensor of its
+group what lies at its slot, one after the other. On a CPU numpy copies them, which uses one core and no interpreter
+lock; on a GPU the copies run on a stream of their own, which begins after the steps that were queued before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dflash_backend.core.moves import DEVICE, Move, Moved, Record
+from dflash_backend.core.plan import SchedulerOutput
+from dflash_backend.huge_pages import zeroed_memory
+from dflash_backend.worker.write_guard import KVWriteError
+
+_log = logging.getLogger(__name__)
+
+# Of a thread that copies: steps come first.
+NICENESS = 10
+
+
+class RecordStore:
+    """Where records lie: bytes in, bytes out."""
+
+    def space(self, record: Record) -> np.ndarray | None:
+        """Memory that the record may be written to directly, uint8 `[size]`; None where there is none."""
+        return None
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray | None:
+        """The record at `record.source`, uint8 `[size]`, in `into` or in memory of its own; None where it is not there,
+        or is not whole."""
+        raise NotImplementedError
+
+    def write(self, record: Record, data: np.ndarray) -> bool:
+        """Put a record at `record.target`; False where that fails."""
+        raise NotImplementedError
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """As `core.moves.KVMover.kept`."""
+        return []
+
+    def remove(self, group: int, block_hash: bytes) -> None:
+        """Remove a record that is found by its hash, if it is there."""
+
+
+class DeviceRecords(RecordStore):
+    """The records of the device's KV cache and of its copies of recurrent states.
+
+    groups: for each group the tensors that its records are of, `[layers, slots, ...]`, and the first slot that is
+    meant by number 0.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], int]]) -> None:
+        self._parts = [
+            [tensor.view(torch.uint8).flatten(2) if tensor.dim() > 2 else _bytes_of(tensor) for tensor in tensors]
+            for tensors, _ in groups
+        ]
+        self._first = [first for _, first in groups]
+        self.sizes = [sum(part.shape[0] * part.shape[2] for part in parts) for parts in self._parts]
+        """Bytes of a record of each group."""
+        self.device = self._parts[0][0].device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def after(self) -> torch.cuda.Event | None:
+        """What a copy must wait for that begins now."""
+        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Let the calling thread's copies begin after `event`."""
+        if event is not None and self._stream is not None:
+            self._stream.wait_event(event)
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray:
+        self._copy(record.group, record.source, into, reads=True)
+        return into
+
+    def write(self, record: Record, data: np.ndarray) -> bool:
+        self._copy(record.group, record.target, data, reads=False)
+        return True
+
+    def _copy(self, group: int, slot: int, host: np.ndarray, reads: bool) -> None:
+        slot += self._first[group]
+        offset = 0
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            for part in self._parts[group]:
+                size = part.shape[0] * part.shape[2]
+                row = host[offset : offset + size].reshape(part.shape[0], part.shape[2])
+                offset += size
+                if self._stream is None:
+                    own = part.numpy()[:, slot]
+                    np.copyto(*((row, own) if reads else (own, row)))
+                elif reads:
+                    torch.from_numpy(row).copy_(part[:, slot], non_blocking=True)
+                else:
+                    part[:, slot].copy_(torch.from_numpy(row), non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A vector of one number for each slot, as bytes `[1, slots, bytes]`."""
+    return tensor.view(-1, 1).view(torch.uint8)[None]
+
+
+class HostRecords(RecordStore):
+    """Records in host memory, of each group as many as it has slots. On a GPU's machine it is pinned, so that the
+    device copies by itself."""
+
+    def __init__(self, sizes: Sequence[int], num_slots: Sequence[int], pinned: bool) -> None:
+        """Raises `MemoryError` or `RuntimeError` where the system does not have as much."""
+        self._memory = [
+            _host_memory(size * slots, pinned).reshape(slots, size)
+            for size, slots in zip(sizes, num_slots, strict=True)
+        ]
+
+    def space(self, record: Record) -> np.ndarray:
+        return self._memory[record.group][record.target]
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray:
+        return self._memory[record.group][record.source]
+
+    def write(self, record: Record, data: np.ndarray) -> bool:
+        own = self.space(record)
+        if own.ctypes.data != data.ctypes.data:
+            np.copyto(own, data)
+        return True
+
+
+def _host_memory(num_bytes: int, pinned: bool) -> np.ndarray:
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return zeroed_memory(num_bytes)
+
+
+@dataclass
+class _Job:
+    """A move that was submitted, and what it comes after."""
+
+    move: Move
+    after: torch.cuda.Event | None
+    arrived: list[bool] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    num_bytes: int = 0
+    began: float = 0.0
+    is_cancelled: bool = False
+
+
+class BackgroundMover:
+    """A `core.moves.KVMover`, and the threads that move."""
+
+    def __init__(self, device: DeviceRecords, tiers: Mapping[str, RecordStore], max_bytes_s: float = 0.0) -> None:
+        """tiers: by their names in moves. max_bytes_s: bytes a second of all moves together; 0: no bound."""
+        self._device = device
+        self._stores: dict[str, RecordStore] = {DEVICE: device, **tiers}
+        self._max_bytes_s = max_bytes_s
+        self._free_at = 0.0  # when the next record may begin, within `max_bytes_s`
+        # Guards all below; the threads and who waits for them are told of changes.
+        self._changed = threading.Condition()
+        self._queues: dict[str, deque[_Job]] = {name: deque() for name in tiers}
+        self._running: dict[str, _Job] = {}
+        self._done: list[Moved] = []
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(name,), name=f"kv-{name}", daemon=True) for name in tiers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, move: Move) -> None:
+        """As `core.moves.KVMover.submit`."""
+        job = _Job(move, self._device.after())
+        with self._changed:
+            queue = self._queues[self._thread_of(move)]
+            # Before the first that no request waits for.
+            first = next((i for i, other in enumerate(queue) if not other.move.is_load), len(queue))
+            queue.insert(first if move.is_load else len(queue), job)
+            self._changed.notify_all()
+
+    def finished(self) -> list[Moved]:
+        """As `core.moves.KVMover.finished`."""
+        if not self._done:
+            return []
+        with self._changed:
+            done, self._done = self._done, []
+        return done
+
+    def wait(self, timeout_s: float) -> None:
+        """As `core.moves.KVMover.wait`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done, timeout_s)
+
+    def cancel(self, move_ids: frozenset[int]) -> None:
+        """As `core.moves.KVMover.cancel`: waits for the record that is being copied, at most one for each tier."""
+        with self._changed:
+            for queue in self._queues.values():
+                for job in [job for job in queue if job.move.move_id in move_ids]:
+                    queue.remove(job)
+                    self._end(job)
+            for job in self._running.values():
+                job.is_cancelled = job.is_cancelled or job.move.move_id in move_ids
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: all(job.move.move_id not in move_ids for job in self._running.values()) or self._closing
+            )
+
+    def remove(self, tier: str, group: int, block_hash: bytes) -> None:
+        """As `core.moves.KVMover.remove`."""
+        self._stores[tier].remove(group, block_hash)
+
+    def kept(self, tier: str) -> list[tuple[int, bytes]]:
+        """As `core.moves.KVMover.kept`."""
+        return self._stores[tier].kept()
+
+    def check(self, plan: SchedulerOutput) -> None:
+        """With `kv_write_guard`, raise `KVWriteError` where a step may write what a move is writing."""
+        allowed = [plan.writable_block_ids or {}, plan.writable_window_block_ids or {}]
+        with self._changed:
+            jobs = [*self._running.values(), *(job for queue in self._queues.values() for job in queue)]
+            for record in (record for job in jobs if job.move.is_load for record in job.move.records):
+                for request_id, blocks in allowed[record.group].items() if record.group < len(allowed) else ():
+                    if record.target in blocks:
+                        raise KVWriteError(
+                            f"kv_write_guard: step {plan.step_id}: request {request_id} may write block "
+                            f"{record.target}, which is being loaded from a tier"
+                        )
+
+    def close(self) -> None:
+        """End the threads, after the records that they are at. What is left is not moved."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    @staticmethod
+    def _thread_of(move: Move) -> str:
+        """Whose thread does a move: of two tiers that of the lower one."""
+        return move.source if move.is_load else move.target
+
+    def _serve(self, name: str) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        scratch = np.empty(max(self._device.sizes), dtype=np.uint8)
+        if self._device.device.type == "cuda":
+            scratch = _host_memory(len(scratch), pinned=True)
+        queue = self._queues[name]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: queue or self._closing)
+                if self._closing:
+                    return
+                job = self._running[name] = queue.popleft()
+            try:
+                self._run(job, scratch)
+            except Exception:  # noqa: BLE001 - else requests would wait for ever
+                _log.exception("records of KV could not be moved from %s to %s", job.move.source, job.move.target)
+            with self._changed:
+                del self._running[name]
+                self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """Report a job; `_changed` is held."""
+        seconds = time.monotonic() - job.began if job.began else 0.0
+        arrived = (*job.arrived, *[False] * (len(job.move.records) - len(job.arrived)))
+        self._done.append(Moved(job.move.move_id, arrived, job.num_bytes, seconds, frozenset(job.missing)))
+        self._changed.notify_all()
+
+    def _run(self, job: _Job, scratch: np.ndarray) -> None:
+        job.began = time.monotonic()
+        self._device.wait_for(job.after)
+        source, target = self._stores[job.move.source], self._stores[job.move.target]
+        for index, record in enumerate(job.move.records):
+            size = self._device.sizes[record.group]
+            self._pace(job, size)
+            if job.is_cancelled or self._closing:
+                return
+            space = target.space(record)
+            data = source.read(record, scratch[:size] if space is None else space)
+            if data is None:
+                job.missing.add(index)
+            job.arrived.append(data is not None and target.write(record, data))
+            job.num_bytes += size
+
+    def _pace(self, job: _Job, num_bytes: int) -> None:
+        """Wait until a record may be moved, within `max_bytes_s`."""
+        if not self._max_bytes_s:
+            return
+        with self._changed:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + num_bytes / self._max_bytes_s
+            self._changed.wait_for(lambda: job.is_cancelled or self._closing, start - now)

@@ -1,0 +1,147 @@
+"""Moves between the toy worker's device and made-up tiers, half a record at a time, at times of their own.
+
+A record is moved in two halves with steps between them, so a block that is overwritten while it is copied, or read
+while it is loaded, has two halves of different texts. A move begins when the steps that were submitted before it have
+run, as on a device with a queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dflash_backend.core.moves import DEVICE, DISK, Move, Moved, Record
+from tests.core.toy_worker import ToyWorker
+
+Half = list[int]
+
+
+@dataclass
+class _Job:
+    """A move under way: the step that comes before it, and how many halves of its records are there."""
+
+    move: Move
+    after: object | None
+    num_halves: int = 0
+    missing: set[int] = field(default_factory=set)
+
+
+class ToyMover:
+    """A `KVMover`. pace: how many halves are moved between two plans. fails: whether a record is not there when it is
+    read from a tier."""
+
+    def __init__(
+        self, pace: Callable[[], int] = lambda: 1 << 30, fails: Callable[[Record], bool] = lambda record: False
+    ) -> None:
+        self.worker: ToyWorker
+        self.pace, self.fails = pace, fails
+        self.tiers: dict[tuple[str, int, object, int], Half] = {}
+        self._jobs: list[_Job] = []
+        self._done: list[Moved] = []
+        self.brought: list[tuple[int, bytes]] = []  # of the disk, from before the start
+        self.removed: list[bytes] = []
+        self.num_loaded = self.num_cancelled = 0
+
+    def submit(self, move: Move) -> None:
+        queue = getattr(self.worker, "_queue", ())
+        job = _Job(move, queue[-1] if queue else None)
+        loads = [i for i, other in enumerate(self._jobs) if not other.move.is_load and not other.num_halves]
+        self._jobs.insert(loads[0] if move.is_load and loads else len(self._jobs), job)
+
+    def finished(self) -> list[Moved]:
+        self._advance(self.pace())
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, timeout_s: float) -> None:
+        self._advance(max(1, self.pace()))
+
+    def cancel(self, move_ids: frozenset[int]) -> None:
+        for job in [job for job in self._jobs if job.move.move_id in move_ids]:
+            self.num_cancelled += 1
+            self._end(job)
+
+    def remove(self, tier: str, group: int, block_hash: bytes) -> None:
+        assert tier == DISK
+        self.removed.append(block_hash)
+        for half in range(2):
+            self.tiers.pop((tier, group, block_hash, half), None)
+
+    def kept(self, tier: str) -> list[tuple[int, bytes]]:
+        return self.brought if tier == DISK else []
+
+    def content(self, tier: str, record: Record) -> list[int]:
+        """What a tier has at a record's source."""
+        return [value for half in range(2) for value in self.tiers[self._key(tier, record, record.source, half)]]
+
+    def _advance(self, num_halves: int) -> None:
+        while self._jobs and num_halves > 0:
+            job = self._jobs[0]
+            if job.after is not None and job.after in getattr(self.worker, "_queue", ()):
+                return
+            self._move_half(job)
+            num_halves -= 1
+            if job.num_halves == 2 * len(job.move.records):
+                self._end(job)
+
+    def _move_half(self, job: _Job) -> None:
+        index, half = divmod(job.num_halves, 2)
+        job.num_halves += 1
+        move, record = job.move, job.move.records[index]
+        if half == 0 and move.source != DEVICE and self.fails(record):
+            job.missing.add(index)
+        if index in job.missing:
+            return
+        if move.target == DISK and record.replaces is not None and half == 0:
+            self.remove(DISK, record.group, record.replaces)
+        if move.source == DEVICE:
+            values = self._device_half(record.group, record.source, half)
+        else:
+            values = self.tiers[self._key(move.source, record, record.source, half)]
+        if move.target == DEVICE:
+            self._put_half(record.group, record.target, half, values)
+            self.num_loaded += half
+        else:
+            self.tiers[self._key(move.target, record, record.target, half)] = values
+
+    def _end(self, job: _Job) -> None:
+        self._jobs.remove(job)
+        num = job.num_halves // 2
+        arrived = tuple(index < num and index not in job.missing for index in range(len(job.move.records)))
+        self._done.append(
+            Moved(job.move.move_id, arrived, 100 * sum(arrived), 0.001 * sum(arrived), frozenset(job.missing))
+        )
+
+    @staticmethod
+    def _key(tier: str, record: Record, slot: int, half: int) -> tuple[str, int, object, int]:
+        return tier, record.group, record.block_hash if tier == DISK else slot, half
+
+    def _kv(self, group: int) -> list[list[int]] | dict[int, int]:
+        worker = self.worker
+        by_group: list[list[list[int]] | dict[int, int]] = [[worker.target_kv, worker.drafter_kv]]
+        if worker.window_kv:
+            by_group.append([worker.window_kv])
+        by_group.append(worker.snapshots)
+        return by_group[group]
+
+    def _slice(self, slot: int, half: int) -> slice:
+        size = self.worker._config.block_size
+        middle = slot * size + size // 2
+        return slice(middle, (slot + 1) * size) if half else slice(slot * size, middle)
+
+    def _device_half(self, group: int, slot: int, half: int) -> Half:
+        kv = self._kv(group)
+        if isinstance(kv, dict):
+            return [kv[slot]] if half else []
+        return [value for of_model in kv for value in of_model[self._slice(slot, half)]]
+
+    def _put_half(self, group: int, slot: int, half: int, values: Half) -> None:
+        kv = self._kv(group)
+        if isinstance(kv, dict):
+            if half:
+                kv[slot] = values[0]
+            return
+        where = self._slice(slot, half)
+        size = where.stop - where.start
+        for number, of_model in enumerate(kv):
+            of_model[where] = values[number * size : (number + 1) * size]

@@ -1,0 +1,126 @@
+"""Defects of KV in tiers: a block that is lost, found too early, or of another text."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+TIERS = "dflash_backend/core/kv/tiers.py"
+GROUPS = "dflash_backend/core/kv/groups.py"
+SCHEDULER = "dflash_backend/core/scheduler.py"
+MOVER = "dflash_backend/worker/kv_mover.py"
+DISK = "dflash_backend/worker/kv_disk.py"
+ENGINE = "dflash_backend/engine/kv_tiers.py"
+OF_CORE = (
+    "tests/core/test_kv_tiers.py",
+    "tests/core/test_core_random.py::test_tiers_give_back_what_they_were_given_in_random_traffic",
+)
+OF_WORKER = ("tests/worker/test_kv_tiers.py",)
+OF_DISK = ("tests/worker/test_kv_disk.py",)
+
+KV_TIER_MUTANTS: tuple[Mutant, ...] = (
+    *mutants_of(
+        TIERS,
+        OF_CORE,
+        (
+            "a copy of a block that left the cache meanwhile is taken",
+            "arrived = arrived and key not in self._void",
+            "arrived = bool(arrived)",
+        ),
+        (
+            "a record that is read may be given away",
+            "if block_hash not in self._readers:",
+            "if block_hash:",
+        ),
+        (
+            "a load holds no lookahead for a block drafter",
+            "0 if config.autoregressive else config.lookahead[-1]",
+            "0",
+        ),
+        (
+            "a load holds a lookahead for an autoregressive drafter too",
+            "0 if config.autoregressive else config.lookahead[-1]",
+            "config.lookahead[-1]",
+        ),
+        (
+            "what could be computed sooner is loaded",
+            "if not seconds_per_token or load_s <",
+            "if True or load_s <",
+        ),
+        (
+            "each of the requests with a prefix loads it",
+            "if coming is not None:",
+            "if coming is not None and not hit and request.has_loaded:",
+        ),
+        (
+            "what a request found on the device grows old in the tier",
+            "            tier.touch(group, block_hash, reused)\n",
+            "",
+        ),
+        (
+            "what a tier could not give is found there again",
+            "elif number in moved.missing:",
+            "elif number in moved.missing and not record:",
+        ),
+        (
+            "a load under way stays when its blocks are needed",
+            "            self._mover.cancel(frozenset(self._load_of))\n",
+            "",
+        ),
+        (
+            "what is loaded for a request that is gone is held for ever",
+            "        if load.given_up:\n            self._let_go(load)\n        else:",
+            "        if not load.given_up:",
+        ),
+        (
+            "an event of a tier says that the device has the block",
+            "self._events.moved(block_hash, MEDIUMS[tier.name], stored)",
+            'self._events.moved(block_hash, "GPU", stored)',
+        ),
+    ),
+    *mutants_of(
+        GROUPS,
+        OF_CORE,
+        (
+            "the head of a prompt goes to a tier before its tail, and leaves it before",
+            "for block_id in reversed(block_ids):\n                if (block_hash",
+            "for block_id in block_ids:\n                if (block_hash",
+        ),
+        (
+            "the blocks of a hit may be given out to its own load",
+            "        self.pool.touch(there, reused=False)\n        new = iter(self.pool.allocate(num_new))",
+            "        new = iter(self.pool.allocate(num_new))\n        self.pool.touch(there, reused=False)",
+        ),
+    ),
+    *mutants_of(
+        SCHEDULER,
+        OF_CORE,
+        (
+            "a running request is preempted before loads give way",
+            "return tiers is not None and tiers.give_way() and self.kv.reserve(request, row)",
+            "return False",
+        ),
+        (
+            "nothing runs while what was loaded takes all blocks",
+            "        return tiers.give_way()\n\n    def _begin_load",
+            "        return True\n\n    def _begin_load",
+        ),
+    ),
+    *mutants_of(
+        ENGINE,
+        OF_WORKER,
+        (
+            "copies of states are those of requests",
+            "groups.append((step.pool.tensors, len(step.state.tokens)))",
+            "groups.append((step.pool.tensors, 0))",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/kv_cache.py",
+        OF_WORKER,
+        (
+            "the scales of FP8 KV stay behind",
+            "records[own].extend((codes, scales))",
+            "records[own].append(codes)",
+        ),
+    ),
+)
