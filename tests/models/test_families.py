@@ -371,15 +371,19 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
     model = make_target(directory, architecture=architecture, dtype=dtype, **changes)
     spec = read_target(directory)
     assert spec.dtype == str(dtype).removeprefix("torch.")
-    ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
-    half = Reference.run(model, ids)
-    exact = Reference.run(model.float(), ids)
+    generator = torch.Generator().manual_seed(0)
+    # The mean error of one prompt differs by a quarter from that of another, in float16.
+    prompts = [torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=generator) for _ in range(3)]
+    half = [Reference.run(model, ids) for ids in prompts]
+    exact = torch.stack([Reference.run(model.float(), ids).logits for ids in prompts])
     target = load_target(spec, MAX_POSITIONS, dtype, CPU)
-    pair = Pair(model, target, half, half, dtype, caches(spec.decoder, dtype), noisy_pool(spec.decoder, dtype))
-    (logits,), _ = pair.run(block_tables(1), [(0, ids)])
+    pool = noisy_pool(spec.decoder, dtype)
+    pair = Pair(model, target, half[0], half[1], dtype, caches(spec.decoder, dtype), pool)
+    logits = torch.stack([pair.run(block_tables(1), [(0, ids)])[0][0] for ids in prompts])
     assert logits.dtype == dtype
-    error, theirs = ((x.float() - exact.logits).abs().mean() for x in (logits, half.logits))
-    assert error < 1.25 * theirs
+    theirs = torch.stack([reference.logits for reference in half])
+    error, their_error = ((x.float() - exact).abs().mean() for x in (logits, theirs))
+    assert error < 1.25 * their_error
 
 
 def test_the_cases_are_of_every_architecture() -> None:
