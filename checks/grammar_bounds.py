@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import time
@@ -31,6 +32,8 @@ from dflash_backend.text.structured_outputs import FormatError, read_structured_
 from dflash_backend.text.tokenizer import tokenizer_json
 
 EOS, VOCAB_SIZE = 2, 1536
+# Characters that a tokenizer's further tokens are made of, and their number in one; Ġ is a space.
+CHARACTERS, LENGTHS = "abcdefghijklmnopqrstuvwxyzĠABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.,:;(){}[]\\/=<>+*'", (2, 9)
 # Processor seconds of this process for a compilation, whose trial is another's; and of the masks of one answer's step.
 COMPILE_S, MASKS_S = TIME_LIMIT_S, 2 * MASKS_LIMIT_S
 # Of a compilation and its trial together: the trial has its own limit, is at most repeated once, and waits its turn.
@@ -204,13 +207,26 @@ class Taken:
         return f"{self.name:28} {times}, {self.megabytes:6.1f} MB  {self.outcome[:70]}"
 
 
+def larger_tokenizer(vocab_size: int) -> str:
+    """The text of a tokenizer.json: the demo's, and so many further tokens that it has `vocab_size`."""
+    tokenizer, rng = json.loads(tokenizer_json(Path(asset_path("demo", "pair", "target")))), random.Random(0)
+    vocab = tokenizer["model"]["vocab"]
+    taken = {token["content"] for token in tokenizer["added_tokens"]}
+    number = max(*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])) + 1
+    while number < vocab_size:
+        token = rng.choice(("", "Ġ")) + "".join(rng.choices(CHARACTERS, k=rng.randint(*LENGTHS)))
+        if token not in vocab and token not in taken:
+            vocab[token] = number
+            number += 1
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
 class Bench:
     """Compiles and follows grammars as the engine does."""
 
-    def __init__(self) -> None:
-        directory = Path(asset_path("demo", "pair", "target"))
-        self._compiler = GrammarCompiler(lambda: tokenizer_json(directory), VOCAB_SIZE)
-        self._filler = BitmaskFiller(VOCAB_SIZE, 1)
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self._compiler = GrammarCompiler(lambda: larger_tokenizer(vocab_size), vocab_size)
+        self._filler = BitmaskFiller(vocab_size, 1)
         self._compiler.compile(StructuredOutputs("regex", "a"), (EOS,))
 
     def close(self) -> None:
@@ -262,9 +278,9 @@ class Bench:
         return slowest
 
 
-def run(grammars: dict[str, Grammar]) -> list[Taken]:
+def run(grammars: dict[str, Grammar], vocab_size: int = VOCAB_SIZE) -> list[Taken]:
     """What each grammar takes."""
-    bench = Bench()
+    bench = Bench(vocab_size)
     try:
         return [bench.take(name, grammar) for name, grammar in grammars.items()]
     finally:
@@ -317,11 +333,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200, help="grammars in all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of those that the generator makes (%(default)s)")
     parser.add_argument("--live", type=float, default=0.0, metavar="S", help="seconds beside a stream of a server")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=VOCAB_SIZE,
+        metavar="TOKENS",
+        help="of the tokenizer (%(default)s, the demo's)",
+    )
     given = parser.parse_args(arguments)
     shapes = list(_shapes().items())
     random.Random(given.seed).shuffle(shapes)
     shapes = shapes[: max(1, given.count * 2 // 5)] if given.count < len(shapes) + 1 else shapes
-    found = run(dict(shapes) | made(given.seed, given.count - len(shapes)))
+    found = run(dict(shapes) | made(given.seed, given.count - len(shapes)), given.vocabulary)
     followed = [taken for taken in found if not taken.outcome.startswith("refused")]
     for title, key in (
         ("slowest masks", lambda taken: taken.masks_s),

@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.grammar_bounds", "--count", "400", "--live", "60"),
         "400 expressions, schemas and grammars of bad shapes: time and memory of each, and another client's stream",
     ),
+    "grammar_bounds_large": (
+        ("checks.grammar_bounds", "--count", "200", "--vocabulary", "151669"),
+        "200 of them with a vocabulary of 151,669 tokens",
+    ),
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "kv_cache": (("checks.kv_cache",), "a KV cache in FP8: blocks, acceptance, and text without a drafter"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),

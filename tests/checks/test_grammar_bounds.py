@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tokenizers import Tokenizer
+
 from checks import grammar_bounds
-from checks.grammar_bounds import COMPILE_S, KEPT_MB, MASKS_S, Taken, made, main, run
+from checks.grammar_bounds import COMPILE_S, KEPT_MB, MASKS_S, Taken, larger_tokenizer, made, main, run
 
 FEW = ("pattern a? x 499", "pattern a? x 30000", "Lark a? x 240", "doubling of 50 terminals")
 
@@ -24,11 +26,18 @@ def test_a_generator_makes_the_same_grammars_by_its_seed() -> None:
     assert len({str(grammar) for grammar in (made(3, 16) | made(4, 16)).values()}) > 28
 
 
+def test_a_larger_vocabulary_has_the_demos_tokens_and_others() -> None:
+    own, larger = (Tokenizer.from_str(larger_tokenizer(size)).get_vocab() for size in (0, 3000))
+    assert len(larger) == 3000
+    assert own.items() < larger.items()
+    assert sorted(larger.values()) == list(range(3000))
+
+
 def test_each_bound_that_is_missed_is_told(monkeypatch, capsys) -> None:
     late = Taken("late", {}, compile_s=COMPILE_S + 1, wall_s=99, masks_s=MASKS_S + 1, megabytes=KEPT_MB + 1)
     assert [miss.split(":")[1].split()[0] for miss in late.misses()] == ["compilation", "compilation", "masks", "129"]
-    monkeypatch.setattr(grammar_bounds, "run", lambda grammars: [Taken("fine", {}), late])
+    monkeypatch.setattr(grammar_bounds, "run", lambda grammars, vocab_size: [Taken("fine", {}), late])
     assert main(["--count", "2"]) == 1
     assert "MISS late: masks of a step" in capsys.readouterr().out
-    monkeypatch.setattr(grammar_bounds, "run", lambda grammars: [Taken("fine", {})])
+    monkeypatch.setattr(grammar_bounds, "run", lambda grammars, vocab_size: [Taken("fine", {})])
     assert main(["--count", "2"]) == 0
