@@ -9,50 +9,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from demo.data import SPECIAL_TOKEN_IDS
 from demo.hybrid import ARCHITECTURE, HybridTarget, hybrid_config
-from demo.kinds import KINDS, make_drafter, read_config
-from demo.model import DraftModel, PairConfig, TargetModel
+from demo.kinds import SPECIAL, draft_fields, read_config
+from demo.model import PairConfig, TargetModel
+from dflash_backend.training.formats import decoder_fields, make_drafter
+from dflash_backend.training.network import DraftModel
 
 Target = TargetModel | HybridTarget
-
-
-def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
-    """The fields of a Qwen3 `config.json` that both models share."""
-    shape = config.shape
-    return {
-        "model_type": "qwen3",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "layer_types": ["full_attention"] * layers,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": SPECIAL_TOKEN_IDS["<|endoftext|>"],
-        "eos_token_id": SPECIAL_TOKEN_IDS["<|im_end|>"],
-        "pad_token_id": SPECIAL_TOKEN_IDS["<|endoftext|>"],
-    }
 
 
 def save_target(model: Target, folder: Path) -> None:
     """Write `config.json`, `generation_config.json` and `model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {"architectures": ["Qwen3ForCausalLM"], **qwen3_fields(model.config, model.config.target_layers)}
+    fields = {
+        "architectures": ["Qwen3ForCausalLM"],
+        **decoder_fields(model.config.shape, model.config.target_layers, SPECIAL),
+    }
     if isinstance(model, HybridTarget):
         fields = hybrid_config(model.config).to_dict()
     _write_json(folder / "config.json", fields)
@@ -64,10 +36,8 @@ def save_target(model: Target, folder: Path) -> None:
 def save_draft(model: DraftModel, folder: Path) -> None:
     """Write `config.json` and `model.safetensors` in the format of its kind: no embedding and no LM head."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
-    kind = KINDS[config.drafter]
-    fields = {"architectures": [kind.architecture], **kind.fields(config, qwen3_fields(config, config.draft_layers))}
-    _write_json(folder / "config.json", fields)
+    assert isinstance(model.config, PairConfig)
+    _write_json(folder / "config.json", draft_fields(model.config))
     _write_weights(model, folder)
 
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from demo.checkpoint import load_draft, read_draft_config
 from demo.data import CATEGORIES, render_chat
-from demo.model import DraftModel
 from demo.prose import document
+from dflash_backend.training.network import DraftModel, Tables
 
 HERE = Path(__file__).parent
 
@@ -81,12 +81,12 @@ class ReferencePair:
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 200) -> tuple[list[int], Acceptance]:
         """Greedy tokens up to and including end of sequence, and the draft steps that made them."""
         acceptance = Acceptance()
-        cache, embedding = DynamicCache(), self.target.model.embed_tokens.weight
+        cache, tables = DynamicCache(), Tables.tied(self.target.model.embed_tokens.weight)
         greedy, features = self._run_target(torch.tensor([list(prompt)]), cache)
         out = [int(greedy[-1])]
         end = self.tokenizer.eos_token_id
         while out[-1] != end and len(out) < max_new_tokens:
-            drafts = self.draft.propose(embedding, features, [*prompt, *out])
+            drafts = self.draft.propose(tables, features, [*prompt, *out])
             greedy, new_features = self._run_target(torch.tensor([[out[-1], *drafts]]), cache)
             accepted, new_tokens = verify(drafts, greedy.tolist(), end)
             acceptance.add(accepted)

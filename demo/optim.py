@@ -1,4 +1,4 @@
-"""Optimiser, schedule and progress lines that both training runs share."""
+"""What both training runs share beside the optimiser: rounded parameters and progress lines."""
 
 import math
 import time
@@ -7,39 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from demo.parallel import average_gradients, rank
-
-# Parts of the names of matrices with a row for each token.
-TABLES = ("embed", "codebook")
-
-
-class Optimizer:
-    """Muon for the matrices inside layers, AdamW for tables of tokens and norms, gradients clipped to norm 1.
-
-    Muon is by Jordan et al., 2024; its learning rate is matched to AdamW's update size, so both share one number.
-    """
-
-    def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        self.parameters = list(model.parameters())
-        is_matrix = {n: p.dim() == 2 and not any(table in n for table in TABLES) for n, p in model.named_parameters()}
-        matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
-        others = [p for n, p in model.named_parameters() if not is_matrix[n]]
-        self.learning_rate = learning_rate
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-        ]
-
-    def step(self, progress: float) -> None:
-        """One update at `progress` of the run, 0 to 1: linear warm-up, flat, linear decay to 2 %."""
-        scale = min(1.0, progress / 0.02, max(0.02, (1.0 - progress) / 0.6))
-        average_gradients(self.parameters)
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * max(scale, 0.02)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+from demo.parallel import rank
 
 
 def bf16_parameters(model: nn.Module) -> dict[str, Tensor]:

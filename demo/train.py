@@ -19,15 +19,16 @@ import torch
 from demo.checkpoint import read_draft_config
 from demo.data import write_held_out
 from demo.kinds import KINDS
-from demo.model import DFLASH, PairConfig, Shape
+from demo.model import PAIR_SHAPE, PairConfig
 from demo.parallel import run_workers
 from demo.tokenizer import extend_tokenizer, train_tokenizer, write_tokenizer_config
 from demo.train_drafter import train_drafter
 from demo.train_target import train_target
+from dflash_backend.training.network import DFLASH
 
 SMOKE_CONFIG = PairConfig(
     shape=replace(
-        Shape(),
+        PAIR_SHAPE,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=2,

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demo.checkpoint import Target, load_draft, load_target, save_draft
 from demo.data import training_documents
 from demo.hybrid import HybridTarget
-from demo.kinds import make_drafter
-from demo.model import DraftModel, PairConfig
-from demo.optim import Optimizer, Progress, bf16_parameters
+from demo.model import PairConfig
+from demo.optim import Progress, bf16_parameters
 from demo.packing import PackedRows
-from demo.parallel import rank
+from demo.parallel import average_gradients, rank
 from demo.tokenizer import load_tokenizer
 from demo.train_target import FEWEST_STEPS_TO_COMPILE, RESUMED_LEARNING_RATE, SAVE_EVERY, compiled
+from dflash_backend.training.formats import make_drafter
+from dflash_backend.training.loss import DraftBatch, draw_blocks, weighted_mean
+from dflash_backend.training.network import DraftModel, Tables
+from dflash_backend.training.optim import Optimizer
 
 LEARNING_RATE = 4e-3
-DECAY = 7.0
-"""Draft position i weighs exp(-(i - 1) / DECAY): a step only gets there when all earlier ones were right."""
 LONG_ROWS_FROM = 0.5
 LONG_ROWS_EVERY = 3
 LONGEST_ROWS_EVERY = 8
@@ -40,37 +40,6 @@ class BatchShape:
 SHORT, LONG, LONGEST = BatchShape(4, 512, 44), BatchShape(1, 2048, 128), BatchShape(1, 4096, 160)
 
 
-@dataclass(frozen=True)
-class DraftBatch:
-    """Blocks cut from packed rows.
-
-    tokens: int64 [rows, length]; anchors: int64 [rows, anchors]; labels: int64 [rows, anchors, block], the true
-    tokens from the anchor on; weights: float32 [rows, anchors, block - 1], 0 past the end of the answer.
-    """
-
-    tokens: Tensor
-    anchors: Tensor
-    labels: Tensor
-    weights: Tensor
-
-
-def draw_blocks(tokens: Tensor, is_answer: Tensor, anchors: int, block: int, generator: torch.Generator) -> DraftBatch:
-    """Draw anchors evenly from the answer tokens that are followed by another token of their answer."""
-    rows = tokens.shape[0]
-    followed = is_answer.clone()
-    followed[:, :-1] &= is_answer[:, 1:]
-    followed[:, -1] = False
-    chances = followed.float() + 1e-9
-    anchor_positions = torch.multinomial(chances, anchors, replacement=True, generator=generator)
-    padded = F.pad(tokens, (0, block))
-    padded_answer = F.pad(is_answer, (0, block))
-    positions = anchor_positions[..., None] + torch.arange(block)
-    row = torch.arange(rows)[:, None, None]
-    inside = padded_answer[row, positions].float().cumprod(-1)[..., 1:]
-    decay = torch.exp(-torch.arange(block - 1) / DECAY)
-    return DraftBatch(tokens, anchor_positions, padded[row, positions], inside * decay)
-
-
 class DraftLoss(nn.Module):
     """The weighted mean of a drafter's losses over a batch of blocks."""
 
@@ -79,9 +48,9 @@ class DraftLoss(nn.Module):
         self.draft = draft
 
     def forward(self, embedding: Tensor, features: Tensor, batch: DraftBatch) -> Tensor:
-        each = self.draft.losses(embedding, features, batch.tokens, batch.anchors, batch.labels)
-        weights = batch.weights[..., : each.shape[-1]]
-        return (each * weights).sum() / weights.sum()
+        tables = Tables.tied(embedding)
+        each = self.draft.losses(tables, features, batch.tokens, batch.anchors, batch.labels)
+        return weighted_mean(each, batch.weights)
 
 
 def draft_loss(whole: DraftLoss) -> Callable[[dict[str, Tensor], Tensor, Tensor, DraftBatch], Tensor]:
@@ -138,6 +107,7 @@ def train_drafter(
         features = features_of(target, batch.tokens).to(torch.bfloat16)
         value = loss(bf16_parameters(whole), embedding, features, batch)
         torch.autograd.backward(value)
+        average_gradients(optimizer.parameters)
         optimizer.step(progress.share)
         progress.tick(batch.labels.numel(), value.item())
         if progress.steps % 25 == 0:

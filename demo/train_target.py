@@ -12,10 +12,11 @@ from torch import Tensor
 from demo.checkpoint import Target, load_extended_target, make_target, save_target
 from demo.data import training_documents
 from demo.model import PairConfig
-from demo.optim import Optimizer, Progress, bf16_parameters
+from demo.optim import Progress, bf16_parameters
 from demo.packing import PROMPT_WEIGHT, PackedRows
-from demo.parallel import rank
+from demo.parallel import average_gradients, rank
 from demo.tokenizer import load_tokenizer, merged_ids
+from dflash_backend.training.optim import Optimizer
 
 LEARNING_RATE = 4e-3
 RESUMED_LEARNING_RATE = 2.5e-3
@@ -81,6 +82,7 @@ def train_target(config: PairConfig, out: Path, steps: int, seed: int, resume: P
         weights = torch.where(is_answer[:, 1:], 1.0, PROMPT_WEIGHT).flatten()
         value = loss(bf16_parameters(model), tokens, weights)
         torch.autograd.backward(value)
+        average_gradients(optimizer.parameters)
         optimizer.step(progress.share)
         progress.tick(tokens.numel(), value.item())
         if progress.steps % 25 == 0:

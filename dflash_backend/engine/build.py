@@ -124,12 +124,16 @@ class LoadedModels:
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress | None = None, probe: MemoryProbe | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    probe: MemoryProbe | None = None,
+    loaded: TargetModel | None = None,
 ) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
     `progress` is called with `(message, fraction)`: what was read of each checkpoint, then its files. `probe` measures
-    the memory that KV must fit beside the models; None: a GPU's own, on a CPU none. Raises one of `LOAD_ERRORS`.
+    the memory that KV must fit beside the models; None: a GPU's own, on a CPU none. loaded: the target, where another
+    engine with the same settings, and requests as long, has loaded it. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
@@ -152,7 +156,7 @@ def build_engine(
         probe = CudaMemory(device)
     sizes = _first_sizes(config, pair, dtype, device, probe)
     try:
-        models = _load_models(config, pair, sizes, dtype, device, report, ranks)
+        models = _load_models(config, pair, sizes, dtype, device, report, ranks, loaded)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
@@ -200,6 +204,7 @@ def _load_models(
     device: torch.device,
     report: Progress,
     ranks: RankGroup | None = None,
+    loaded: TargetModel | None = None,
 ) -> LoadedModels:
     pair = at_length(pair, sizes.max_model_len)
     needs = _requirements(config, pair, dtype, device)
@@ -209,7 +214,9 @@ def _load_models(
     fp8_activations = None if config.activation_quantization is None else dtype
     target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant, fp8_activations)
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
-    if ranks is not None:
+    if loaded is not None:
+        target = loaded
+    elif ranks is not None:
         setup = _rank_setup(config, pair.target, ranks, needs, num_positions, sizes.num_blocks)
         target = load_parallel_target(ranks, setup, progress, target_ops)
     else:

@@ -30,6 +30,7 @@ from dflash_backend.messages import (
     SamplingParams,
     TokenLogprobs,
 )
+from dflash_backend.models import TargetModel
 from dflash_backend.text.chat import pop_options
 from dflash_backend.text.output import CompletionState, RequestState
 from dflash_backend.text.request import ParsedRequest, ReturnFlags
@@ -86,8 +87,14 @@ class LLM:
     """
 
     def __init__(
-        self, target: str | None = None, draft: str | None = None, progress: Progress | None = None, **settings: Any
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        progress: Progress | None = None,
+        loaded: TargetModel | None = None,
+        **settings: Any,
     ) -> None:
+        """loaded: the target, as of `build_engine`."""
         if target is not None:
             settings["target_model"] = str(target)
         if draft is not None:
@@ -98,7 +105,7 @@ class LLM:
                 f"setting 'data_parallel_size' is {self.config.data_parallel_size}, and LLM runs one engine: leave it "
                 "at 1, or start a server"
             )
-        self.engine: BuiltEngine = build_engine(self.config, progress)
+        self.engine: BuiltEngine = build_engine(self.config, progress, loaded=loaded)
         trusted = self.config.message_special_tokens == "control"
         self.tokenizer = Tokenizer.load(resolve_target_dir(self.config), trusted)
         self._num_requests = 0

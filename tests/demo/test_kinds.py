@@ -17,15 +17,17 @@ from demo.checkpoint import (
     save_target,
 )
 from demo.evaluate import ReferencePair
-from demo.kinds import KINDS, make_drafter
-from demo.model import DFLASH, DFLASH2, DSPARK, EAGLE3, DraftModel, PairConfig
+from demo.model import PairConfig
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
-from demo.train_drafter import DraftBatch, DraftLoss
+from demo.train_drafter import DraftLoss
 from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target as serving_target
+from dflash_backend.training.formats import KINDS, make_drafter
+from dflash_backend.training.loss import DraftBatch
+from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3, DraftModel, Tables
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
@@ -77,16 +79,16 @@ def test_a_block_learns_from_nothing_behind_its_anchor_nor_from_other_blocks(kin
     """Else the drafter would be trained on what it will not have."""
     draft = random_drafter(smoke(kind))
     embedding, features, tokens, anchors, labels = inputs(draft.config)
-    whole = draft.losses(embedding, features, tokens, anchors, labels)
-    first = draft.losses(embedding, features, tokens, anchors[:, :1], labels[:, :1])
+    whole = draft.losses(Tables.tied(embedding), features, tokens, anchors, labels)
+    first = draft.losses(Tables.tied(embedding), features, tokens, anchors[:, :1], labels[:, :1])
     torch.testing.assert_close(whole[:, :1], first)
     # Before its anchor lie the features that it reads; its own token is the last that it may know.
     cut = features.clone(), tokens.clone()
     cut[0][:, ANCHORS[0] :] = 7.0
     cut[1][:, ANCHORS[0] + 1 :] = 5
-    torch.testing.assert_close(draft.losses(embedding, *cut, anchors[:, :1], labels[:, :1]), first)
+    torch.testing.assert_close(draft.losses(Tables.tied(embedding), *cut, anchors[:, :1], labels[:, :1]), first)
     cut[0][:, ANCHORS[0] - 1] = 7.0
-    assert not torch.allclose(draft.losses(embedding, *cut, anchors[:, :1], labels[:, :1]), first)
+    assert not torch.allclose(draft.losses(Tables.tied(embedding), *cut, anchors[:, :1], labels[:, :1]), first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,10 +98,10 @@ def test_a_draft_is_trained_behind_the_right_ones_before_it_alone(kind: str) -> 
     embedding, features, tokens, anchors, labels = inputs(draft.config)
     tokens[:, ANCHORS[0] + 1 :] = 5
     anchors, labels = anchors[:, :1], labels[:, :1]
-    before = draft.losses(embedding, features, tokens, anchors, labels)
+    before = draft.losses(Tables.tied(embedding), features, tokens, anchors, labels)
     changed = labels.clone()
     changed[..., 4] = (changed[..., 4] + 1) % draft.config.shape.vocab_size
-    after = draft.losses(embedding, features, tokens, anchors, changed)
+    after = draft.losses(Tables.tied(embedding), features, tokens, anchors, changed)
     assert torch.equal(before[..., :3], after[..., :3])
     assert not torch.equal(before[..., 3], after[..., 3])
     later = (before[..., 4:] != after[..., 4:]).any(dim=(0, 1)).tolist()
@@ -125,7 +127,7 @@ def test_serving_drafts_what_the_module_drafts(kind: str, tmp_path: Path) -> Non
         length += step.num_new
         draft.config = replace(config, block_size=step.k + 1, eagle_drafts=step.k)
         known = tokens[: length + 1].tolist()
-        assert found == draft.propose(target.model.embed_tokens.weight, features[None, :length], known)
+        assert found == draft.propose(Tables.tied(target.model.embed_tokens.weight), features[None, :length], known)
 
 
 def test_each_kind_has_its_number_of_drafts_as_serving_reads_it(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from demo.evaluate import verify
-from demo.model import DraftModel
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
-from demo.train_drafter import draw_blocks
+from dflash_backend.training.loss import draw_blocks
+from dflash_backend.training.network import DraftModel
 from tests.support.scale import SCALE
 
 

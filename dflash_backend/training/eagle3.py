@@ -1,5 +1,7 @@
-"""The demo's EAGLE-3 drafter (arXiv 2503.01840) as a torch module: one decoder layer that reads a token's embedding
-beside a hidden state, and drafts one token in a pass."""
+"""The EAGLE-3 drafter (arXiv 2503.01840) as a torch module: one decoder layer that reads a token's embedding beside a
+hidden state, and drafts one token in a pass."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -7,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo.model import Attention, DraftModel, Layer, PairConfig, RMSNorm, initialise, token_losses
+from dflash_backend.training.loss import draft_loss, head_logits
+from dflash_backend.training.network import (
+    Attention,
+    DrafterConfig,
+    DraftModel,
+    Layer,
+    RMSNorm,
+    Tables,
+    initialise,
+    softmax,
+)
 
 
 class EagleLayer(Layer):
@@ -15,13 +27,14 @@ class EagleLayer(Layer):
 
     self_attn: Attention
 
-    def __init__(self, config: PairConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config.shape, 2 * config.shape.hidden_size)
         self.hidden_norm = RMSNorm(config.shape.hidden_size, config.shape.rms_norm_eps)
 
     def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Both [..., hidden] -> [..., 2 * hidden]."""
-        return torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), dim=-1)
+        """Both `[..., hidden]` -> `[..., 2 * hidden]`."""
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_layernorm(embeddings).to(normed.dtype), normed), dim=-1)
 
 
 class Eagle3DraftModel(DraftModel):
@@ -35,7 +48,7 @@ class Eagle3DraftModel(DraftModel):
 
     anchor_factor = 3
 
-    def __init__(self, config: PairConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         del self.hidden_norm
         self.layers = nn.ModuleList([EagleLayer(config)])
@@ -48,50 +61,50 @@ class Eagle3DraftModel(DraftModel):
         assert isinstance(only, EagleLayer)
         return only
 
-    def losses(self, embedding: Tensor, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
-        passes = Passes(self, embedding, features, F.pad(tokens[:, 1:], (0, 1)), anchors)
-        outputs = [passes.run(labels[..., i]) for i in range(self.config.num_drafts)]
-        return token_losses(F.linear(torch.stack(outputs, dim=2), embedding).float(), labels[..., 1:])
+    def losses(self, tables: Tables, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        passes = Passes(self, tables, features, F.pad(tokens[:, 1:], (0, 1)), anchors)
+        outputs = torch.stack([passes.run(labels[..., i]) for i in range(self.config.num_drafts)], dim=2)
+        return draft_loss(tables.labels(labels[..., 1 : self.config.num_drafts + 1]), (outputs, tables.head)).losses
 
-    def propose(self, embedding: Tensor, features: Tensor, tokens: Sequence[int]) -> list[int]:
+    def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
         anchor = torch.tensor([[features.shape[1]]])
-        passes = Passes(self, embedding, features, torch.tensor([tokens[1:]]), anchor)
+        passes = Passes(self, tables, features, torch.tensor([tokens[1:]]), anchor)
         drafts = list(tokens[-1:])
         for _ in range(self.config.num_drafts):
-            drafts.append(int(F.linear(passes.run(torch.tensor([drafts[-1:]])), embedding).argmax()))
+            drafts.append(int(head_logits(passes.run(torch.tensor([drafts[-1:]])), tables.head).argmax()))
         return drafts[1:]
 
 
 class Passes:
     """The passes of blocks, one after the other.
 
-    embedding: [vocab, hidden]. features: [batch, length, layers * hidden]. next_tokens: int64 [batch, length], those at
-    each position plus one. anchors: int64 [batch, blocks].
+    features: `[batch, length, layers * hidden]`. next_tokens: int64 `[batch, length]`, those at each position plus one.
+    anchors: int64 `[batch, blocks]`.
     """
 
     def __init__(
-        self, model: Eagle3DraftModel, embedding: Tensor, features: Tensor, next_tokens: Tensor, anchors: Tensor
+        self, model: Eagle3DraftModel, tables: Tables, features: Tensor, next_tokens: Tensor, anchors: Tensor
     ) -> None:
         self.model = model
-        self.embedding = embedding
+        self.tables = tables
         self.position = anchors - 1
         length, size = features.shape[1], model.config.shape.hidden_size
         context = model.fc(features)
-        normed = model.layer.inputs(F.embedding(next_tokens, embedding), context)
-        rotary = model.cos[:length, None], model.sin[:length, None]
-        self.context_k, self.context_v = model.layer.self_attn.keys_values(normed, *rotary)
+        normed = model.layer.inputs(model.embed(tables, next_tokens), context)
+        every = torch.arange(length, device=features.device)
+        self.context_k, self.context_v = model.layer.self_attn.keys_values(normed, *model.rotary(every))
         # Of the anchor's pass the keys and values are the context's: its own position is not hidden.
-        self.is_hidden = (torch.arange(length) > self.position[..., None])[:, None]
+        self.is_hidden = (every > self.position[..., None])[:, None]
         self.hidden = context.gather(1, self.position[..., None].expand(-1, -1, size))
         self.is_first = True
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def run(self, tokens: Tensor) -> Tensor:
-        """The pass of these tokens, int64 [batch, blocks]: the final-normed output, [batch, blocks, hidden]."""
+        """The pass of these tokens, int64 `[batch, blocks]`: the final-normed output, `[batch, blocks, hidden]`."""
         layer, attention = self.model.layer, self.model.layer.self_attn
-        normed = layer.inputs(F.embedding(tokens, self.embedding), self.hidden)
-        cos, sin = self.model.cos[self.position][:, :, None], self.model.sin[self.position][:, :, None]
+        normed = layer.inputs(self.model.embed(self.tables, tokens), self.hidden)
+        cos, sin = self.model.rotary(self.position)
         q = attention.queries(normed, cos, sin)
         if self.is_first:
             self.is_first = False
@@ -105,11 +118,11 @@ class Passes:
         return out
 
     def _attend(self, q: Tensor) -> Tensor:
-        """Softmax over the visible context and the block's own passes; q: [batch, heads, blocks, head_dim]."""
+        """Softmax over the visible context and the block's own passes; q: `[batch, heads, blocks, head_dim]`."""
         q = q * q.shape[-1] ** -0.5
         to_context = (q @ self.context_k.transpose(2, 3)).masked_fill(self.is_hidden, float("-inf"))
         own = [(q * k).sum(dim=-1, keepdim=True) for k in self.keys]
-        weights = torch.softmax(torch.cat((to_context, *own), dim=-1).float(), dim=-1).to(q.dtype)
+        weights = softmax(torch.cat((to_context, *own), dim=-1))
         length = to_context.shape[-1]
         out = weights[..., :length] @ self.context_v
         for i, v in enumerate(self.values):

@@ -1,5 +1,7 @@
-"""The demo's DFlash2 drafter as a torch module: the DFlash drafter with a two-tap convolution along each block around
-every sublayer, and a selector that chooses drafts one after the other among the likeliest tokens."""
+"""The DFlash2 drafter as a torch module: the DFlash drafter with a two-tap convolution along each block around every
+sublayer, and a selector that chooses drafts one after the other among the likeliest tokens."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -7,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo.model import DraftModel, PairConfig, layers_of, token_losses
+from dflash_backend.training.loss import draft_loss
+from dflash_backend.training.network import DrafterConfig, DraftModel, Tables, layers_of
 
 TAPS = 2
 CODEBOOK_STD = 0.02
@@ -25,14 +28,14 @@ class BlockConv(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def forward(self, normed: Tensor, block: int, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sublayer `run` between its convolutions; normed: [batch, blocks * block, hidden]."""
+        """The sublayer `run` between its convolutions; normed: `[batch, blocks * block, hidden]`."""
         dynamic = self.kernel_projection(normed).unflatten(-1, (2, TAPS, -1))
         before = self._convolve(normed, self.base_kernel[0], dynamic[..., 0, :, :], block)
         return self._convolve(run(before), self.base_kernel[1], dynamic[..., 1, :, :], block)
 
     def _convolve(self, x: Tensor, base: Tensor, dynamic: Tensor, block: int) -> Tensor:
         groups = dynamic.shape[-1]
-        kernel = base.unflatten(-1, (groups, -1)) + dynamic[..., None]
+        kernel = base.to(x.dtype).unflatten(-1, (groups, -1)) + dynamic.to(x.dtype)[..., None]
         grouped = x.unflatten(-1, (groups, -1))
         # Zeros stand for what would be before a block's anchor.
         previous = F.pad(grouped.unflatten(1, (-1, block))[:, :, :-1], (0, 0, 0, 0, 1, 0)).flatten(1, 2)
@@ -42,7 +45,7 @@ class BlockConv(nn.Module):
 class CandidateSelector(nn.Module):
     """The edges between a token and the candidates that may follow it."""
 
-    def __init__(self, config: PairConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         shape, rank = config.shape, config.selector_rank
         self.hidden_projection = nn.Linear(shape.hidden_size, rank, bias=False)
@@ -50,15 +53,15 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.randn(shape.vocab_size, rank) * CODEBOOK_STD)
 
     def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
-        """Edges [..., candidates] of drafts with final hidden states [..., hidden], from `previous` [...]."""
-        context = self.hidden_projection(hidden) * self.predecessor_codebook[previous]
-        return (self.successor_codebook[candidates] @ context[..., None])[..., 0]
+        """Edges `[..., candidates]` of drafts with final hidden states `[..., hidden]`, from `previous` `[...]`."""
+        context = self.hidden_projection(hidden) * self.predecessor_codebook[previous].to(hidden.dtype)
+        return (self.successor_codebook[candidates].to(context.dtype) @ context[..., None])[..., 0]
 
 
 class DFlash2DraftModel(DraftModel):
     """A DFlash2 drafter."""
 
-    def __init__(self, config: PairConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         size, group = config.shape.hidden_size, config.conv_group_size
         for layer in layers_of(self.layers):
@@ -70,11 +73,13 @@ class DFlash2DraftModel(DraftModel):
         out: Tensor = getattr(self.layers[index], f"{name}_conv")(normed, block, run)
         return out
 
-    def losses(self, embedding: Tensor, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.outputs(embedding, features, anchors, labels[..., 0])[:, :, 1:]
-        logits = F.linear(hidden, embedding).float()
-        chosen = selector_loss(self.candidate_selector, logits, hidden, labels, self.config.selector_top_k)
-        return token_losses(logits, labels[..., 1:]) + chosen
+    def losses(self, tables: Tables, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """The drafter's own loss, and that of the selector: cross-entropy of each draft's right token among its
+        candidates, behind the right token before it. Where the right token is no candidate it takes the last one's
+        place."""
+        hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
+        found = draft_loss(labels[..., 1:], (hidden, tables.head), count=self.config.selector_top_k)
+        return found.losses + selector_loss(self.candidate_selector, tables.head, hidden, labels, found.likeliest)
 
     def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
         """A walk from the anchor: the candidate with the largest sum of its logit and its edge."""
@@ -87,16 +92,20 @@ class DFlash2DraftModel(DraftModel):
         return tokens
 
 
-def selector_loss(edges: Callable[..., Tensor], logits: Tensor, hidden: Tensor, labels: Tensor, top_k: int) -> Tensor:
+def selector_loss(
+    edges: Callable[[Tensor, Tensor, Tensor], Tensor], head: Tensor, hidden: Tensor, labels: Tensor, likeliest: Tensor
+) -> Tensor:
     """Cross-entropy of each draft's right token among its candidates, behind the right token before it.
 
-    edges: `CandidateSelector.forward`. logits: [..., block - 1, vocab]; hidden: [..., block - 1, hidden]; labels: int64
-    [..., block], the anchor first. Where the right token is no candidate it takes the last one's place. Returns
-    [..., block - 1].
+    edges: `CandidateSelector.forward`. head: `[vocab, hidden]`. hidden: `[..., block - 1, hidden]`. labels: int64
+    `[..., block]`, the anchor first. likeliest: int64 `[..., block - 1, k]`, candidates, of which the right token takes
+    the last one's place where it is none of them. Returns `[..., block - 1]`.
     """
-    right, candidates = labels[..., 1:, None], logits.detach().topk(top_k, dim=-1).indices
-    missing = (candidates != right).all(dim=-1, keepdim=True)
-    candidates = torch.cat((candidates[..., :-1], torch.where(missing, right, candidates[..., -1:])), dim=-1)
+    right = labels[..., 1:, None]
+    missing = (likeliest != right).all(dim=-1, keepdim=True)
+    candidates = torch.cat((likeliest[..., :-1], torch.where(missing, right, likeliest[..., -1:])), dim=-1)
     place = (candidates == right).int().argmax(dim=-1)
-    scores = logits.gather(-1, candidates) + edges(hidden, labels[..., :-1], candidates).float()
-    return token_losses(scores, place)
+    logits = (head[candidates] @ hidden.to(head.dtype)[..., None])[..., 0]
+    scores = logits + edges(hidden, labels[..., :-1], candidates).to(logits.dtype)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return F.cross_entropy(scores.flatten(0, -2), place.flatten(), reduction="none").view(place.shape)

@@ -1,0 +1,190 @@
+"""`dflash-triton train`: a drafter for a target, from prompts or from nothing."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.commands.arguments import (
+    add_settings_option,
+    json_object,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+from dflash_cli.commands.console import INTERRUPTED, fail, say, show
+from dflash_cli.commands.packages import engine_missing
+from dflash_cli.commands.progress import Progress
+
+if TYPE_CHECKING:
+    from dflash_backend.training.run import TrainOptions
+
+KINDS = ("dflash", "dflash2", "dspark", "eagle3")
+FORMATS = ("zlab", "speculators")
+TOKENS = 500_000
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "train",
+        help="train a drafter for a target",
+        description="Train a drafter for a target model. The target answers prompts, which it writes itself where none "
+        "are given, and the drafter learns to guess its answers. Stopped by Ctrl-C or by anything else, the same "
+        "command goes on from the last checkpoint (docs/training.md). Several GPUs: torchrun --no-python "
+        "--nproc-per-node N dflash-triton train ...",
+    )
+    parser.add_argument("target", metavar="TARGET", help="directory or hub id of the target model")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the drafter and of the run")
+    parser.add_argument("--kind", choices=KINDS, help="kind of drafter (dflash)")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="of its checkpoint: its authors' (zlab), or that of speculators (zlab)"
+    )
+    parser.add_argument("--from", dest="begin_from", type=Path, metavar="DIR", help="drafter to train further")
+    _add_data_options(parser)
+    _add_length_options(parser)
+    _add_size_options(parser)
+    add_settings_option(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="JSONL of 'messages' (or 'conversations') or 'prompt'; answers in it are not used. Without, the target "
+        "writes questions itself",
+    )
+    data.add_argument(
+        "--tokens", type=positive_int, default=TOKENS, metavar="N", help="tokens of answers (%(default)s)"
+    )
+    data.add_argument(
+        "--temperature",
+        type=non_negative_float,
+        metavar="T",
+        help="of answers: the one that will be served (that of generation_config.json, else 0)",
+    )
+    data.add_argument("--max-answer", type=positive_int, default=256, metavar="N", help="tokens (%(default)s)")
+    data.add_argument("--max-prompt", type=positive_int, default=1024, metavar="N", help="tokens (%(default)s)")
+    data.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}',
+    )
+    data.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="(%(default)s)")
+
+
+def _add_length_options(parser: argparse.ArgumentParser) -> None:
+    length = parser.add_argument_group("length of the run")
+    length.add_argument(
+        "--minutes", type=positive_float, default=30.0, metavar="M", help="of this run, data included (%(default)g)"
+    )
+    length.add_argument("--steps", type=positive_int, metavar="N", help="in place of --minutes")
+    length.add_argument(
+        "--evaluate-minutes", type=positive_float, metavar="M", help="between evaluations (an eighth of the training)"
+    )
+    length.add_argument("--restart", action="store_true", help="train anew, from the data that is there")
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--layers", type=positive_int, metavar="N", help="of the drafter (by the target's size: 3 or 5)")
+    sizes.add_argument("--layer-ids", metavar="A,B,...", help="target layers that it reads, from 0 on (evenly spaced)")
+    sizes.add_argument("--block-size", type=positive_int, metavar="N", help="an anchor and its drafts (8 or 16)")
+    sizes.add_argument("--drafts", type=positive_int, metavar="N", help="drafts of an eagle3 drafter (7)")
+    sizes.add_argument("--mask-token", type=non_negative_int, metavar="ID", help="a token that no text has")
+    sizes.add_argument("--draft-vocab", type=positive_int, metavar="N", help="tokens that it can propose (all)")
+    sizes.add_argument("--learning-rate", type=positive_float, metavar="R", help="(0.004; with --from 0.001)")
+    sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
+    sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
+    sizes.add_argument(
+        "--float32", action="store_true", help="arithmetic in float32, also where the device has fast bfloat16"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sub-command and return the exit status."""
+    try:
+        from dflash_backend.engine.build import LOAD_ERRORS
+        from dflash_backend.training.errors import TrainingError
+        from dflash_backend.training.run import train
+    except ImportError as error:
+        return fail(engine_missing(error))
+    signal.signal(signal.SIGTERM, _interrupt)
+    progress = Progress("tokens of answers", say)
+    try:
+        summary = train(_options(arguments), say, progress.step)
+    except KeyboardInterrupt:
+        return fail(
+            f"stopped; what was done is in {arguments.out}, and the same command goes on from there", INTERRUPTED
+        )
+    except (TrainingError, *LOAD_ERRORS) as error:
+        return fail(str(error))
+    show(
+        f"{arguments.out}: a {summary['kind']} drafter, acceptance length {summary['acceptance_length']:.2f} on "
+        f"{summary['held_out']} held-out prompts; dflash-triton serve {arguments.target} --draft {arguments.out}"
+    )
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a run as Ctrl-C does."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def _options(arguments: argparse.Namespace) -> TrainOptions:
+    from dflash_backend.training.data import DataOptions
+    from dflash_backend.training.errors import TrainingError
+    from dflash_backend.training.run import TrainOptions
+
+    layer_ids = None
+    if arguments.layer_ids is not None:
+        try:
+            layer_ids = tuple(sorted({int(part) for part in arguments.layer_ids.split(",")}))
+        except ValueError:
+            raise TrainingError(f"--layer-ids is {arguments.layer_ids!r}; expected numbers, such as 1,5,9") from None
+    sizes = {
+        "draft_layers": arguments.layers,
+        "target_layer_ids": layer_ids,
+        "block_size": arguments.block_size,
+        "eagle_drafts": arguments.drafts,
+        "mask_token_id": arguments.mask_token,
+    }
+    data = DataOptions(
+        num_tokens=arguments.tokens,
+        temperature=-1.0 if arguments.temperature is None else arguments.temperature,
+        max_answer=arguments.max_answer,
+        max_prompt=arguments.max_prompt,
+        seed=arguments.seed,
+        files=tuple(arguments.data),
+        template_options=arguments.chat_template_kwargs,
+    )
+    return TrainOptions(
+        target=arguments.target,
+        out=arguments.out,
+        data=data,
+        kind=arguments.kind,
+        form=arguments.format,
+        begin_from=arguments.begin_from,
+        minutes=arguments.minutes,
+        steps=arguments.steps,
+        evaluate_minutes=arguments.evaluate_minutes,
+        learning_rate=arguments.learning_rate,
+        batch_tokens=arguments.batch_tokens,
+        accumulate=arguments.accumulate,
+        draft_vocab=arguments.draft_vocab,
+        bf16=False if arguments.float32 else None,
+        restart=arguments.restart,
+        drafter={name: value for name, value in sizes.items() if value is not None},
+        settings=dict(arguments.settings),
+    )

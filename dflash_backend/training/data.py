@@ -1,0 +1,232 @@
+"""What a drafter is trained on: prompts with the target's own answers, kept on disk as they are made.
+
+`samples.jsonl` has a prompt and its answer a line, `held_out.jsonl` the prompts that are kept apart. A line that was
+cut off by the end of a run is taken away, and the next run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_backend.checkpoints.files import read_headers
+from dflash_backend.engine.llm import LLM, RequestOutput
+from dflash_backend.training.errors import TrainingError, cannot_write
+from dflash_backend.training.prompts import Prompt, QuestionWriter, read_prompts
+
+SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
+ROUND = 128
+"""Prompts that are answered together."""
+HELD_OUT_SHARE, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.05, 4, 48
+FEWEST_ANSWER_TOKENS = 3
+MOST_EMPTY_ROUNDS = 4
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the target's answer, with the token that ended it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of its tokens."""
+        return self.prompt + self.answer
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is asked of the data. num_tokens: of answers. max_answer, max_prompt: tokens of one. files: prompts; none:
+    the target writes them. template_options: variables of the chat template."""
+
+    num_tokens: int
+    temperature: float = 0.0
+    max_answer: int = 256
+    max_prompt: int = 1024
+    seed: int = 0
+    files: tuple[Path, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self, target: Path) -> str:
+        """What tells the data of one target and these options, `num_tokens` apart: 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (target / name).is_file():
+                digest.update((target / name).read_bytes())
+        for name, header in sorted(read_headers(target).items()):
+            digest.update(f"{name} {header.shape} {header.num_bytes} {header.file.stat().st_size}".encode())
+        own = [self.temperature, self.max_answer, self.max_prompt, self.seed, dict(self.template_options)]
+        digest.update(json.dumps(own, sort_keys=True).encode())
+        for path in self.files:
+            try:
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+            except OSError as error:
+                raise TrainingError(f"{path} cannot be read: {error.strerror}; --data takes JSONL files") from None
+        return digest.hexdigest()[:16]
+
+
+class Store:
+    """Samples and held-out prompts in a folder. Raises `TrainingError` for what cannot be read or written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from None
+        self.held_out = [tuple(row["prompt"]) for row in self._read(HELD_OUT, "prompt")]
+        self.samples = [
+            Sample(tuple(row["prompt"]), tuple(row["answer"])) for row in self._read(SAMPLES, "prompt", "answer")
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(sample.answer) for sample in self.samples)
+
+    @property
+    def known(self) -> set[tuple[int, ...]]:
+        """The prompts that are there."""
+        return {sample.prompt for sample in self.samples}.union(self.held_out)
+
+    def hold_out(self, prompts: Iterable[tuple[int, ...]]) -> None:
+        """Keep prompts apart."""
+        for prompt in prompts:
+            self._append(HELD_OUT, {"prompt": prompt})
+            self.held_out.append(prompt)
+
+    def add(self, sample: Sample) -> None:
+        """Write a sample down."""
+        self._append(SAMPLES, {"prompt": sample.prompt, "answer": sample.answer})
+        self.samples.append(sample)
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        path = self.folder / name
+        try:
+            with path.open("ab") as file:
+                size = file.tell()
+                try:
+                    file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+                    file.flush()
+                except OSError:
+                    os.truncate(path, size)  # no half line stays
+                    raise
+        except OSError as error:
+            raise cannot_write(path, error) from None
+
+    def _read(self, name: str, *fields: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        if not path.exists():
+            return []
+        try:
+            whole = path.read_bytes()
+            text, newline, rest = whole.rpartition(b"\n")
+            if rest:
+                os.truncate(path, len(text) + len(newline))
+        except OSError as error:
+            raise TrainingError(f"{path} cannot be read: {error.strerror}") from None
+        rows = []
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if not all(isinstance(n, int) for each in fields for n in row[each]):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError):
+                raise TrainingError(
+                    f"{path}, line {number}, is damaged: it is not a row of token ids as this program writes them; "
+                    "take the line away, or the file, which is then made anew"
+                ) from None
+            rows.append(row)
+        return rows
+
+
+def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadline: float | None = None) -> None:
+    """Fill the store up to `options.num_tokens` tokens of answers, or to the last prompt, or to `deadline`
+    (`time.monotonic`). Held-out prompts come first. Raises `TrainingError`."""
+    source = _Source(llm, store, options)
+    known = store.known
+    wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out()))
+    empty = 0
+    while store.num_tokens < options.num_tokens and (deadline is None or time.monotonic() < deadline):
+        prompts = [prompt.token_ids for prompt in source.next()]
+        if not prompts:
+            empty += 1
+            if source.is_finite or empty == MOST_EMPTY_ROUNDS:
+                break
+            continue
+        empty = 0
+        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        known.update(fresh)
+        held = max(0, min(len(fresh), wanted - len(store.held_out)))
+        store.hold_out(fresh[:held])
+        _answer(llm, store, fresh[held:], options, report)
+    if not store.samples or len(store.held_out) < 1:
+        where = "the files of --data have too few prompts" if options.files else "the target writes no usable questions"
+        raise TrainingError(
+            f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
+            "prompts by --data, or more --minutes"
+        )
+
+
+class _Source:
+    """Rounds of prompts, from files or from the target."""
+
+    def __init__(self, llm: LLM, store: Store, options: DataOptions) -> None:
+        self.is_finite = bool(options.files)
+        self._options, self._round = options, 0
+        self._prompts: list[Prompt] = []
+        self._writer: QuestionWriter | None = None
+        self._longest = min(options.max_prompt, llm.engine.ready.max_model_len - 2)
+        if options.files:
+            prompts = read_prompts(options.files, llm.tokenizer, options.template_options, self._longest, options.seed)
+            known = store.known
+            self._total = len(prompts)
+            self._prompts = [prompt for prompt in prompts if prompt.token_ids not in known]
+            return
+        self._writer = QuestionWriter(llm, options.template_options)
+        # The seeds behind those of the prompts that are there.
+        self._round = len(store.known) // (ROUND // 2)
+        for prompt in store.known:
+            self._writer.know(llm.tokenizer.decode(prompt, skip_special_tokens=False))
+
+    def expected_held_out(self) -> int:
+        """How many prompts to keep apart."""
+        return int(HELD_OUT_SHARE * self._total) if self.is_finite else MOST_HELD_OUT
+
+    def next(self) -> list[Prompt]:
+        """The next round."""
+        self._round += 1
+        if self._writer is not None:
+            seed = self._options.seed * 1_000_003 + self._round * ROUND
+            found = self._writer.write(ROUND, seed)
+            return [prompt for prompt in found if len(prompt.token_ids) <= self._longest]
+        taken, self._prompts = self._prompts[:ROUND], self._prompts[ROUND:]
+        return taken
+
+
+def _answer(llm: LLM, store: Store, prompts: Sequence[tuple[int, ...]], options: DataOptions, report: Report) -> None:
+    space = llm.engine.ready.max_model_len
+    params = [
+        {
+            "temperature": options.temperature,
+            "max_tokens": min(options.max_answer, space - len(prompt)),
+            "seed": options.seed + index + len(store.samples),
+        }
+        for index, prompt in enumerate(prompts)
+    ]
+
+    def keep(index: int, output: RequestOutput) -> None:
+        if len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
+            store.add(Sample(prompts[index], tuple(output.token_ids)))
+        report(store.num_tokens, options.num_tokens)
+
+    if prompts:
+        llm.generate([list(prompt) for prompt in prompts], params, on_finished=keep)

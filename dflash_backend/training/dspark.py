@@ -1,0 +1,69 @@
+"""The DSpark drafter as a torch module: a DFlash drafter whose anchor gives the first draft, with a bias on each
+draft's logits that follows from the token before it, and a head that says how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_backend.training.loss import draft_loss, head_logits
+from dflash_backend.training.network import DrafterConfig, DraftModel, Tables
+
+TABLE_STD = 0.02
+
+
+class MarkovHead(nn.Module):
+    """The bias that a token gives the logits of the next."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.shape.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.num_draft_tokens, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=TABLE_STD)
+        nn.init.normal_(self.markov_w2.weight, std=TABLE_STD)
+
+
+class ConfidenceHead(nn.Module):
+    """The log-odds that a draft behind right ones is right."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.shape.hidden_size + config.markov_rank, 1)
+
+
+class DSparkDraftModel(DraftModel):
+    """A DSpark drafter with a vanilla Markov head. A block has a place for each draft, the anchor's the first."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config)
+
+    def losses(self, tables: Tables, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each draft behind the right token before it, and that of the confidence head, which changes
+        no other parameter."""
+        hidden = self.outputs(tables, features, anchors, labels[..., 0], self.config.num_drafts - 1)
+        before, right = self.markov_head.markov_w1(labels[..., :-1]), tables.labels(labels[..., 1:])
+        bias = self.markov_head.markov_w2.weight.to(tables.head.dtype)
+        found = draft_loss(right, (hidden, tables.head), (before, bias))
+        read = torch.cat((hidden, before.to(hidden.dtype)), dim=-1).detach()
+        sure = self.confidence_head.proj(read)[..., 0].to(found.losses.dtype)
+        is_right = (found.likeliest[..., 0] == right).to(sure.dtype)
+        return found.losses + F.binary_cross_entropy_with_logits(sure, is_right, reduction="none")
+
+    def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
+        anchors, first = torch.tensor([[features.shape[1]]]), torch.tensor([[tokens[-1]]])
+        hidden = self.outputs(tables, features, anchors, first, self.config.num_drafts - 1)[0, 0]
+        return self.choose(head_logits(hidden, tables.head), hidden, tokens[-1])
+
+    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
+        """A walk from the anchor: each draft's logits and the bias of the token before it."""
+        tokens = [anchor]
+        for own in logits:
+            bias = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[tokens[-1]])
+            tokens.append(int((own + bias).argmax()))
+        return tokens[1:]

@@ -1,0 +1,204 @@
+"""Prompts to train on: read from files, or written by the target itself."""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_backend.engine.llm import LLM
+from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.evaluation.questions import Row, read_rows
+from dflash_backend.text.chat import PromptError
+from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.training.errors import TrainingError
+
+PROBE = "7a1f3f0e"
+MAX_QUESTION_TOKENS = 192
+FEWEST_TOKENS = 3
+# A text of the target's own, for one without a chat template, and how much of it becomes the prompt.
+TEXT_TOKENS, TEXT_PROMPT = 64, (8, 48)
+# The cooler, the more usual the question, and the more often it comes again.
+TEMPERATURES = (0.7, 0.85, 1.0)
+# Words of which fewer than this share differ are a loop.
+LOOP_WORDS, LOOP_SHARE = 12, 0.35
+MAX_SCRIPTS = 2
+ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "HANGUL": "CJK", "FULLWIDTH": "CJK"}
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's tokens, and the text that tells duplicates."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+def read_prompts(
+    files: Sequence[Path], tokenizer: Tokenizer, options: Mapping[str, Any], longest: int, seed: int
+) -> list[Prompt]:
+    """The prompts of JSONL files in an order drawn by `seed`, each once; those of more than `longest` tokens are left
+    out.
+
+    A row has `messages` (or `conversations`, as ShareGPT has them), whose last answer is dropped, or `prompt`, a text
+    to continue as it is. options: variables of the chat template. Raises `TrainingError`.
+    """
+    found: dict[str, Prompt] = {}
+    num_rows = num_long = 0
+    try:
+        for path in files:
+            for row in read_rows(path):
+                num_rows += 1
+                prompt = _read_row(row, tokenizer, options)
+                if len(prompt.token_ids) > longest:
+                    num_long += 1
+                else:
+                    found.setdefault(prompt.text, prompt)
+    except EvaluationError as error:
+        raise TrainingError(str(error)) from None
+    names = ", ".join(map(str, files))
+    if not found:
+        what = f"all {num_long} prompts have more than {longest} tokens" if num_long else "there is no prompt in it"
+        raise TrainingError(f"{names}: {what}; --data takes a JSON object a line with 'messages' or 'prompt'")
+    prompts = list(found.values())
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
+
+def _read_row(row: Row, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Prompt:
+    if row.has("prompt") and not row.has("messages"):
+        text = row.text("prompt")
+        return Prompt(tuple(tokenizer.encode(text)), text)
+    messages = _sharegpt(row) if row.has("conversations") else row.data.get("messages")
+    while isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        if messages[-1].get("role") != "assistant":
+            break
+        messages = messages[:-1]
+    checked = Row({"messages": messages}, row.where).messages("messages")
+    try:
+        chat = tokenizer.render_chat(checked, **options)
+    except PromptError as error:
+        raise EvaluationError(f"{row.where}: {error}") from None
+    return Prompt(tuple(tokenizer.encode_chat(chat)), chat.text)
+
+
+def _sharegpt(row: Row) -> Any:
+    turns = row.data["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise row.fail("conversations", 'a list of {"from": ..., "value": ...}')
+    if all("role" in turn for turn in turns):
+        return turns
+    for turn in turns:
+        if turn.get("from") not in SHAREGPT:
+            raise row.fail("conversations", f'"from" as one of {", ".join(SHAREGPT)}')
+    return [{"role": SHAREGPT[turn["from"]], "content": turn.get("value")} for turn in turns]
+
+
+class QuestionWriter:
+    """Has the target write prompts: what it would say in its user's place, or without a chat template from the
+    beginning of a text.
+
+    Raises `TrainingError` for a chat template that does not show where the user's turn begins.
+    """
+
+    def __init__(self, llm: LLM, options: Mapping[str, Any]) -> None:
+        self._llm, self._tokenizer, self._options = llm, llm.tokenizer, options
+        self._seen: set[str] = set()
+        self.has_template = bool(self._tokenizer.chat_template)
+        self._params: dict[str, Any] = {"top_p": 0.98, "max_tokens": TEXT_TOKENS}
+        if not self.has_template:
+            self._start = _beginning(self._tokenizer)
+            return
+        before, after = self._around_turn()
+        self._start = self._tokenizer.encode(before, add_special_tokens=False)
+        self._params |= {"max_tokens": MAX_QUESTION_TOKENS} | _end_of_turn(self._tokenizer, after)
+        if not self._start:
+            self._start = _beginning(self._tokenizer)
+
+    def _around_turn(self) -> tuple[str, str]:
+        try:
+            text = self._tokenizer.render_chat([{"role": "user", "content": PROBE}], **self._options).text
+        except PromptError as error:
+            raise TrainingError(f"the target cannot write questions itself: {error}; give prompts by --data") from None
+        if text.count(PROBE) != 1:
+            raise TrainingError(
+                f"the target cannot write questions itself: its chat template prints a user's message "
+                f"{text.count(PROBE)} times; give prompts by --data"
+            )
+        before, _, after = text.partition(PROBE)
+        return before, after
+
+    def know(self, text: str) -> None:
+        """Take note of a prompt that is there already."""
+        self._seen.add(normal(text))
+
+    def write(self, count: int, seed: int) -> list[Prompt]:
+        """The prompts that are left of `count` that the target writes, drawn by seeds from `seed` on."""
+        params = [
+            self._params | {"seed": seed + index, "temperature": TEMPERATURES[index % len(TEMPERATURES)]}
+            for index in range(count)
+        ]
+        outputs = self._llm.generate([self._start] * count, params)
+        found = []
+        for index, output in enumerate(outputs):
+            if self.has_template and output.finish_reason != "stop":
+                continue
+            prompt = self._prompt(output.token_ids, output.text, random.Random(seed + index))
+            if prompt is not None and normal(prompt.text) not in self._seen:
+                self._seen.add(normal(prompt.text))
+                found.append(prompt)
+        return found
+
+    def _prompt(self, token_ids: Sequence[int], text: str, chance: random.Random) -> Prompt | None:
+        if not self.has_template:
+            kept = list(token_ids)[: chance.randint(*TEXT_PROMPT)]
+            text = self._tokenizer.decode(kept)
+            return Prompt((*self._start, *kept), text) if is_usable(text, len(kept)) else None
+        text = text.strip()
+        if not is_usable(text, len(token_ids)):
+            return None
+        chat = self._tokenizer.render_chat([{"role": "user", "content": text}], **self._options)
+        return Prompt(tuple(self._tokenizer.encode_chat(chat)), chat.text)
+
+
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """What a text begins with: the tokens that the tokenizer puts before one, else an end of text."""
+    start = tokenizer.encode("")
+    if not start and not tokenizer.eos_token_ids:
+        raise TrainingError("the target's tokenizer has neither a beginning nor an end of text; give prompts by --data")
+    return start or [tokenizer.eos_token_ids[-1]]
+
+
+def _end_of_turn(tokenizer: Tokenizer, after: str) -> dict[str, Any]:
+    """What ends a user's turn: the first special token that the template writes behind it, else its first text."""
+    found = [(after.find(text), token) for text, token in tokenizer.special_token_ids.items() if text in after]
+    if found:
+        return {"stop_token_ids": [min(found)[1]]}
+    first = after.strip("\n")[:16]
+    return {"stop": [first]} if first.strip() else {}
+
+
+def normal(text: str) -> str:
+    """A text as duplicates are told by: without case and white space."""
+    return " ".join(text.casefold().split())
+
+
+def is_usable(text: str, num_tokens: int) -> bool:
+    """Whether a text that a target wrote makes a prompt: long enough, no broken characters, no loop, and of at most
+    `MAX_SCRIPTS` scripts."""
+    words = text.split()
+    if num_tokens < FEWEST_TOKENS or not words or "\ufffd" in text or not any(map(str.isalnum, text)):
+        return False
+    if len(words) >= LOOP_WORDS and len(set(words)) < LOOP_SHARE * len(words):
+        return False
+    return len(set(_scripts(text))) <= MAX_SCRIPTS
+
+
+def _scripts(text: str) -> Iterator[str]:
+    for letter in filter(str.isalpha, text):
+        name = unicodedata.name(letter, "UNKNOWN").partition(" ")[0]
+        yield ONE_SCRIPT.get(name, name)

@@ -1,0 +1,483 @@
+"""A whole run: a target in, a drafter in a folder out.
+
+`OUT/config.json` and `OUT/model.safetensors` are the best drafter so far, `OUT/train.json` and `OUT/train.png` say how
+it came about. `OUT/training/` has what a run goes on from: the data, in a folder for each target and options, and the
+last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.dflash.config import DFlashSpec
+from dflash_backend.drafters.dflash.drafter import captured_layers
+from dflash_backend.drafters.resolve import resolve_target_dir
+from dflash_backend.engine.llm import LLM, RequestError
+from dflash_backend.text.chat import PromptError
+from dflash_backend.text.sampling_defaults import read_sampling_defaults
+from dflash_backend.text.sampling_params import ParameterError
+from dflash_backend.training.acceptance import measure_acceptance
+from dflash_backend.training.data import DataOptions, Store, collect
+from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.features import Teacher
+from dflash_backend.training.formats import FORMATS, KINDS, ZLAB, Naming, make_drafter
+from dflash_backend.training.loop import LoopOptions, Schedule, Trainer, run_steps, save_atomically
+from dflash_backend.training.network import DFLASH, DrafterConfig, DraftModel, Tables
+from dflash_backend.training.publish import Publication, plot, vocabulary_tensors, write_json
+from dflash_backend.training.sizes import check_fits, free_bytes, memory_of
+from dflash_backend.training.start import (
+    Published,
+    begin_from_target,
+    default_config,
+    draft_vocabulary,
+    for_vocabulary,
+    mask_token,
+    read_published,
+)
+
+# Positions behind the longest row, for drafts.
+SPARE_POSITIONS = 64
+DATA_SHARE, LAST_SHARE = 0.4, 0.05
+"""Of `minutes`: the most that making data takes, and what is left for the last evaluation."""
+EVALUATIONS = 8
+PATIENCE, BETTER = 4, 1.005
+"""A run ends after this many evaluations that were no better than this times the best before them."""
+NEW_RATE, FROM_RATE = 4e-3, 1e-3
+FEWEST_STEPS = 20
+KV_GIB = {"cpu": 1.0, "cuda": 4.0}
+STATE, SUMMARY, PLOT = "state.pt", "train.json", "train.png"
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is asked of a run. `drafter`: fields of `DrafterConfig` that were given. settings: of the engine. Without
+    `steps` there are as many as fit `minutes`; a temperature below 0 is the one that the checkpoint recommends. kind,
+    form: one of `KINDS` and of `FORMATS`; None: those of the drafter that training begins with, else DFlash and
+    z-lab's."""
+
+    target: str
+    out: Path
+    data: DataOptions
+    kind: str | None = None
+    form: str | None = None
+    begin_from: Path | None = None
+    minutes: float = 30.0
+    steps: int | None = None
+    evaluate_minutes: float | None = None
+    learning_rate: float | None = None
+    batch_tokens: int | None = None
+    accumulate: int = 1
+    draft_vocab: int | None = None
+    bf16: bool | None = None
+    restart: bool = False
+    drafter: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """What `train.json` says beside options: evaluations, and seconds of each phase."""
+
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    data_seconds: float = 0.0
+    ended: str = ""
+
+    @property
+    def longest(self) -> float:
+        """The best acceptance length; 0 before any."""
+        return max((each["acceptance_length"] for each in self.evaluations), default=0.0)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether products of bf16 are fast on this device."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return " amx_bf16" in flags or " avx512_bf16" in flags
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[bool]:
+    """The processes that `torchrun` started, if it did. Gives whether this one speaks and writes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # The first makes the data while the others wait.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=2))
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def train(options: TrainOptions, say: Say, data_report: Callable[[int, int], None]) -> dict[str, Any]:
+    """Run it, or go on with it. Returns what `train.json` says. Raises `TrainingError`, `ConfigError` and
+    `CheckpointError`; after Ctrl-C `KeyboardInterrupt`, with all that was done kept."""
+    with processes() as speaks:
+        torch.set_num_threads(max(1, torch.get_num_threads()))
+        try:
+            return Run(options, say if speaks else lambda text: None, data_report, speaks).run()
+        except (RequestError, ParameterError, PromptError) as error:
+            raise TrainingError(str(error)) from None
+
+
+class Run:
+    """The parts of a run, in the order in which they happen."""
+
+    def __init__(self, options: TrainOptions, say: Say, data_report: Callable[[int, int], None], speaks: bool) -> None:
+        self.began = time.monotonic()
+        self.options, self._say, self._data_report, self._speaks = options, say, data_report, speaks
+        _check(options)
+        config = EngineConfig.from_values({"target_model": options.target, **options.settings})
+        directory = resolve_target_dir(config)
+        self.spec: TargetSpec = read_target(directory)
+        if options.data.temperature < 0:
+            defaults = read_sampling_defaults(directory)
+            options = replace(options, data=replace(options.data, temperature=defaults.get("temperature", 0.0)))
+        self.options = options
+        self.form = options.form or ZLAB
+        self.published: Published | None = None
+        if options.begin_from is not None:
+            self.published = read_published(options.begin_from, self.spec)
+            if options.kind not in (None, self.published.config.drafter):
+                raise TrainingError(
+                    f"--kind is {options.kind}, and the drafter of --from is of the kind "
+                    f"{self.published.config.drafter}; leave --kind out"
+                )
+        self.folder = options.out / "training"
+        self.fingerprint = options.data.fingerprint(directory)
+        self.record = Record()
+        self._resumed = self._read_state()
+
+    def run(self) -> dict[str, Any]:
+        """All of it."""
+        options = self.options
+        llm = LLM(options.target, "", **self._settings(spare=True))
+        teacher = Teacher(llm)
+        store = Store(self.folder / f"data-{self.fingerprint}")
+        self._collect(llm, store)
+        tokenizer = llm.tokenizer
+        del llm  # its KV; the target stays
+        samples = store.samples
+        if self._resumed is not None:
+            samples = samples[: self._resumed["num_samples"]]
+        config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
+        loop = self._loop_options(teacher.device)
+        memory, free = memory_of(config, draft, tables, loop), free_bytes(teacher.device)
+        num_weights = sum(parameter.numel() for parameter in draft.parameters())
+        self._say(
+            f"{config.drafter} drafter of {num_weights:,} weights: {config.draft_layers} layers, target layers "
+            f"{list(config.target_layer_ids)}, {config.num_drafts} drafts, {config.num_draft_tokens:,} tokens; {memory}"
+        )
+        check_fits(memory, free)
+        loop = replace(loop, feature_bytes=max(0, int((free - memory.total) * 0.5)))
+        can_draft = self._can_draft(tables, publication)
+        trainer = Trainer(draft, teacher, tables, samples, self._capture(config), loop, can_draft)
+        loop = self._set_steps(trainer, loop)
+        trainer.options = loop
+        if self._resumed is not None:
+            trainer.restore(self._resumed["trainer"])
+            self._say(f"going on behind step {trainer.progress.step:,} of {loop.steps:,}")
+        return self._train(trainer, teacher, store, publication)
+
+    def _settings(self, spare: bool = False) -> dict[str, Any]:
+        """The engine's: rows of prompt and answer, and where spare positions for drafts behind them."""
+        data = self.options.data
+        longest = min(data.max_prompt + data.max_answer, self.spec.decoder.max_len - SPARE_POSITIONS)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        own = {"max_model_len": longest + (SPARE_POSITIONS if spare else 0), "kv_cache_gb": KV_GIB[device]}
+        return {"enable_cuda_graphs": False, "max_num_seqs": 64, **own, **self.options.settings}
+
+    def _collect(self, llm: LLM, store: Store) -> None:
+        options, began = self.options, time.monotonic()
+        if self._resumed is None and self._speaks:
+            deadline = None if options.steps is not None else self.began + 60 * DATA_SHARE * options.minutes
+            had = store.num_tokens
+            if had < options.data.num_tokens:
+                what = "reading prompts" if options.data.files else "the target writes questions"
+                self._say(f"{what}, and answers them at temperature {options.data.temperature:g}")
+                collect(llm, store, options.data, self._data_report, deadline)
+            seconds = time.monotonic() - began
+            self.record.data_seconds += seconds
+            new = store.num_tokens - had
+            rate = f", {new / seconds:,.0f} tokens/s" if new and seconds else ""
+            self._say(
+                f"{len(store.samples):,} samples with {store.num_tokens:,} tokens of answers, "
+                f"{len(store.held_out)} held-out prompts{rate}"
+            )
+        if dist.is_initialized():
+            dist.barrier()
+            if not self._speaks:
+                store.__init__(store.folder)  # type: ignore[misc]
+
+    def _drafter(
+        self, teacher: Teacher, tokenizer: Any, answers: list[tuple[int, ...]]
+    ) -> tuple[DrafterConfig, DraftModel, Tables, Publication]:
+        """The drafter before training, what it takes from the target, and how it is written."""
+        options, published = self.options, self.published
+        torch.manual_seed(options.data.seed)
+        dtype = torch.bfloat16 if self._bf16(teacher.device) else torch.float32
+        naming = Naming(str(self.spec.path.resolve()), (self.spec.architecture,), _special(tokenizer))
+        if published is not None:
+            tables = self._published_tables(published, teacher, dtype)
+            draft = make_drafter(published.config)
+            published.load(draft)
+            fields, tensors = published.fields, published.tensors
+            return published.config, draft, tables, Publication(published.config, self.form, naming, fields, tensors)
+        whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=None)
+        given = dict(options.drafter)
+        mask = given.pop("mask_token_id", None)
+        config = default_config(
+            self.spec, options.kind or DFLASH, mask_token(tokenizer, whole.embedding) if mask is None else mask, **given
+        )
+        tokens = None
+        if options.draft_vocab:
+            tokens = draft_vocabulary(answers, options.draft_vocab, self.spec.vocab_size)
+        if tokens is not None:
+            whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=tokens)
+        config = for_vocabulary(config, tokens)
+        tensors = vocabulary_tensors(tokens, whole.head, self.spec.vocab_size, self.form)
+        draft = make_drafter(config)
+        begin_from_target(draft, self.spec)
+        return config, draft, whole, Publication(config, self.form, naming, None, tensors)
+
+    @staticmethod
+    def _published_tables(published: Published, teacher: Teacher, dtype: torch.dtype) -> Tables:
+        """The checkpoint's own embedding and head where it ships them."""
+        tokens, shipped = None, published.tensors
+        if published.config.draft_vocab_size is not None:
+            tokens = shipped["d2t"].long() + torch.arange(published.config.draft_vocab_size)
+        tables = teacher.tables(dtype, published.spec.scales_embedding, tokens)
+        if "embed_tokens.weight" in shipped:
+            tables = replace(tables, embedding=shipped["embed_tokens.weight"].to(teacher.device, dtype))
+        if "lm_head.weight" in shipped:
+            tables = replace(tables, head=shipped["lm_head.weight"].to(teacher.device, dtype))
+        return tables
+
+    def _can_draft(self, tables: Tables, publication: Publication) -> Tensor | None:
+        if tables.draft_ids is None:
+            return None
+        ids = publication.tensors["d2t"].long() + torch.arange(len(publication.tensors["d2t"]))
+        found = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
+        found[ids] = True
+        return found
+
+    def _capture(self, config: DrafterConfig) -> tuple[int, ...]:
+        published = self.published
+        if published is not None and isinstance(published.spec, DFlashSpec):
+            return captured_layers(published.spec, self.spec.decoder.num_layers)
+        return config.target_layer_ids
+
+    def _bf16(self, device: torch.device) -> bool:
+        return has_bf16(device) if self.options.bf16 is None else self.options.bf16
+
+    def _loop_options(self, device: torch.device) -> LoopOptions:
+        options = self.options
+        rate = options.learning_rate or (NEW_RATE if options.begin_from is None else FROM_RATE)
+        tokens = options.batch_tokens or (2048 if device.type == "cpu" else 16384)
+        return LoopOptions(1, rate, tokens, options.accumulate, options.data.seed, self._bf16(device))
+
+    def _set_steps(self, trainer: Trainer, loop: LoopOptions) -> LoopOptions:
+        """How many steps there are: as asked, as before, or as many as fit the time that is left."""
+        options = self.options
+        if self._resumed is not None:
+            return replace(loop, steps=self._resumed["steps"])
+        if options.steps is not None:
+            return replace(loop, steps=options.steps)
+        seconds = trainer.seconds_of_a_step()
+        left = 60 * options.minutes * (1 - LAST_SHARE * 2) - (time.monotonic() - self.began)
+        steps = max(FEWEST_STEPS, int(left / seconds))
+        if dist.is_initialized():
+            shared = [steps]
+            dist.broadcast_object_list(shared)
+            steps = shared[0]
+        self._say(f"a step takes {seconds:.2f} s: {steps:,} steps in about {steps * seconds / 60:.1f} minutes")
+        return replace(loop, steps=steps)
+
+    def _train(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> dict[str, Any]:
+        options, steps = self.options, trainer.options.steps
+        every = max(1, steps // EVALUATIONS)
+        if options.evaluate_minutes is not None:
+            every = max(1, round(60 * options.evaluate_minutes / trainer.seconds_of_a_step()))
+        if self.published is not None and not self.record.evaluations and self._speaks:
+            self._measure(0, self.published.spec.path, teacher, store)
+
+        def save() -> None:
+            self._save(trainer, store)
+
+        def evaluate() -> bool:
+            return self._evaluate(trainer, teacher, store, publication)
+
+        def report() -> None:
+            progress = trainer.progress
+            rate = progress.tokens / max(progress.seconds, 1e-9)
+            left = (steps - progress.step) * progress.seconds / max(1, progress.step)
+            self._say(
+                f"step {progress.step:,} of {steps:,}, loss {progress.loss:.3f}, {rate:,.0f} drafts/s, "
+                f"about {left / 60:.1f} min left"
+            )
+
+        schedule = Schedule(save, report, evaluate, every, report_every=max(1, min(100, steps // 20)))
+        alone = not dist.is_initialized() and options.steps is None
+        deadline = self.began + 60 * options.minutes * (1 - LAST_SHARE) if alone else None
+        self.record.ended = run_steps(trainer, schedule, deadline)
+        if not self.record.evaluations or self.record.evaluations[-1]["step"] != trainer.progress.step:
+            evaluate()
+        return self._finish(trainer, store)
+
+    def _evaluate(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> bool:
+        """Measure the drafter, publish it if it is the best, and save the state. Returns whether the run is to end."""
+        stops = [False]
+        if self._speaks:
+            before, candidate = self.record.longest, self.folder / "candidate"
+            publication.write(trainer.draft, candidate)
+            found = self._measure(trainer.progress.step, candidate, teacher, store)
+            if found > before or not (self.options.out / "model.safetensors").exists():
+                publication.write(trainer.draft, self.options.out)
+            stops = [self.options.steps is None and self.is_plateau()]
+            self._save(trainer, store)
+        if dist.is_initialized():
+            dist.broadcast_object_list(stops)
+        return stops[0]
+
+    def is_plateau(self) -> bool:
+        """Whether the last evaluations were no better than those before."""
+        lengths = [each["acceptance_length"] for each in self.record.evaluations]
+        return len(lengths) > PATIENCE and max(lengths[-PATIENCE:]) <= BETTER * max(lengths[:-PATIENCE])
+
+    def _measure(self, step: int, drafter: Path, teacher: Teacher, store: Store) -> float:
+        temperature = self.options.data.temperature
+        found = measure_acceptance(self.options.target, drafter, store.held_out, temperature, self._settings(), teacher)
+        self.record.evaluations.append(
+            {
+                "step": step,
+                "minutes": round((time.monotonic() - self.began) / 60, 2),
+                "acceptance_length": round(found.length, 4),
+                "tokens_per_second": round(found.tokens_per_second, 1),
+            }
+        )
+        which = "the drafter it begins with" if step == 0 else f"step {step:,}"
+        self._say(f"{which}: acceptance length {found.length:.2f} on {len(store.held_out)} held-out prompts")
+        return found.length
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it goes on with."""
+        options = self.options
+        return {
+            "data": self.fingerprint,
+            "--kind": options.kind,
+            "--format": options.form,
+            "--from": None if options.begin_from is None else str(options.begin_from),
+            "--learning-rate": options.learning_rate,
+            "--batch-tokens": options.batch_tokens,
+            "--accumulate": options.accumulate,
+            "--draft-vocab": options.draft_vocab,
+            "--seed": options.data.seed,
+            "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
+        }
+
+    def _save(self, trainer: Trainer, store: Store) -> None:
+        if not self._speaks:
+            return
+        state = {
+            "identity": self._identity(),
+            "trainer": trainer.state(),
+            "steps": trainer.options.steps,
+            "num_samples": len(trainer.samples),
+            "record": asdict(self.record),
+        }
+        save_atomically(self.folder / STATE, lambda path: torch.save(state, path))
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """The state that this run goes on from. Raises `TrainingError` for one of other options, or a damaged one."""
+        path = self.folder / STATE
+        if self.options.restart or not path.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            identity = state["identity"]
+        except UNREADABLE as error:
+            raise TrainingError(
+                f"{path} is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__}); add "
+                "--restart to train anew from the data that is there"
+            ) from None
+        own = self._identity()
+        other = [name for name, value in own.items() if identity.get(name) != value]
+        if other:
+            name = other[0]
+            raise TrainingError(
+                f"{self.options.out} has a run with other options: {name} was {identity.get(name)} and is {own[name]}; "
+                "take the options of that run, another --out, or --restart"
+            )
+        self.record = Record(**state["record"])
+        return state
+
+    def _finish(self, trainer: Trainer, store: Store) -> dict[str, Any]:
+        record, progress, options = self.record, trainer.progress, self.options
+        summary = {
+            "target": options.target,
+            "kind": trainer.draft.config.drafter,
+            "format": self.form if self.published is None else self.published.spec.format,
+            "from": None if options.begin_from is None else str(options.begin_from),
+            "weights": sum(parameter.numel() for parameter in trainer.draft.parameters()),
+            "num_drafts": trainer.draft.config.num_drafts,
+            "target_layer_ids": list(trainer.draft.config.target_layer_ids),
+            "samples": len(trainer.samples),
+            "answer_tokens": sum(len(sample.answer) for sample in trainer.samples),
+            "temperature": options.data.temperature,
+            "held_out": len(store.held_out),
+            "data_seconds": round(record.data_seconds, 1),
+            "training_seconds": round(progress.seconds, 1),
+            "steps": progress.step,
+            "ended": record.ended,
+            "acceptance_length": record.longest,
+            "evaluations": record.evaluations,
+            "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
+        }
+        if self._speaks:
+            write_json(options.out / SUMMARY, summary)
+            title = f"{summary['kind']} drafter for {self.spec.path.name}: acceptance length {record.longest:.2f}"
+            if not plot(options.out / PLOT, progress.losses, record.evaluations, title):
+                self._say("matplotlib is not installed: no plot is drawn")
+        return summary
+
+
+def _special(tokenizer: Any) -> dict[str, int]:
+    """Ids for the drafter's config."""
+    return {"eos_token_id": tokenizer.eos_token_ids[0]} if tokenizer.eos_token_ids else {}
+
+
+def _check(options: TrainOptions) -> None:
+    """Raise `TrainingError` for options that contradict each other, and for a folder of something else."""
+    if options.kind not in (None, *KINDS) or options.form not in (None, *FORMATS):
+        raise TrainingError(f"--kind is one of {', '.join(KINDS)}, --format one of {', '.join(FORMATS)}")
+    out = options.out
+    if out.is_file():
+        raise TrainingError(f"--out {out} is a file; name a folder")
+    if (out / "config.json").exists() and not (out / "training").is_dir():
+        raise TrainingError(f"--out {out} holds a model that no training wrote; name another folder")
+    if options.begin_from is not None and (options.drafter or options.draft_vocab or options.form):
+        raise TrainingError(
+            "--from keeps the format and the sizes of its drafter; leave --format, --layers, --layer-ids, "
+            "--block-size, --drafts, --mask-token and --draft-vocab out"
+        )

@@ -1,0 +1,163 @@
+"""Prompts and answers: what is read, what the target writes, what is kept, and what is said of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_backend import LLM
+from dflash_backend.training.data import DataOptions, Sample, Store, collect
+from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.prompts import QuestionWriter, is_usable, read_prompts
+
+QUESTIONS = ["What is 2 + 3?", "Count from 3 to 6.", "What is the capital of Norway?", "Name two colours.", "Hello!"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(draft="", max_model_len=512, kv_cache_gb=0.1, max_num_seqs=32)
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_rows_of_each_form_become_prompts(llm: LLM, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hello!"}]
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Bye"}]
+    file = write_rows(
+        tmp_path / "rows.jsonl",
+        {"messages": [*chat, {"role": "assistant", "content": "its answer is not used"}]},
+        {"messages": chat},
+        {"prompt": "2 + 3 = "},
+        {"conversations": shared},
+        {"prompt": "x " * 400},
+    )
+    found = {prompt.text: list(prompt.token_ids) for prompt in read_prompts([file], llm.tokenizer, {}, 100, 0)}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    expected = [
+        llm.tokenizer.apply_chat_template(chat),
+        llm.tokenizer.encode("2 + 3 = "),
+        llm.tokenizer.apply_chat_template([*turns, {"role": "user", "content": "Bye"}]),
+    ]
+    assert sorted(found.values()) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"messages": [}', "line 2: this is not JSON"),
+        ("[1]", "line 2: this is list; expected a JSON object"),
+        ('{"messages": "hello"}', "line 2: field 'messages' is \"hello\""),
+        ('{"question": "?"}', "line 2: field 'messages' is missing"),
+        ('{"messages": [{"role": "user"}]}', "line 2: field 'messages'"),
+        ('{"conversations": [{"from": "nobody", "value": "x"}]}', '"from" as one of human'),
+        ('{"prompt": 3}', "line 2: field 'prompt' is 3; expected text"),
+        ('{"messages": [{"role": "user\\u0000", "content": "x"}]}', "line 2"),
+    ],
+)
+def test_a_damaged_row_is_named(llm: LLM, tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"prompt": "good"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(TrainingError) as error:
+        read_prompts([file], llm.tokenizer, {}, 100, 0)
+    assert said in str(error.value)
+
+
+def test_a_missing_or_empty_file_is_named(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"none.jsonl cannot be read: No such file"):
+        read_prompts([tmp_path / "none.jsonl"], llm.tokenizer, {}, 100, 0)
+    file = write_rows(tmp_path / "long.jsonl", {"prompt": "x " * 400})
+    with pytest.raises(TrainingError, match=r"all 1 prompts have more than 20 tokens"):
+        read_prompts([file], llm.tokenizer, {}, 20, 0)
+
+
+def test_the_target_writes_questions_in_its_users_place(llm: LLM) -> None:
+    writer = QuestionWriter(llm, {})
+    found = writer.write(12, 3)
+    assert len(found) >= 6
+    for prompt in found:
+        assert prompt.text.startswith("<|im_start|>user\n")
+        assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert prompt.text.count("<|im_start|>") == 2
+        assert list(prompt.token_ids) == llm.tokenizer.encode(prompt.text)
+    assert len({prompt.text for prompt in found}) == len(found)
+    assert writer.write(12, 3) == []  # each is known by now
+
+
+def test_without_a_chat_template_it_writes_texts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer._template, "chat_template", None)
+    found = QuestionWriter(llm, {}).write(4, 0)
+    assert found
+    assert all(prompt.token_ids[0] in llm.tokenizer.eos_token_ids for prompt in found)
+    assert all(9 <= len(prompt.token_ids) <= 49 for prompt in found)
+
+
+def test_a_template_that_hides_the_users_turn_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer._template, "chat_template", "always the same")
+    with pytest.raises(TrainingError, match=r"prints a user's message 0 times; give prompts by --data"):
+        QuestionWriter(llm, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        ("What is 2 + 3?", True),
+        ("Übersetze „Haus“ ins Japanische: 家", True),
+        ("?! ...", False),
+        ("broken \ufffd text", False),
+        ("again and again " * 8, False),
+        ("one два 三 четыре", False),
+    ],
+)
+def test_texts_that_make_no_prompt_are_left_out(text: str, usable: bool) -> None:
+    assert is_usable(text, 10) is usable
+
+
+def test_answers_are_the_targets_own_and_held_out_prompts_have_none(llm: LLM, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    options = DataOptions(10_000, max_answer=12, files=(write_rows(tmp_path / "rows.jsonl", *rows),))
+    store = Store(tmp_path / "data")
+    collect(llm, store, options, lambda done, total: None)
+    prompts = [sample.prompt for sample in store.samples]
+    assert (len(store.held_out), len(prompts)) == (4, 1)
+    assert not set(prompts) & set(store.held_out)
+    for sample in store.samples:
+        expected = llm.generate([list(sample.prompt)], max_tokens=12, temperature=0)[0]
+        assert list(sample.answer) == expected.token_ids
+    again = Store(tmp_path / "data")
+    assert (again.samples, again.held_out) == (store.samples, store.held_out)
+
+
+def test_a_line_that_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add(Sample((1, 2), (3,)))
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"prompt":[1,2],"ans')
+    assert Store(tmp_path).samples == [Sample((1, 2), (3,))]
+    assert file.read_bytes() == whole
+    file.write_bytes(whole + b'{"prompt":[1],"answer":["x"]}\n')
+    with pytest.raises(TrainingError, match=r"samples.jsonl, line 2, is damaged"):
+        Store(tmp_path)
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"samples.jsonl cannot be written: No space left on device; make room"):
+        store.add(Sample((1,), (2,)))
+    assert store.samples == []
+
+
+def test_data_of_another_target_or_other_options_lies_elsewhere(tmp_path: Path, llm: LLM) -> None:
+    target = llm.engine.pair.target.path
+    first = DataOptions(10).fingerprint(target)
+    assert DataOptions(99).fingerprint(target) == first
+    assert DataOptions(10, temperature=0.5).fingerprint(target) != first
+    assert DataOptions(10, template_options={"enable_thinking": False}).fingerprint(target) != first
+    other = llm.engine.pair.draft_model or target.parent / "draft"
+    assert DataOptions(10).fingerprint(Path(str(other))) != first

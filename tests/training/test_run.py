@@ -1,0 +1,222 @@
+"""A whole run of seconds: it ends where one that was interrupted does, bit for bit, and what is wrong is a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_backend.training import loop
+from dflash_backend.training import run as run_module
+from dflash_backend.training.data import DataOptions, Sample
+from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.loop import LoopOptions, Trainer, make_batches, save_atomically
+from dflash_backend.training.run import TrainOptions, train
+from dflash_backend.training.sizes import Memory, check_fits
+
+TARGET = asset_path("demo", "pair", "target")
+DRAFT = asset_path("demo", "pair", "draft")
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    """Sums come out the same whatever else ran before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"What is {a} + {a + 1}?"}]} for a in range(2, 14)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def options(prompts: Path) -> Callable[..., TrainOptions]:
+    def make(out: Path, **changes: Any) -> TrainOptions:
+        data = DataOptions(40, max_answer=12, max_prompt=64, files=(prompts,))
+        sizes = {"draft_layers": 1, "block_size": 4}
+        settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8}
+        own = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2, "drafter": sizes, "settings": settings}
+        return TrainOptions(str(TARGET), out, data, **(own | changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(options: Callable[..., TrainOptions], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(options(out), lambda text: None, lambda done, total: None)
+    return out
+
+
+def quietly(options: TrainOptions) -> dict[str, Any]:
+    return train(options, lambda text: None, lambda done, total: None)
+
+
+def test_it_writes_a_drafter_that_the_engine_runs_and_says_how_it_came_about(whole: Path) -> None:
+    summary = json.loads((whole / "train.json").read_text(encoding="utf-8"))
+    evaluated = [each["step"] for each in summary["evaluations"]]
+    assert (summary["steps"], summary["ended"], evaluated) == (STEPS, "steps", [1, 2, 3, 4, 5, 6])
+    assert summary["acceptance_length"] == max(each["acceptance_length"] for each in summary["evaluations"])
+    assert (whole / "train.png").stat().st_size > 1000
+    with_drafts = LLM(draft=str(whole), kv_cache_gb=0.02, max_model_len=128, adaptive_speculation=False)
+    without = LLM(draft="", kv_cache_gb=0.02, max_model_len=128)
+    prompt = "What is 5 + 6?\n"
+    found = with_drafts.generate(prompt, max_tokens=16, temperature=0)[0]
+    assert found.token_ids == without.generate(prompt, max_tokens=16, temperature=0)[0].token_ids
+    assert found.stats is not None
+    assert found.stats.spec_decoding.num_draft_tokens > 0
+
+
+def test_an_interrupted_run_gives_the_same_weights(
+    whole: Path, options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in a step, behind the first of its two batches; gradients of half a step are not kept."""
+    out, run, calls = tmp_path / "out", Trainer._run, []
+
+    def interrupted(self: Trainer, index: int) -> Any:
+        calls.append(index)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return run(self, index)
+
+    monkeypatch.setattr(Trainer, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(options(out))
+    assert calls == list(range(8))
+    state = torch.load(out / "training" / "state.pt", weights_only=True)
+    assert state["trainer"]["progress"]["step"] == 3
+    data = next((out / "training").glob("data-*")) / "samples.jsonl"
+    before = data.read_bytes()
+    summary = quietly(options(out))
+    assert calls == [*range(8), *range(6, 12)]
+    assert data.read_bytes() == before
+    assert [each["step"] for each in summary["evaluations"]] == [1, 2, 3, 4, 5, 6]
+    own, other = (torch.load(each / "training" / "state.pt", weights_only=True) for each in (whole, out))
+    assert_equal(own["trainer"]["draft"], other["trainer"]["draft"])
+    assert_equal(own["trainer"]["optimizer"], other["trainer"]["optimizer"])
+    assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Bit for bit, through lists and dictionaries."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            assert_equal(first, second)
+    else:
+        assert one == other
+
+
+def test_training_lowers_the_loss_and_a_published_drafter_is_measured_first(
+    options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    changes = {"begin_from": DRAFT, "drafter": {}, "steps": 2, "accumulate": 1, "learning_rate": 1e-6}
+    said: list[str] = []
+    summary = train(options(tmp_path / "out", **changes), said.append, lambda done, total: None)
+    first, *_, last = summary["evaluations"]
+    assert first["step"] == 0
+    assert first["acceptance_length"] > 3
+    assert last["acceptance_length"] == pytest.approx(first["acceptance_length"], rel=0.05)
+    assert any("the drafter it begins with: acceptance length" in line for line in said)
+    fields = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert fields == json.loads((DRAFT / "config.json").read_text(encoding="utf-8"))
+
+
+def test_a_run_of_other_options_is_not_gone_on_with(whole: Path, options: Callable[..., TrainOptions]) -> None:
+    with pytest.raises(TrainingError, match=r"other options: --kind was None and is eagle3; take the options of that"):
+        quietly(options(whole, kind="eagle3"))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda out: out.write_text("x"), r"is a file; name a folder"),
+        (lambda out: (out.mkdir(), (out / "config.json").write_text("{}")), r"holds a model that no training wrote"),
+        (
+            lambda out: (
+                (out / "training").mkdir(parents=True),
+                (out / "training" / "state.pt").write_bytes(b"PK\3\4"),
+            ),
+            r"state.pt is damaged \(.*\); add --restart",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_named(
+    options: Callable[..., TrainOptions], tmp_path: Path, make: Callable[[Path], Any], said: str
+) -> None:
+    make(tmp_path / "out")
+    with pytest.raises(TrainingError, match=said):
+        quietly(options(tmp_path / "out"))
+
+
+def test_options_that_contradict_each_other_are_refused(options: Callable[..., TrainOptions], tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"--from keeps the format and the sizes of its drafter"):
+        quietly(options(tmp_path / "out", begin_from=DRAFT))
+    with pytest.raises(TrainingError, match=r"--kind is eagle3, and the drafter of --from is of the kind dflash"):
+        quietly(options(tmp_path / "out", begin_from=DRAFT, drafter={}, kind="eagle3"))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    memory = Memory(weights=3 << 30, tables=1 << 30, batch=1 << 30)
+    check_fits(memory, 6 << 30)
+    with pytest.raises(TrainingError, match=r"about 5.0 GiB beside the target .*, and 5.0 GiB are free: lower"):
+        check_fits(memory, 5 << 30)
+
+
+def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    save_atomically(path, lambda partial: torch.save({"step": 1}, partial))
+    (tmp_path / "state.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"state.pt cannot be written: .*; make room"):
+        save_atomically(path, lambda partial: torch.save({"step": torch.zeros(100_000)}, partial))
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_batches_hold_each_sample_once_and_no_more_tokens_than_asked() -> None:
+    samples = [Sample((1,) * (2 + i % 7), (1,) * (3 + i % 5)) for i in range(60)]
+    batches = make_batches(samples, 40, seed=1)
+    assert sorted(index for batch in batches for index in batch) == list(range(60))
+    for batch in batches:
+        assert len(batch) * max(len(samples[index].token_ids) for index in batch) <= 40
+    assert make_batches(samples, 40, seed=1) == batches
+
+
+def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer.options, trainer.progress, trainer.world, trainer.rank = LoopOptions(4, 1.0), loop.Progress(), 1, 0
+    monkeypatch.setattr(Trainer, "_run", lambda self, index: (torch.tensor(float("nan"), requires_grad=True), 1))
+    monkeypatch.setattr(Trainer, "_without_exchange", lambda self: None)
+    with pytest.raises(TrainingError, match=r"the loss of step 1 is nan: lower --learning-rate"):
+        trainer.step()
+
+
+def test_a_run_ends_when_it_gets_no_better(options: Callable[..., TrainOptions], tmp_path: Path) -> None:
+    run = run_module.Run(options(tmp_path / "out"), lambda text: None, lambda done, total: None, True)
+    lengths = [2.0, 2.5, 2.501, 2.4, 2.505, 2.5]
+    run.record.evaluations = [{"step": i, "acceptance_length": each} for i, each in enumerate(lengths)]
+    assert run.is_plateau()
+    run.record.evaluations.append({"step": 9, "acceptance_length": 2.6})
+    assert not run.is_plateau()
+    assert replace(run.options, steps=3).steps == 3
