@@ -32,7 +32,6 @@ from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
 from tests.support.paged import block_tables, caches, context, noisy_pool
-from tests.support.scale import by_night
 
 ANCHORS = [10, 25]
 LENGTH = 40
@@ -147,8 +146,9 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [by_night(DFLASH2), DSPARK, by_night(EAGLE3)])
+@pytest.mark.parametrize("kind", [DFLASH2, DSPARK, EAGLE3])
 def test_smoke_training_writes_a_drafter_that_drafts(kind: str, first: Path, tmp_path: Path) -> None:
     """Of a target that is there: tests/demo/test_training.py trains one."""
     train_pair(Run(tmp_path / "pair", **{**SMOKE, "config": smoke(kind), "target_steps": 0}, resume=first))
@@ -160,6 +160,7 @@ def test_smoke_training_writes_a_drafter_that_drafts(kind: str, first: Path, tmp
     assert output.stats.spec_decoding.num_draft_tokens > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_drafter_of_the_other_kind_is_not_resumed(first: Path, tmp_path: Path) -> None:
     again = {**SMOKE, "config": smoke(DFLASH2), "target_steps": 0}
@@ -197,6 +198,7 @@ def test_a_hybrid_target_is_served_as_it_was_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(output.features, features[0], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_smoke_training_writes_a_hybrid_pair_that_drafts(first: Path, tmp_path: Path) -> None:
     own = {**SMOKE, "config": replace(SMOKE_CONFIG, is_hybrid=True)}
