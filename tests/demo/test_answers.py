@@ -41,6 +41,7 @@ def test_a_copied_answer_is_a_part_of_its_prompt(llm: LLM) -> None:
     assert answer == text
 
 
+@pytest.mark.nightly
 def test_sampled_answers_to_an_open_question_differ(llm: LLM) -> None:
     prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Tell me something"}])
     outputs = llm.generate([prompt] * 40, [{"max_tokens": 24, "temperature": 0.7, "seed": i} for i in range(40)])
