@@ -208,7 +208,7 @@ class Taken:
 
 
 def larger_tokenizer(vocab_size: int) -> str:
-    """The text of a tokenizer.json: the demo's, and so many further tokens that it has `vocab_size`."""
+    """The text of a tokenizer.json: the demo's tokens, and others up to `vocab_size`."""
     tokenizer, rng = json.loads(tokenizer_json(Path(asset_path("demo", "pair", "target")))), random.Random(0)
     vocab = tokenizer["model"]["vocab"]
     taken = {token["content"] for token in tokenizer["added_tokens"]}

@@ -61,6 +61,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.event_loop",),
         "the largest bodies that the OpenAI front end takes keep others waiting for at most 50 ms",
     ),
+    "drafter_swap": (
+        ("checks.drafter_swap", "--swaps", "10"),
+        "the drafter is swapped 10 times under 32 streams, and a worse one goes again: no error, no text that differs",
+    ),
     "silent_stream": (
         ("checks.silent_stream",),
         "streams that are silent for 60 s come through a proxy that gives up after 15 s",

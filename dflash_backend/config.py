@@ -24,6 +24,7 @@ ENV_PREFIX = "DFLASH_"
 RESERVED_ENV_PREFIX = (
     "DFLASH_REAL_WEIGHTS_",  # tests/evaluation/test_real_weights.py
     "DFLASH_API_KEY",  # What the command line sends to a server,
+    "DFLASH_CLIENT_ADMIN_KEY",  # what it sends to one that it changes,
     "DFLASH_URL",  # and where that is.
     "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.
     "DFLASH_CPU_OPS",  # Whether a CPU's operations in C++ are taken, or built first (docs/cpu.md).
@@ -258,6 +259,11 @@ class EngineConfig:
         False,
         "report num_cached_tokens also to requests without a cache_salt; with it a client can guess prompts of others "
         "and confirm the guess",
+    )
+    admin_key_file: str = setting(
+        "",
+        "file at the server whose text is the key of requests that change it, such as `swap_drafter`; empty: they are "
+        "refused",
     )
     message_special_tokens: str = setting(
         "text",

@@ -1,9 +1,9 @@
 """What Triton's Python stub and the engine process say to each other, as msgspec structs.
 
 Stub to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
-`AbortRequests`, `Shutdown`. Engine to stub: `LoadProgress` while it loads, then `EngineReady` or `EngineFailed`, then
-one `EngineCoreOutputs` a step. Everything is tagged by its type, so `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of
-them.
+`AbortRequests`, `SwapDrafter`, `Shutdown`. Engine to stub: `LoadProgress` while it loads, then `EngineReady` or
+`EngineFailed`, then one `EngineCoreOutputs` a step. Everything is tagged by its type, so `ENGINE_INPUT` and
+`ENGINE_OUTPUT` decode any of them.
 """
 
 from __future__ import annotations
@@ -146,6 +146,21 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
 
     request_ids: list[str]
     num_output_tokens: dict[str, int] = {}
+
+
+class SwapDrafter(msgspec.Struct, frozen=True, tag=True):
+    """Draft with another drafter from now on; one `DrafterSwapped` answers, a second one says how it went on.
+
+    draft_model, draft_revision: as the settings of these names. window: verified blocks of the new drafter after which
+    its acceptance is compared with the old one's, which comes back where more than `max_loss` of the accepted tokens of
+    a block are lost (0 to 1); 0: it is not compared.
+    """
+
+    swap_id: str
+    draft_model: str
+    draft_revision: str = ""
+    window: int = 1000
+    max_loss: float = 0.1
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -346,6 +361,18 @@ class BlocksRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
 KVEvent = BlocksStored | BlocksRemoved
 
 
+SwapOutcome = Literal["swapped", "refused", "kept", "reverted"]
+
+
+class DrafterSwapped(msgspec.Struct, frozen=True):
+    """What came of a `SwapDrafter`: `swapped` or `refused`, then `kept` or `reverted` once the new drafter was compared
+    with the old one. message: for clients and the log."""
+
+    swap_id: str
+    outcome: SwapOutcome
+    message: str
+
+
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     """All that came of one engine step, or of the intake before it: what `EngineCore.step` returns.
 
@@ -354,6 +381,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     phase_seconds: the step's time by phase (verify, accept, inject, draft); empty when no step was applied.
     queue: filled in by the engine process.
     kv_events: what entered and left the prefix cache, in order; empty unless the engine reports it.
+    drafter_swaps: what came of `SwapDrafter`s.
     """
 
     deltas: list[TokenDelta] = []
@@ -362,6 +390,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     phase_seconds: dict[str, float] = {}
     queue: QueueState | None = None
     kv_events: list[KVEvent] = []
+    drafter_swaps: list[DrafterSwapped] = []
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -397,7 +426,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     setup_error: bool = False
 
 
-EngineInput = GenerationRequest | AbortRequests | Shutdown
+EngineInput = GenerationRequest | AbortRequests | SwapDrafter | Shutdown
 EngineOutput = EngineCoreOutputs | LoadProgress | EngineReady | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()

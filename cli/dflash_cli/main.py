@@ -20,7 +20,7 @@ from dflash_cli.commands.version import package_version
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    from dflash_cli.commands import chat, dynamo, generate, inspect, openai, serve, train
+    from dflash_cli.commands import chat, dynamo, generate, inspect, openai, serve, swap_drafter, train
     from dflash_cli.commands import eval as eval_command
 
     root = argparse.ArgumentParser(
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"dflash-triton {package_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, openai, dynamo, generate, chat, eval_command, inspect, train):
+    for command in (serve, openai, dynamo, generate, chat, eval_command, inspect, train, swap_drafter):
         command.add_parser(commands)
     for name, sub in commands.choices.items():
         sub.set_defaults(command=name, parser=sub)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dflash_client.sampling import Sampling
 
 READY_POLL_S = 0.1
+# A server may load a large drafter, or bring it from the hub first.
+SWAP_TIMEOUT_S = 600.0
 
 Prompt = str | Sequence[int] | None
 Messages = Sequence[Mapping[str, Any]] | None
@@ -157,6 +159,17 @@ class DFlashClient(_Client[Stream]):
         with self._send(Request.description(self.model), timeout_s) as stream:
             return description("".join(delta.text for delta in stream))
 
+    def swap_drafter(
+        self, draft_model: str, admin_key: str, *, timeout_s: float = SWAP_TIMEOUT_S, **options: Any
+    ) -> dict[str, Any]:
+        """Have the server draft with another drafter from now on, and wait until it does: a folder at the server or a
+        hub id. admin_key: that of the server's `admin_key_file`. options: `draft_revision`; `window`, verified blocks
+        after which its acceptance is compared (1000; 0: never), and `max_loss`, the part that may be lost (0.1), else
+        the old one comes back. Returns `outcome`, `message` and `num_engines`. Raises `ClientError`."""
+        wanted = {"draft_model": draft_model, "admin_key": admin_key, **options}
+        with self._send(Request.swap(self.model, wanted), timeout_s) as stream:
+            return description("".join(delta.text for delta in stream))
+
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """Whether the server is there and the model takes requests now."""
         return self.probe(timeout_s) is None
@@ -214,6 +227,14 @@ class AsyncDFlashClient(_Client[AsyncStream]):
     async def describe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
         """As `DFlashClient.describe`."""
         async with self._send(Request.description(self.model), timeout_s) as stream:
+            return description("".join([delta.text async for delta in stream]))
+
+    async def swap_drafter(
+        self, draft_model: str, admin_key: str, *, timeout_s: float = SWAP_TIMEOUT_S, **options: Any
+    ) -> dict[str, Any]:
+        """As `DFlashClient.swap_drafter`."""
+        wanted = {"draft_model": draft_model, "admin_key": admin_key, **options}
+        async with self._send(Request.swap(self.model, wanted), timeout_s) as stream:
             return description("".join([delta.text async for delta in stream]))
 
     async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:

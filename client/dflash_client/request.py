@@ -23,7 +23,8 @@ RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set, or `describe`.
+    """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set, or `describe`,
+    or `swap_drafter` (JSON).
 
     `sampling` is the JSON object of the sampling parameters, or None where there are none. `headers` go with this
     request, beside those of the connection.
@@ -39,12 +40,18 @@ class Request:
     wants_steps: bool = False
     wants_stop_reason: bool = False
     describe: bool = False
+    swap_drafter: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def description(cls, model: str) -> Request:
         """The request for a description of the model; nothing is generated."""
         return cls(model, stream=False, describe=True)
+
+    @classmethod
+    def swap(cls, model: str, wanted: Mapping[str, Any]) -> Request:
+        """The request for another drafter; nothing is generated."""
+        return cls(model, stream=False, swap_drafter=_json(dict(wanted), "request", json.dumps))
 
     @classmethod
     def build(
@@ -85,6 +92,8 @@ class Request:
         """The boolean inputs. The prompt is never wanted back; when streaming, the server leaves it out by itself."""
         if self.describe:
             return {"describe": True}
+        if self.swap_drafter is not None:
+            return {}
         names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
         flags = dict.fromkeys(names, True)
         flags["stream"] = self.stream
@@ -98,7 +107,12 @@ class Request:
 
     def strings(self) -> dict[str, str]:
         """The string inputs that are set."""
-        strings = {"text_input": self.text, "messages": self.messages, "sampling_parameters": self.sampling}
+        strings = {
+            "text_input": self.text,
+            "messages": self.messages,
+            "sampling_parameters": self.sampling,
+            "swap_drafter": self.swap_drafter,
+        }
         return {name: value for name, value in strings.items() if value is not None}
 
 

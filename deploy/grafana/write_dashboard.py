@@ -200,6 +200,17 @@ PANELS: tuple[Panel, ...] = (
         "With data_parallel_size. One line far above the others: most requests share one prefix.",
     ),
     Panel(
+        "Drafters swapped",
+        "short",
+        (
+            (
+                "{{model}} {{outcome}}",
+                f"sum by (model, outcome) (increase(dflash:drafter_swaps_total{{{WHERE}}}[$__rate_interval]))",
+            ),
+        ),
+        "What came of requests for another drafter. reverted: fewer drafts of the new one were accepted.",
+    ),
+    Panel(
         "Prefix cache events per second",
         "short",
         (("{{model}}", rate("kv_events_total")),),

@@ -23,6 +23,7 @@ from types import MappingProxyType
 import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
+from dflash_backend.core.drafter_swap import Acceptance, DrafterSwap
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
 from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import (
@@ -106,6 +107,11 @@ class EngineCore:
         self._outputs = EngineCoreOutputs()
         # A step that the worker could not run, and why; nothing is planned before `_isolate` has looked into it.
         self._failed_step: tuple[SchedulerOutput, str] | None = None
+        # The drafter that took the place of another one last, and what is to be done at the next step: to put one in,
+        # or to take it out again.
+        self._swap: DrafterSwap | None = None
+        self._acceptance = Acceptance()  # of the drafter that drafts
+        self._due_swap: DrafterSwap | None = None
         self._clock = clock
         self._last_finished = 0.0  # when the drafts of the last step had come
         self._trace = trace
@@ -168,7 +174,12 @@ class EngineCore:
         if self._grammars.waiting:
             self._queue_compiled(outputs)
         if self._failed_step is not None:
-            self._isolate(*self._failed_step, outputs)
+            failed_plan, reason = self._failed_step
+            if self._swap is not None and self._swap.exchange is not None and not self._in_flight:
+                self._take_out(self._swap, f"a step failed ({reason})", outputs)
+            self._isolate(failed_plan, reason, outputs)
+        elif self._due_swap is not None:
+            self._exchange_drafters(self._due_swap, outputs)
         else:
             plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
             submitted = plan is not None and self._run(plan, started, outputs)
@@ -228,6 +239,13 @@ class EngineCore:
             )  # fmt: skip
             self._trace.step(step.plan, result, drafts.phase_seconds, times)
 
+    def swap_drafter(self, swap: DrafterSwap) -> None:
+        """Draft with another drafter from the next `step` on, which says so. Raises `RequestError` (UNAVAILABLE) while
+        one is still compared with the one before it."""
+        if self._due_swap is not None or (self._swap is not None and self._swap.exchange is not None):
+            raise RequestError("UNAVAILABLE", "the last drafter that was swapped in is still compared; try again later")
+        self._due_swap = swap
+
     def idle_outputs(self) -> EngineCoreOutputs:
         """What is left to say once nothing is unfinished: the counts as they are now."""
         outputs, self._outputs = self._outputs, EngineCoreOutputs()
@@ -235,7 +253,8 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a request is queued or running, or a step of ended requests is in flight."""
-        return bool(self._requests or self._in_flight or self._failed_step or self._outputs.rejected)
+        more = self._failed_step or self._due_swap or self._outputs.rejected
+        return bool(self._requests or self._in_flight or more)
 
     @property
     def is_moving(self) -> bool:
@@ -343,6 +362,41 @@ class EngineCore:
             return True
         return False
 
+    def _exchange_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
+        """Put a drafter in the worker, or the one before back, once nothing is in flight."""
+        self._collect_down_to(0, outputs)
+        self.finish_step()
+        if self._failed_step is not None:
+            return  # the next step does it
+        self._due_swap = None
+        if swap is self._swap:
+            self._take_out(swap, swap.comparison(), outputs)
+            return
+        assert swap.exchange is not None
+        swap.exchange()
+        self.scheduler.begin_drafter()
+        swap.before, self._acceptance, self._swap = self._acceptance, swap.now, swap
+        outputs.drafter_swaps.append(swap.says("swapped", f"{swap.name} drafts now"))
+        if not swap.window:
+            swap.exchange = None
+
+    def _take_out(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
+        """Put the drafter before this one back, with nothing in flight."""
+        assert swap.exchange is not None
+        swap.exchange()
+        self.scheduler.begin_drafter()
+        outputs.drafter_swaps.append(swap.says("reverted", f"the drafter before {swap.name} is back: {reason}"))
+        swap.exchange = None
+        self._acceptance = swap.before
+
+    def _compare_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
+        """Keep a drafter that was looked at for long enough, or have it taken out."""
+        if swap.loses():
+            self._due_swap = swap
+        else:
+            outputs.drafter_swaps.append(swap.says("kept", f"{swap.name} stays: {swap.comparison()}"))
+            swap.exchange = None
+
     def _submit(self, plan: SchedulerOutput, started: float) -> None:
         """Put a step in flight. When this raises, it is not in flight."""
         planned = self._clock()
@@ -431,6 +485,10 @@ class EngineCore:
                 if self._requests.get(request.request_id) is request:
                     self._apply(request, row, row_result, now, outputs)
             self._num_steps += 1
+            if (swap := self._swap) is not None and self._due_swap is None:
+                policy = self.scheduler.speculation
+                if swap.is_due(policy is None or policy.pays):
+                    self._compare_drafters(swap, outputs)
             if result.mask_seconds:
                 self._grammars.observe_masks(result.mask_seconds)
             step.applied = self._clock()
@@ -460,6 +518,9 @@ class EngineCore:
             if result.num_verified:
                 request.spec_stats.observe_draft(result.num_verified, len(token_ids))
                 self._spec_counts.delivered.observe_draft(result.num_verified, len(token_ids))
+                if request.drafter_epoch == self.scheduler.kv.drafter_epoch:
+                    num_output = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
+                    self._acceptance.note(num_output, result.num_verified, len(token_ids) - 1)
             if request.yields is not None:
                 request.yields.note(result.num_verified, len(token_ids))
         if (speculation := self.scheduler.speculation) is not None:

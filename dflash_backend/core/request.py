@@ -102,6 +102,8 @@ class Request:
     # Blocks that it needs to come to its first decode row, as of its admission.
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
+    # Of the drafter whose context KV its blocks began with, as `KVManager.drafter_epoch` counts them.
+    drafter_epoch: int = 0
     row_in_flight: ScheduledRequest | None = None
     # The compiled grammar of its structured output, which is kept as long as the request is.
     grammar: Any = None

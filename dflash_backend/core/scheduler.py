@@ -301,6 +301,12 @@ class Scheduler:
         if self.kv.tiers is not None:
             self.kv.tiers.release(request)
 
+    def begin_drafter(self) -> None:
+        """Another drafter drafts from now on, with nothing in flight."""
+        self.kv.begin_drafter()
+        if self.speculation is not None:
+            self.speculation.begin_drafter()
+
     def plan(self, now: float, in_flight: bool = False) -> SchedulerOutput | None:
         """The next step. `now` is the clock in seconds; `in_flight` says that one step's result has not been applied.
 

@@ -39,6 +39,7 @@ from dflash_backend.engine.checks import (
     report_kv_dtype,
     target_kv_dtype,
 )
+from dflash_backend.engine.drafter_loader import DrafterLoader
 from dflash_backend.engine.kv_tiers import wants_tiers, with_tiers
 from dflash_backend.engine.sizing import (
     Sizes,
@@ -102,6 +103,8 @@ class BuiltEngine:
     ready: EngineReady
     trace: StepTrace | None = None
     grammars: GrammarCompiler | None = None
+    drafters: DrafterLoader | None = None
+    """Loads others in the drafter's place; None without a drafter that is a model."""
 
     def check(self) -> None:
         """Raises `RankLostError` when a process that shares the target is lost, and a step would fail."""
@@ -121,6 +124,7 @@ class LoadedModels:
     draft_backend: AttentionBackend
     device: torch.device
     dtype: torch.dtype
+    draft_options: LoadOptions | None = None
 
 
 def build_engine(
@@ -179,7 +183,18 @@ def build_engine(
     ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars, mover)
     report("the model is loaded", 1.0)
-    return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
+    drafters = _drafter_loader(config, models, sizes, runner)
+    return BuiltEngine(core, runner, models.pair, ready, trace, grammars, drafters)
+
+
+def _drafter_loader(
+    config: EngineConfig, models: LoadedModels, sizes: Sizes, runner: ModelRunner
+) -> DrafterLoader | None:
+    """What loads another drafter in this one's place; it reports no progress, since the engine serves by then."""
+    if models.draft_options is None or models.pair.draft_model is None:
+        return None
+    quiet = dataclasses.replace(models.draft_options, progress=lambda file, done: None)
+    return DrafterLoader(config, models.pair, quiet, sizes.max_model_len, runner)
 
 
 def _first_sizes(
@@ -222,7 +237,7 @@ def _load_models(
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
-    make_drafter = None
+    make_drafter, options = None, None
     if pair.draft is not None:
         options = LoadOptions(
             num_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done), ops
@@ -230,7 +245,7 @@ def _load_models(
         make_drafter = drafter_class(pair.draft).load(pair.draft, options)
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
-    return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype)
+    return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype, options)
 
 
 def _rank_setup(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -24,11 +25,13 @@ import zmq
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
+from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.heap import collector_at_rest, freeze_heap
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_INPUT,
     AbortRequests,
+    DrafterSwapped,
     EngineCoreOutputs,
     EngineFailed,
     EngineOutput,
@@ -38,6 +41,7 @@ from dflash_backend.messages import (
     QueueState,
     RequestRejected,
     Shutdown,
+    SwapDrafter,
 )
 from dflash_backend.process_watch import WatchedProcess
 
@@ -51,6 +55,8 @@ STDIN = 0
 IDLE_POLL_MS = 500
 # And while KV is still to go to tiers.
 MOVING_POLL_MS = 2
+# And while a drafter is loaded beside the one that drafts.
+LOADER_POLL_MS = 20
 # How often the engine speaks at least, between two steps and without any: the stub takes its silence for a hang.
 BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
@@ -102,6 +108,10 @@ class EngineLoop:
         self._check = built.check
         self._channel = channel
         self._trace = built.trace
+        self._drafters = built.drafters
+        # What a thread that loads a drafter has to say, once; and that thread.
+        self._loaded: queue.SimpleQueue[DrafterSwap | DrafterSwapped] = queue.SimpleQueue()
+        self._loader: threading.Thread | None = None
         self._ending = False
         self._num_received = 0
         self._spoke_at = 0.0
@@ -116,15 +126,16 @@ class EngineLoop:
             busy = self._core.has_unfinished()
             if not busy:
                 self._check()
-            idle_ms = MOVING_POLL_MS if self._core.is_moving else IDLE_POLL_MS
-            self._take(self._channel.receive(0 if busy else idle_ms))
+            self._take(self._channel.receive(0 if busy else self._idle_ms()))
             if self._ending:
                 return
+            if self._loader is not None and not self._loaded.empty():
+                self._end_loading()
             if self._core.has_unfinished():
                 outputs = self._core.step()
                 started = time.monotonic()
                 work = outputs.deltas or outputs.rejected or outputs.phase_seconds
-                if work or outputs.stats or outputs.kv_events:
+                if work or outputs.stats or outputs.kv_events or outputs.drafter_swaps:
                     self._say(msgspec.structs.replace(outputs, queue=self._queue()))
                 if self._trace is not None:
                     self._trace.messages("send", started, len(outputs.deltas))
@@ -135,6 +146,12 @@ class EngineLoop:
                 self._say(msgspec.structs.replace(outputs, queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(EngineCoreOutputs(queue=self._queue()))
+
+    def _idle_ms(self) -> int:
+        """How long an idle engine may sleep before there is something to do for it that no message tells."""
+        if self._core.is_moving:
+            return MOVING_POLL_MS
+        return IDLE_POLL_MS if self._loader is None else LOADER_POLL_MS
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
@@ -151,6 +168,8 @@ class EngineLoop:
                     rejected.append(refusal)
             elif isinstance(message, AbortRequests):
                 self._core.abort(message.request_ids, message.num_output_tokens)
+            elif isinstance(message, SwapDrafter):
+                self._begin_loading(message)
             elif isinstance(message, Shutdown):
                 self._ending = True
         if rejected:
@@ -169,6 +188,44 @@ class EngineLoop:
             message = f"the request could not be queued ({type(error).__name__}: {error}); the server's log has more"
             return RequestRejected(request.request_id, "INTERNAL", message)
         return None
+
+    def _begin_loading(self, wanted: SwapDrafter) -> None:
+        """Load a drafter beside the one that drafts, in a thread, while steps go on."""
+        drafters, loaded = self._drafters, self._loaded
+        if self._loader is not None:
+            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", "another drafter is loaded; try again later"))
+            return
+        if drafters is None:
+            reason = "this server was started without a drafter that is a model; set draft_model and restart it"
+            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", reason))
+            return
+
+        def load() -> None:
+            try:
+                loaded.put(drafters.load(wanted))
+            except ValueError as error:
+                loaded.put(DrafterSwapped(wanted.swap_id, "refused", str(error)))
+            except Exception as error:  # noqa: BLE001 - it must be answered, whatever it is
+                _log.exception("the drafter %s could not be loaded", wanted.draft_model)
+                reason = f"it could not be loaded ({type(error).__name__}: {error}); the server's log has more"
+                loaded.put(DrafterSwapped(wanted.swap_id, "refused", reason))
+
+        self._loader = threading.Thread(target=load, name="drafter-loader", daemon=True)
+        self._loader.start()
+
+    def _end_loading(self) -> None:
+        """Give the core what was loaded, or say why it was not."""
+        self._loader, loaded = None, self._loaded.get()
+        if isinstance(loaded, DrafterSwapped):
+            self._say_swapped(loaded)
+            return
+        try:
+            self._core.swap_drafter(loaded)
+        except RequestError as error:
+            self._say_swapped(loaded.says("refused", error.message))
+
+    def _say_swapped(self, said: DrafterSwapped) -> None:
+        self._say(EngineCoreOutputs(drafter_swaps=[said], queue=self._queue()))
 
     def _say(self, outputs: EngineCoreOutputs) -> None:
         self._channel.send(outputs)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, QueueLoad
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger
-from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineReady, SamplingParams
+from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineReady, SamplingParams, SwapDrafter
 from dflash_backend.routing.router import Route
 
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
@@ -107,7 +107,7 @@ class Engines:
             raise NoEngineError(RESTARTING)
         return Placement(0, client)
 
-    def send(self, index: int, message: AbortRequests) -> None:
+    def send(self, index: int, message: AbortRequests | SwapDrafter) -> None:
         """Queue a message for an engine; one that is gone has no requests any more."""
         self.supervisors[index].send(message)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -123,6 +124,15 @@ class EngineSupervisor:
     def silence_s(self) -> float:
         """Seconds since the engine that takes requests last sent something; 0 without one."""
         return self._silence_s if self.engine is not None else 0.0
+
+    @property
+    def drafter(self) -> tuple[str | None, str]:
+        """The settings draft_model and draft_revision with which the next process starts."""
+        return self._config.draft_model, self._config.draft_revision
+
+    def use_drafter(self, draft_model: str | None, draft_revision: str) -> None:
+        """Start the next process with this drafter, which has taken the other's place in the one that runs."""
+        self._config = replace(self._config, draft_model=draft_model, draft_revision=draft_revision)
 
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""

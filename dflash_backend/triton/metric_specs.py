@@ -103,6 +103,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "dflash:request_success_total", "counter", "Finished requests by finish reason", label="finished_reason"
     ),
     MetricSpec("dflash:request_errors_total", "counter", "Requests that ended in an error by status", label="status"),
+    MetricSpec(
+        "dflash:drafter_swaps_total", "counter", "What came of swaps of the drafter, by outcome", label="outcome"
+    ),
     MetricSpec("dflash:engine_restarts_total", "counter", "Engine processes that were started after one had died"),
     MetricSpec(
         "dflash:requests_routed_total",

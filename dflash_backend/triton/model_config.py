@@ -32,6 +32,7 @@ INPUTS: dict[str, tuple[str, int]] = {
     "return_steps": ("TYPE_BOOL", 1),
     "return_stop_reason": ("TYPE_BOOL", 1),
     "describe": ("TYPE_BOOL", 1),
+    "swap_drafter": ("TYPE_STRING", 1),
     "image": ("TYPE_STRING", -1),
     "embedding_request": ("TYPE_STRING", 1),
 }

@@ -32,6 +32,7 @@ from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.triton.description import asks_for_description, describe_model
+from dflash_backend.triton.drafter_swaps import DrafterSwaps, swap_text
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metric_specs import CACHE_CONFIG
@@ -104,6 +105,7 @@ class TritonService:
         self._requests = RunningRequests(
             config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory
         )
+        self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log)
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
         self._log.info(f"ready: {several}{self._engines.ready.description}")
         self._reporter.report(time.monotonic(), 0)
@@ -167,6 +169,9 @@ class TritonService:
             self._describe(responder)
             return
         try:
+            if (swap := swap_text(request)) is not None:
+                self._swaps.begin(swap, responder)
+                return
             parsed, full = self._reader.read(request, self._engines)
             state = RequestState(next(self._ids), parsed, self._tokenizer)
             placement = self._engines.place(parsed.prompt_token_ids, parsed.sampling, full)
@@ -235,6 +240,7 @@ class TritonService:
         self._ended = True
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
+        self._swaps.fail_all(BROKEN if failure is not None else SHUT_DOWN)
         closers = [publisher.close for publisher in self._publishers]
         for last in (self._engines.close, *closers, self._metrics.reset_engines, self._metrics.flush):
             try:
@@ -269,6 +275,7 @@ class TritonService:
         if self._publishers:
             self._publish(outputs)
         self._requests.process(outputs)
+        self._swaps.take(outputs)
         now = time.monotonic()
         self._heartbeat.beat(now, len(self._requests))
         self._requests.check_server_memory(now)
@@ -297,6 +304,7 @@ class TritonService:
             # The page says so before the first client knows: one that then waits for readiness sees the next engine's.
             self._reporter.reset_engine(lost.index)
             self._requests.fail_all_lost(lost)
+            self._swaps.lose_engine(lost.index)
             if self._publishers:
                 self._publishers[lost.index].clear()
             return []

@@ -27,6 +27,8 @@ from dflash_backend.core.plan import (
     StepFailed,
     StepOutOfMemory,
 )
+from dflash_backend.drafters.base import Drafter
+from dflash_backend.drafters.exchange import exchange_weights
 from dflash_backend.messages import ErrorStatus
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
@@ -115,6 +117,8 @@ class ModelRunner:
             num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device, step.kv.block_size
         )
         self.graphs = GraphRunner(step, self.layouts)
+        self.captured = False
+        """Whether steps are captured in graphs."""
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
         self._max_padded_rows = max(1, min(num_rows, max_tokens // step.width))
@@ -168,6 +172,7 @@ class ModelRunner:
                 self.graphs.make(make, sizes, serves, progress, shapes, finest)
                 self.graphs.make_mixed(make, mixed, serves, progress)
             if captures:
+                self.captured = True
                 torch.cuda.empty_cache()  # of the steps that ran before their captures
         except CaptureError as error:
             self.graphs.clear()
@@ -203,6 +208,21 @@ class ModelRunner:
         if self.step.pending is not None:
             self.step.pending.clear()
         self.grammars.clear()
+
+    def use_drafter(self, drafter: Drafter) -> Drafter:
+        """Draft with another drafter, which writes its context KV where the one before did; with no step in flight.
+        Returns the drafter that it took the place of. Raises `ValueError` where graphs were captured and the two differ
+        in more than their weights."""
+        before = self.step.drafter
+        assert before is not None
+        assert not self._in_flight, "a step is in flight"
+        assert self._collected is None, "a step has not drafted"
+        if self.captured:
+            exchange_weights(before, drafter)  # a graph reads them where they are
+            before, drafter = drafter, before
+        self.step.drafter = drafter
+        self.step.pending = self.step.ops.pending_context(self.step.state)
+        return before
 
     def collect(self) -> ModelRunnerOutput:
         """As `core.plan.Worker.collect`."""

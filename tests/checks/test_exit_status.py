@@ -203,6 +203,13 @@ def of_smollm2(rounds: Rounds) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_drafter_swap(rounds: Rounds) -> dict[str, Any]:
+    async def swapped(*_: Any) -> list[str]:
+        return words(rounds)
+
+    return {"noisy_drafter": lambda path: path, "TritonServer": Server, "swap_under_load": swapped}
+
+
 def of_check(rounds: Rounds) -> dict[str, Any]:
     return {"check": lambda *_: next(rounds), "nodes_of": Server}
 
@@ -229,6 +236,7 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "prefix": (1, [], of_prefix),
     "hybrid": (4, ["--pair", "."], of_hybrid),
     "readiness": (1, [], of_readiness),
+    "drafter_swap": (1, [], of_drafter_swap),
     "smollm2": (3, [], of_smollm2),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
     "tensor_parallel": (1, [], of_check),

@@ -13,15 +13,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.block_hashes import BlockHashes
+from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.engine.process import serve
 from dflash_backend.messages import (
     BlocksRemoved,
+    DrafterSwapped,
     EngineCoreOutputs,
     EngineReady,
     EngineStats,
@@ -29,6 +31,7 @@ from dflash_backend.messages import (
     KVEvent,
     RequestRejected,
     RequestStats,
+    SwapDrafter,
     TokenDelta,
     TokenLogprobs,
 )
@@ -74,10 +77,13 @@ def token_logprobs(token: int, num_others: int) -> TokenLogprobs:
 class ToyCore:
     """Keeps what the protocol of `EngineCore` asks for, and nothing else."""
 
+    is_moving = False
+
     def __init__(self) -> None:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
         self._hashes: list[bytes] = []
+        self._swaps: list[DrafterSwapped] = []
         self.broken = False
 
     def add_request(self, request: GenerationRequest) -> None:
@@ -98,7 +104,15 @@ class ToyCore:
                 self._num_generated += num_output_tokens[request_id] - state.num_output
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._swaps)
+
+    def swap_drafter(self, swap: DrafterSwap) -> None:
+        """It says at the next step what the drafter's name asks for, after that it is there."""
+        if swap.name == "too early":
+            raise RequestError("UNAVAILABLE", "the toy compares another one")
+        self._swaps.append(swap.says("swapped", f"{swap.name} drafts now"))
+        if swap.name in ("kept", "reverted"):
+            self._swaps.append(swap.says(swap.name, "the toy has compared it"))
 
     @property
     def num_waiting(self) -> int:
@@ -122,7 +136,9 @@ class ToyCore:
         self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         deltas = [delta for delta in deltas if delta is not None]
-        return EngineCoreOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125}, kv_events=events)
+        swaps, self._swaps = self._swaps[:1], self._swaps[1:]
+        phases = {"verify": 0.25, "draft": 0.125}
+        return EngineCoreOutputs(deltas, rejected, self.stats(), phases, kv_events=events, drafter_swaps=swaps)
 
     def finish_step(self) -> None:
         """The toy drafts nothing."""
@@ -162,11 +178,27 @@ class EndingCore(ToyCore):
         os._exit(8)
 
 
+class ToyDrafters:
+    """Loads drafters whose names say what becomes of them."""
+
+    def load(self, wanted: SwapDrafter) -> DrafterSwap:
+        if wanted.draft_model == "wrong":
+            raise ValueError("the toy's target is another one")
+        if wanted.draft_model == "defect":
+            raise KeyError("the toy lacks a tensor")
+        if wanted.draft_model == "die":
+            os._exit(9)
+        if wanted.draft_model == "slow":
+            time.sleep(0.3)
+        return DrafterSwap(wanted.swap_id, wanted.draft_model, lambda: None, wanted.window, wanted.max_loss)
+
+
 @dataclass
 class ToyBuilt:
     core: ToyCore
     ready: EngineReady
     trace: None = None
+    drafters: ToyDrafters | None = field(default_factory=ToyDrafters)
 
     def check(self) -> None:
         if self.core.broken:
@@ -182,7 +214,8 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBu
     if config.max_model_len == DIE_AT or life == "die":
         os._exit(7)
     length = config.max_model_len or 512
-    return ToyBuilt(EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy"))
+    core, ready = EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy")
+    return ToyBuilt(core, ready, drafters=None if config.draft_model == "" else ToyDrafters())
 
 
 def next_life() -> str:

@@ -156,8 +156,9 @@ def test_a_penalised_sampled_request_draws_the_same_after_preemption(llm: LLM) -
     tight = LLM(adaptive_speculation=False, max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
     preempted = tight.generate([QUESTION] * 8, params)
     assert tight.stats().num_preemptions > 0
-    for output, calm in zip(preempted, llm.generate([QUESTION] * 8, params), strict=True):
-        assert output.token_ids == calm.token_ids
+    calm = llm.generate([QUESTION] * 8, params)
+    assert [output.token_ids for output in preempted] == [output.token_ids for output in calm]
+    for output in sorted(preempted, key=lambda output: -output.stats.num_preemptions if output.stats else 0)[:2]:
         check_logprobs(output, output.prompt_token_ids, 2)
 
 

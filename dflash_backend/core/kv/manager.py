@@ -41,6 +41,8 @@ class KVManager:
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
         self._num_next = int(config.reads_next_tokens)
+        self.drafter_epoch = 0
+        """Drafters that were swapped so far. Blocks of a request that began with another one are not published."""
         self.events: KVEventLog | None = None
         if config.kv_events != "off":
             self.events = KVEventLog(with_tokens=config.kv_events == "tokens")
@@ -112,6 +114,7 @@ class KVManager:
         for group in self.groups:
             group.start(request, hit)
         request.hit = None
+        request.drafter_epoch = self.drafter_epoch
         request.num_published_blocks = len(hit)
         request.num_computed = len(hit) * self._block_size
 
@@ -144,7 +147,7 @@ class KVManager:
         Final are positions below `num_computed` whose token was kept: a stop may have dropped accepted ones. With a
         drafter that reads the token after a position, that one must have been kept too.
         """
-        if self._caching:
+        if self._caching and request.drafter_epoch == self.drafter_epoch:
             num_full = min(request.num_computed, len(request.token_ids) - self._num_next) // self._block_size
             if num_full > request.num_published_blocks:
                 hashes = request.block_hashes.first(num_full, request.token_ids)
@@ -167,6 +170,11 @@ class KVManager:
         states were not written. Requests keep their blocks."""
         for group in self.groups:
             group.reset_prefix_cache()
+
+    def begin_drafter(self) -> None:
+        """Another drafter writes context KV from now on: blocks with that of the one before are found no more."""
+        self.drafter_epoch += 1
+        self.reset_prefix_cache()
 
     def writable_blocks(self, request: Request) -> list[frozenset[int]]:
         """The blocks that a step may write for the request (invariant OWN), for each group that has blocks."""

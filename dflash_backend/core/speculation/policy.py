@@ -231,6 +231,15 @@ class AdaptiveSpeculation:
         self._update_acceptance()
         return self._stats
 
+    def begin_drafter(self) -> None:
+        """Another drafter drafts from now on: what is known of the acceptance of the one before does not count."""
+        self._update_acceptance()
+        self.acceptance = AcceptanceEstimator(self.k)
+        self._lengths.clear()
+        self.rests = False
+        self._age = self._interval = STEPS_BETWEEN_DECISIONS
+        self._probes, self._trials = Probes(), Trials()
+
     def first_length(self, row: SpeculatingRow) -> int:
         """Drafts of a row by the last decision, also of one that was not there yet."""
         if not self._lengths:

@@ -1,0 +1,113 @@
+"""A drafter that takes the place of another one while requests run.
+
+The drafts change no text, so nothing waits for it. Requests that run go on over the context KV of the drafter before,
+to which the new one adds its own: their drafts may fare worse, so they are not counted, and their blocks are not
+published. Requests that start after it find no block of the drafter before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dflash_backend.messages import DrafterSwapped, SwapOutcome
+
+# Blocks that acceptance is taken from, at least; after as many, drafts that no longer pay are not waited for.
+MIN_BLOCKS = 100
+# Standard errors by which accepted drafts must be too few.
+SURE = 2.0
+
+
+class Acceptance:
+    """Verified blocks of a drafter, by the length of the answer before them: more or fewer drafts are accepted at an
+    answer's beginning, and what is seen soon after a swap are beginnings."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Blocks."""
+        # By the number of binary digits of the answer's tokens, the verified drafts and the accepted ones.
+        self._blocks: Counter[tuple[int, int, int]] = Counter()
+
+    def note(self, num_output_tokens: int, num_verified: int, num_accepted: int) -> None:
+        """Count a block behind that many tokens of an answer."""
+        self.total += 1
+        self._blocks[num_output_tokens.bit_length(), num_verified, num_accepted] += 1
+
+    def by_position(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """By the length of the answer and the position in the block: the drafts that were verified behind accepted
+        ones, and the accepted ones of them. Whatever the number of drafts of a block, they tell the same."""
+        tried, accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for (length, num_verified, num_accepted), count in self._blocks.items():
+            for position in range(min(num_accepted + 1, num_verified)):
+                tried[length, position] += count
+                accepted[length, position] += count * (position < num_accepted)
+        return {place: (count, accepted[place]) for place, count in tried.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Accepted drafts, and how many would be with the drafter before: at the same positions, behind accepted drafts, as
+    far into the answers. error: the standard error of the first."""
+
+    accepted: int
+    expected: float
+    error: float
+
+    @classmethod
+    def of(cls, now: Acceptance, before: Acceptance) -> Comparison:
+        """Where both were seen."""
+        known, accepted, expected, variance = before.by_position(), 0, 0.0, 0.0
+        for place, (tried, taken) in now.by_position().items():
+            if place in known:
+                accepted += taken
+                expected += tried * known[place][1] / known[place][0]
+                variance += taken * (tried - taken) / tried
+        return cls(accepted, expected, math.sqrt(variance))
+
+
+@dataclass
+class DrafterSwap:
+    """A drafter that is ready, and how it fares.
+
+    exchange: puts it in the place of the worker's, and at its next call back again; to be called with no step in
+    flight. name: of the drafter, for messages. window, max_loss: as of `messages.SwapDrafter`. before: the acceptance
+    of the drafter that it took the place of; now: its own, without requests that began before it.
+    """
+
+    swap_id: str
+    name: str
+    exchange: Callable[[], None] | None
+    window: int = 1000
+    max_loss: float = 0.1
+    before: Acceptance = field(default_factory=Acceptance)
+    now: Acceptance = field(default_factory=Acceptance)
+
+    def says(self, outcome: SwapOutcome, message: str) -> DrafterSwapped:
+        """What the stub is told."""
+        return DrafterSwapped(self.swap_id, outcome, message)
+
+    def is_due(self, drafting_pays: bool) -> bool:
+        """Whether its acceptance is to be compared now. drafting_pays: by the policy of `adaptive_speculation`."""
+        if self.exchange is None or not self.window:
+            return False
+        num_blocks = self.now.total
+        return num_blocks >= self.window or (not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.window))
+
+    def loses(self) -> bool:
+        """Whether too much of the acceptance is lost, surely; False where too little is known of the drafter before."""
+        if self.before.total < MIN_BLOCKS:
+            return False
+        found = Comparison.of(self.now, self.before)
+        return found.accepted + SURE * found.error < (1 - self.max_loss) * found.expected
+
+    def comparison(self) -> str:
+        """The two in words."""
+        found = Comparison.of(self.now, self.before)
+        if self.before.total < MIN_BLOCKS or not found.expected:
+            return "there were too few blocks of the drafter before to compare it with"
+        return (
+            f"{found.accepted} drafts of {self.now.total} blocks were accepted; of the drafter before it would be "
+            f"{found.expected:.0f}"
+        )

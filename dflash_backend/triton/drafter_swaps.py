@@ -1,0 +1,188 @@
+"""Requests that swap the drafter while the server serves: the input `swap_drafter`.
+
+Triton's thread takes such a request and passes it to every engine. The output thread receives what each engine says,
+and answers once all have. What an engine says later, that it keeps the drafter or has put the old one back, goes to the
+log and the metrics.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.engines import EngineOutputs, Engines
+from dflash_backend.error_text import first_line
+from dflash_backend.messages import DrafterSwapped, SwapDrafter
+from dflash_backend.triton.log import Log
+from dflash_backend.triton.metrics import Metrics
+from dflash_backend.triton.responder import Responder, SendFailed
+from dflash_backend.triton.responses import ResponseBuilder
+from dflash_backend.triton.submission import Refused
+
+INPUT = "swap_drafter"
+MAX_WINDOW = 10_000_000
+
+
+class SwapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON object of the input. window, max_loss: as of `messages.SwapDrafter`."""
+
+    draft_model: str
+    admin_key: str = ""
+    draft_revision: str = ""
+    window: int = 1000
+    max_loss: float = 0.1
+
+
+@dataclass
+class _Waiting:
+    """A request that is not answered yet: the engines that have to say something, and what was said, by engine."""
+
+    responder: Responder
+    wanted: SwapDrafter
+    engines: set[int]
+    said: dict[int, DrafterSwapped] = field(default_factory=dict)
+
+
+def swap_text(request: Any) -> str | None:
+    """The input of a Triton request; None where it has none. Raises `Refused` where it is no text."""
+    for tensor in request.inputs():
+        if tensor.name() == INPUT:
+            values = tensor.as_numpy().reshape(-1).tolist()
+            try:
+                return values[0].decode() if isinstance(values[0], bytes) else str(values[0])
+            except (UnicodeDecodeError, IndexError):
+                raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is no text; it is one JSON object") from None
+    return None
+
+
+def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
+    """The request, from its JSON. Raises `Refused` where it is wrong, or has not the server's key."""
+    try:
+        wanted = msgspec.json.decode(text, type=SwapRequest)
+    except msgspec.DecodeError as error:
+        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is wrong: {error}") from None
+    if not admin_key_file:
+        raise Refused(
+            "UNAVAILABLE", "drafters are not swapped here: the setting admin_key_file names no file with a key"
+        )
+    try:
+        key = Path(admin_key_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(
+            "UNAVAILABLE", f"the file of the setting admin_key_file cannot be read: {first_line(error)}"
+        ) from None
+    if not key:
+        raise Refused("UNAVAILABLE", "the file of the setting admin_key_file is empty")
+    if not hmac.compare_digest(key.encode(), wanted.admin_key.encode()):
+        raise Refused("INVALID_ARGUMENT", "admin_key is not the one in the server's admin_key_file")
+    if not wanted.draft_model:
+        raise Refused(
+            "INVALID_ARGUMENT", "draft_model is empty; name the new drafter, a folder at the server or a hub id"
+        )
+    if not 0 <= wanted.window <= MAX_WINDOW:
+        raise Refused("INVALID_ARGUMENT", f"window is {wanted.window}; allowed: an integer from 0 to {MAX_WINDOW}")
+    if not 0 <= wanted.max_loss <= 1:
+        raise Refused("INVALID_ARGUMENT", f"max_loss is {wanted.max_loss}; allowed: a number from 0 to 1")
+    return wanted
+
+
+class DrafterSwaps:
+    """Those that are under way."""
+
+    def __init__(
+        self, config: EngineConfig, engines: Engines, responses: ResponseBuilder, metrics: Metrics, log: Log
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._responses = responses
+        self._metrics = metrics
+        self._log = log
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._waiting: dict[str, _Waiting] = {}
+        # Of drafters that are still compared: what each engine had before.
+        self._before: dict[tuple[str, int], tuple[str | None, str]] = {}
+
+    def begin(self, text: str, responder: Responder) -> None:
+        """Ask all engines for it; Triton's thread calls it. Raises `Refused`."""
+        request = read_swap_request(text, self._config.admin_key_file)
+        wanted = SwapDrafter(
+            f"swap-{next(self._ids)}", request.draft_model, request.draft_revision, request.window, request.max_loss
+        )
+        engines = self._engines.up
+        if len(engines) < len(self._engines):
+            raise Refused("UNAVAILABLE", "an engine is being restarted; try again in a few seconds")
+        with self._lock:
+            self._waiting[wanted.swap_id] = _Waiting(responder, wanted, set(engines))
+        self._log.info(f"loading the drafter {wanted.draft_model} beside the one that drafts")
+        for index in engines:
+            self._engines.send(index, wanted)
+
+    def take(self, outputs: list[EngineOutputs]) -> None:
+        """Take in what engines say of swaps; the output thread calls it, as all that follows."""
+        for index, message in outputs:
+            for said in message.drafter_swaps:
+                self._note(index, said)
+
+    def lose_engine(self, index: int) -> None:
+        """An engine is gone, and what it was asked with it."""
+        with self._lock:
+            waiting = [(swap_id, each) for swap_id, each in self._waiting.items() if index in each.engines]
+        for swap_id, _ in waiting:
+            self._note(index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter"))
+
+    def fail_all(self, message: str) -> None:
+        """End all requests that wait."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            each.responder.fail("UNAVAILABLE", message)
+
+    def _note(self, index: int, said: DrafterSwapped) -> None:
+        self._metrics.count("dflash:drafter_swaps_total", 1, said.outcome)
+        name = f"engine {index}: " if len(self._engines) > 1 else ""
+        report = self._log.warning if said.outcome in ("refused", "reverted") else self._log.info
+        report(f"{name}drafter {said.outcome}: {said.message}")
+        supervisor = self._engines.supervisors[index]
+        if said.outcome == "kept":
+            self._before.pop((said.swap_id, index), None)
+        elif said.outcome == "reverted":
+            supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter))
+        with self._lock:
+            waiting = self._waiting.get(said.swap_id)
+            if waiting is None:
+                return
+            waiting.engines.discard(index)
+            waiting.said[index] = said
+            if not waiting.engines:
+                del self._waiting[said.swap_id]
+        if said.outcome == "swapped":
+            # An engine that is started anew has it, too.
+            self._before[said.swap_id, index] = supervisor.drafter
+            supervisor.use_drafter(waiting.wanted.draft_model, waiting.wanted.draft_revision)
+        if not waiting.engines:
+            self._answer(waiting)
+
+    def _answer(self, waiting: _Waiting) -> None:
+        refused = [(index, said.message) for index, said in sorted(waiting.said.items()) if said.outcome == "refused"]
+        if refused:
+            several = len(self._engines) > 1
+            lines = [f"engine {index}: {message}" if several else message for index, message in refused]
+            others = len(waiting.said) - len(refused)
+            more = f" ({others} of {len(self._engines)} engines have it)" if others else ""
+            waiting.responder.fail("INVALID_ARGUMENT", f"the drafter was not swapped{more}: {'; '.join(lines)}")
+            return
+        said = next(iter(waiting.said.values()))
+        text = json.dumps({"outcome": said.outcome, "message": said.message, "num_engines": len(waiting.said)})
+        try:
+            waiting.responder.send(self._responses.description(text), final=True)
+        except SendFailed as error:
+            self._log.error(str(error))

@@ -1,0 +1,86 @@
+"""Defects of a drafter that takes the place of another one."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+DRAFTER_SWAP_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/core/engine.py",
+        ("tests/core/test_drafter_swap.py",),
+        (
+            "drafters are exchanged with a step in flight",
+            "outputs)\n        self.finish_step()\n        if self._failed_step is not None:\n            return",
+            "outputs)\n        if self._failed_step is not None:\n            return",
+        ),
+        (
+            "blocks of requests that ran on count for the new drafter",
+            "if request.drafter_epoch == self.scheduler.kv.drafter_epoch:",
+            "if True:",
+        ),
+        (
+            "a drafter whose step fails stays",
+            "if self._swap is not None and self._swap.exchange is not None and not self._in_flight:",
+            "if False:",
+        ),
+        (
+            "a drafter that was compared is kept in memory",
+            "            swap.exchange = None\n\n    def _submit",
+            "\n    def _submit",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/core/kv/manager.py",
+        ("tests/core/test_drafter_swap.py",),
+        ("requests publish blocks of two drafters", " and request.drafter_epoch == self.drafter_epoch:", ":"),
+        (
+            "blocks of the drafter before are found",
+            "        self.drafter_epoch += 1\n        self.reset_prefix_cache()\n",
+            "        self.drafter_epoch += 1\n",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/core/drafter_swap.py",
+        ("tests/core/test_drafter_swap.py",),
+        (
+            "a drafter that no longer pays is waited for",
+            " or (not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.window))",
+            "",
+        ),
+        (
+            "few blocks are enough to compare",
+            "        if self.before.total < MIN_BLOCKS:\n            return False\n        found",
+            "        found",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/drafters/exchange.py",
+        ("tests/engine/test_drafter_loader.py",),
+        ("objects with slots are not looked into", 'getattr(kind, "__slots__", ())', "()"),
+        (
+            "memory that two tensors share is exchanged twice",
+            "pairs.setdefault(mine.data_ptr(), (mine, theirs))",
+            "pairs[len(pairs)] = (mine, theirs)",
+        ),
+        ("drafters that differ are exchanged", "        elif value != another:", "        elif False:"),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/drafter_swaps.py",
+        ("tests/triton/test_drafter_swaps.py",),
+        (
+            "anybody may swap drafters",
+            "if not hmac.compare_digest(key.encode(), wanted.admin_key.encode()):",
+            "if False:",
+        ),
+        (
+            "the first engine's word is enough",
+            "        if not waiting.engines:\n            self._answer(waiting)",
+            "        self._answer(waiting)",
+        ),
+        (
+            "a new engine has the drafter that was put back",
+            "supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter))",
+            "self._before.pop((said.swap_id, index), None)",
+        ),
+    ),
+)
