@@ -173,34 +173,51 @@ template <class KV> static inline void read_head(const KV* from, const float* sc
   }
   if (dim < deep) *(Halves*)(to + dim) = Halves{};
 }
-// POSITIONS positions from `base` on: keys `[POSITIONS][deep]`, values turned over, `[deep][POSITIONS]`, zeros from `count` on
-// and from the heads' size on. Those that follow are fetched meanwhile.
+// Keys of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
+struct Keys { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
+// Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values turned over, `[deep][POSITIONS]`.
+// Zeros follow to a multiple of 32 positions, and from the heads' size on. The next positions are fetched meanwhile.
 template <class KV>
-static void read_kv(const Attention& p, const int32_t* table, long base, long count, long end, long head, long deep, bf16* key,
+static Keys read_kv(const Attention& p, const int32_t* table, long base, long count, long end, long head, long deep, bf16* key,
                     bf16* value, uint32_t* pairs) {
   const KV* cache = (const KV*)p.cache;
-  bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are
+  static const bf16 zeros[1024] = {};
+  bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are, where they are not read in place
+  const bf16* values[POSITIONS];
+  bool in_place = sizeof(KV) == 2 && p.dim == deep;
+  long width = rounded_up(count, DEEP);
+  Keys keys;
+  for (long i = 0; i < width / 16; i++) keys.tile[i] = key + i * 16 * deep, keys.step[i] = deep * 2;
   each_key(p, table, base, count, head, [&](long t, long at) {
+    if (in_place) {
+      values[t] = (const bf16*)(cache + (at + p.kv_heads) * p.dim);
+      if (p.block_size % 16 == 0 && t / 16 * 16 + 16 <= count) {
+        if (t % 16 == 0) keys.tile[t / 16] = (const bf16*)(cache + at * p.dim), keys.step[t / 16] = 4 * p.kv_heads * p.dim;
+        return;
+      }
+    } else {
+      values[t] = plain + t * deep;
+      read_head(cache + (at + p.kv_heads) * p.dim, p.scales ? p.scales + at + p.kv_heads : nullptr, p.dim, deep, plain + t * deep);
+    }
     read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, key + t * deep);
-    at += p.kv_heads;
-    read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, plain + t * deep);
   });
   each_key(p, table, base + POSITIONS, std::min<long>(POSITIONS, end - base - POSITIONS), head, [&](long, long at) {
-    const char *next = (const char*)(cache + at * p.dim), *values = (const char*)(cache + (at + p.kv_heads) * p.dim);
-    for (long line = 0; line < p.dim * long(sizeof(KV)); line += 64) __builtin_prefetch(next + line), __builtin_prefetch(values + line);
+    const char *next = (const char*)(cache + at * p.dim), *beside = (const char*)(cache + (at + p.kv_heads) * p.dim);
+    for (long line = 0; line < p.dim * long(sizeof(KV)); line += 64) __builtin_prefetch(next + line), __builtin_prefetch(beside + line);
   });
-  std::memset((void*)(key + count * deep), 0, (POSITIONS - count) * deep * 2);
-  std::memset((void*)(plain + count * deep), 0, (POSITIONS - count) * deep * 2);
+  std::memset((void*)(key + count * deep), 0, (width - count) * deep * 2);
+  for (long t = count; t < width; t++) values[t] = zeros;
   const __m512i evens = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(16));
-  for (long t = 0; t < POSITIONS; t += 2)
+  for (long t = 0; t < width; t += 2)
     for (long c = 0; c < deep; c += 32) {
-      __m512i first = _mm512_loadu_si512(plain + t * deep + c), second = _mm512_loadu_si512(plain + (t + 1) * deep + c);
+      __m512i first = _mm512_loadu_si512(values[t] + c), second = _mm512_loadu_si512(values[t + 1] + c);
       _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
       _mm512_storeu_si512(pairs + t / 2 * deep + c + 16, _mm512_permutex2var_epi16(first, odds, second));
     }
-  for (long t = 0; t < POSITIONS / 2; t += 16)
+  for (long t = 0; t < width / 2; t += 16)
     for (long c = 0; c < deep; c += 16) turn_words(pairs + t * deep + c, deep, (uint32_t*)value + c * (POSITIONS / 2) + t, POSITIONS / 2);
+  return keys;
 }
 // 2 to the power of x, for x up to 0; 0 below the smallest normal number.
 static inline Floats power_of_two(Floats x) {
@@ -213,9 +230,9 @@ static inline Floats power_of_two(Floats x) {
   y = y * r + 9.9999994e-1f;
   return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)y, whole);
 }
-// The softmax of 16 queries over POSITIONS scores `[POSITIONS][16]`: running maxima and totals, and weights as pairs of
-// neighbouring positions, `[POSITIONS / 2][16][2]`. Returns what the output so far is to be multiplied by.
-static inline Floats weigh(const Attention& p, const float* scores, long base, long count, Ints position, bool all_seen, float* most,
+// The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
+// neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by.
+static inline Floats weigh(const Attention& p, const float* scores, long base, long count, int width, Ints position, bool all_seen, float* most,
                            float* total, bf16* weights) {
   Floats s[POSITIONS], top = all(-INFINITY);
   float scale = p.scale * LOG2_E;
@@ -225,7 +242,7 @@ static inline Floats weigh(const Attention& p, const float* scores, long base, l
     hidden = position - int(p.window) + 1 - int(base);
     if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
   }
-  for (int t = 0; t < POSITIONS; t++) {
+  for (int t = 0; t < width; t++) {
     s[t] = load(scores + t * LANES) * scale;
     if (!all_seen) s[t] = (t < seen) & (t >= hidden) ? s[t] : all(-INFINITY);
     top = s[t] > top ? s[t] : top;
@@ -234,7 +251,7 @@ static inline Floats weigh(const Attention& p, const float* scores, long base, l
   Ints none = now == -INFINITY;
   Floats shift = none ? Floats{} : now;
   const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (int t = 0; t < POSITIONS; t += 2) {
+  for (int t = 0; t < width; t += 2) {
     Floats even = power_of_two(s[t] - shift), odd = power_of_two(s[t + 1] - shift);
     sums += even;
     sums += odd;
@@ -277,32 +294,35 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base);
-    read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, head, dim, key, value, pairs);
+    long width = rounded_up(count, DEEP);
+    Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, head, dim, key, value, pairs);
     bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
     for (long lot = 0; lot < lots; lot++) {
       const uint32_t* turned = query + lot * dim / 2 * LANES;
       float* out = output + lot * LANES * dim;
-      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-      for (long c = 0; c < dim; c += DEEP) {
-        _tile_loadd(6, turned + c / 2 * LANES, 64);
-        _tile_loadd(4, key + c, dim * 2); _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, key + 16 * dim + c, dim * 2); _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, key + 32 * dim + c, dim * 2); _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(5, key + 48 * dim + c, dim * 2); _tile_dpbf16ps(3, 5, 6);
+      for (long half = 0; half < width / DEEP; half++) {
+        _tile_zero(0); _tile_zero(1);
+        for (long c = 0; c < dim; c += DEEP) {
+          _tile_loadd(6, turned + c / 2 * LANES, 64);
+          _tile_loadd(4, keys.tile[half * 2] + c, keys.step[half * 2]); _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(5, keys.tile[half * 2 + 1] + c, keys.step[half * 2 + 1]); _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, scores + half * 512, 64); _tile_stored(1, scores + half * 512 + 256, 64);
       }
-      _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64); _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64);
       Ints at = *(const Ints*)(position + lot * LANES);
-      Floats keep = weigh(p, scores, base, count, at, all_seen, most + lot * LANES, total + lot * LANES, weights);
+      Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, most + lot * LANES, total + lot * LANES, weights);
       Ints changed = keep != 1.0f;
       if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
       _tile_loadd(6, weights, 64);
-      _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
+      if (width > DEEP) _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
       for (long c = 0; c < dim; c += 2 * LANES) {
         _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
         _tile_loadd(4, value + c * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, value + (c + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
+        if (width > DEEP) {
+          _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
+          _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
+        }
         _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
       }
     }
