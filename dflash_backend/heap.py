@@ -28,6 +28,14 @@ def keep_step_buffers() -> None:
             mallopt(option, size)
 
 
+def give_back_memory() -> None:
+    """What was needed for loading alone goes back to the system, which `keep_step_buffers` else keeps: weights as files
+    have them, some hundred megabytes. Does nothing where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def freeze_heap() -> None:
     """After loading: what exists now (modules, tokenizer, weights' wrappers) is never looked at again.
 

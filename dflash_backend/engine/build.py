@@ -56,7 +56,7 @@ from dflash_backend.engine.sizing import (
     widest_window,
 )
 from dflash_backend.error_text import first_line
-from dflash_backend.heap import keep_step_buffers
+from dflash_backend.heap import give_back_memory, keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops, use_dependent_launch, use_measured_products
@@ -243,6 +243,7 @@ def _load_models(
             num_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done), ops
         )
         make_drafter = drafter_class(pair.draft).load(pair.draft, options)
+    give_back_memory()
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype, options)

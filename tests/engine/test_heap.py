@@ -30,6 +30,29 @@ def test_after_loading_the_collector_has_nothing_old_to_look_at():
     assert tuple(thresholds) == THRESHOLDS
 
 
+GIVE_BACK = """
+import json
+from dflash_backend.heap import give_back_memory, keep_step_buffers
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) >> 10
+keep_step_buffers()
+before = resident()
+buffers = [bytearray(4 << 20) for _ in range(30)]
+kept = bytearray(b"x" * (1 << 20))  # above them, so that the heap does not end there
+del buffers
+left = resident()
+give_back_memory()
+print(json.dumps([left - before, resident() - before]))
+"""
+
+
+def test_what_loading_took_is_given_back():
+    done = subprocess.run([sys.executable, "-c", GIVE_BACK], capture_output=True, text=True, check=True)
+    left, given_back = json.loads(done.stdout)
+    assert left > 100
+    assert given_back < 10
+
+
 IMPORTS = """
 import gc, json
 from dflash_backend.heap import collector_at_rest
