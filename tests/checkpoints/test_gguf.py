@@ -33,8 +33,15 @@ from dflash_backend.checkpoints.named import NAMED, named_file
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.inspection import inspect
+from dflash_backend.models import load_target
+from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.models.layers import LayerWeights
+from dflash_backend.models.linear import PackedLinear
+from dflash_backend.models.mlp import DenseMlp
+from dflash_backend.models.ops import CpuLayerOps
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_cli.launcher.server_options import environment_with
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.support.gguf_checkpoint import BYTES, as_converter, write_gguf
 from tests.support.scale import by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_target, target_config
@@ -109,6 +116,40 @@ def test_answers_are_those_of_the_checkpoint_in_safetensors(tmp_path: Path) -> N
 
 
 KINDS = sorted({kind.name for kind in gguf.quants._type_traits} - {"BF16"})
+
+
+@pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_on_a_cpu_weights_stay_on_their_grids_and_answers_keep_their_bits(
+    tmp_path: Path, kind: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight takes the bits that the file has, and gives the scores that its numbers give."""
+
+    def block(name: str, tensor: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        own = "Q8_0" if name == "token_embd.weight" else kind
+        return None if tensor.ndim == 1 else (gguf.quants.quantize(tensor, gguf.GGMLQuantizationType[own]), own)
+
+    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": tied}
+    make_gguf(tmp_path / "m.gguf", changes=changes, block=block)
+    spec = read_target(find_model(str(tmp_path / "m.gguf"), "target_model"))
+    scores = []
+    for finds in (True, False):
+        monkeypatch.setattr(CpuLayerOps, "finds_grids", finds)
+        target = load_target(spec, 64, torch.bfloat16, torch.device("cpu"))
+        assert isinstance(target, DecoderTarget)
+        weights = target.layers[0].weights
+        assert isinstance(weights, LayerWeights)
+        assert isinstance(weights.mlp, DenseMlp)
+        for linear in (weights.qkv, weights.output, weights.mlp.gate_up, weights.mlp.down, target.lm_head):
+            assert isinstance(linear, PackedLinear)
+            rows, columns = linear.packed.shape
+            bits = linear.packed.data.nbytes * 8 / (-(-rows // 32) * 32 * columns)
+            in_file = 8.5 if kind == "Q8_0" or (tied and linear is target.lm_head) else 5.0
+            assert bits == (in_file if finds else 16.0)
+        hidden = target.embed(torch.arange(VOCAB_SIZE))
+        scores.append((hidden, weights.mlp.forward(hidden, target.ops), target.logits(hidden)))
+    assert all(map(torch.equal, *scores))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,6 +50,11 @@ CPU_OPS_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/models/linear.py",
+        ("tests/checkpoints/test_gguf.py",),
+        ("weights on grids become numbers", "if weight.dtype != dtype and (packed", "if weight is None and (packed"),
+    ),
+    *mutants_of(
         f"{KERNELS}/cpu_library.py",
         TESTS,
         (
