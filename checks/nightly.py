@@ -157,8 +157,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "the commands of the pages that measure acceptance, with as many questions as they say",
     ),
     "compiles": (
-        ("pytest", "-q", "tests/kernels/test_compiles.py", "tests/kernels/test_dependent_launch.py"),
-        "every kernel compiles for Hopper, with every tile of quantised weights; dependent launches keep their rules",
+        ("pytest", "-q", "tests/kernels/test_compiles.py"),
+        "every kernel compiles for Hopper, with every tile of quantised weights",
     ),
     "kept_pair": (
         ("tests.support.kept_pair", "--prompts", "2", "--tokens", "16"),

@@ -304,11 +304,6 @@ class EngineConfig:
         "on a GPU with the attention backend triton, capture the decode cycle as CUDA graphs at the start, which takes "
         "seconds and memory",
     )
-    enable_dependent_launch: bool = setting(
-        False,
-        "on a GPU from Hopper on with the attention backend triton, let kernels begin while the one before ends "
-        "(programmatic dependent launch), where the driver has CUDA 12.3 or later; off until it has run on one",
-    )
     enable_measured_products: bool = setting(
         False,
         "on a GPU with CUDA graphs and one rank, time the ways that cuBLASLt has for each product of a captured step, "

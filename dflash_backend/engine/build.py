@@ -59,7 +59,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.heap import give_back_memory, keep_step_buffers
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
-from dflash_backend.models.ops import select_ops, use_dependent_launch, use_measured_products
+from dflash_backend.models.ops import select_ops, use_measured_products
 from dflash_backend.parallel.group import (
     RankGroup,
     check_tensor_parallel,
@@ -143,7 +143,6 @@ def build_engine(
     device = choose_device(config)
     share_cores(config, device)
     keep_step_buffers()
-    use_dependent_launch(config.enable_dependent_launch)
     # Ranks that chose by their own clocks would not have the same bits.
     use_measured_products(config.enable_measured_products and config.tensor_parallel_size == 1)
     check_installed(config.attention_backend)
@@ -268,7 +267,6 @@ def _rank_setup(
         log_level=config.log_level,
         attention=config.attention_backend,
         needs=needs,
-        dependent_launch=config.enable_dependent_launch,
         shard=ranks.shard,
         device=ranks.device,
     )

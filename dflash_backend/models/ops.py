@@ -39,7 +39,6 @@ from dflash_kernels import (
 )
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.cpu_ops import HAS_CPU_OPS, PackedWeight
-from dflash_kernels.dependent_launch import use_dependent_launch as use_dependent_launch
 from dflash_kernels.dispatch import use_triton
 from dflash_kernels.measured_linear import use_measured_products as use_measured_products
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight

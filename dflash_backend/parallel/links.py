@@ -89,7 +89,7 @@ class RankSetup:
 
     spec: of the whole target. num_states: slots of recurrent states, where it has some. fp8: weights are those that FP8
     would hold. attention, needs: by which rank 0 has selected its attention backend, with the dtypes of weights and KV.
-    dependent_launch: the setting `enable_dependent_launch`. shard, device: which part the rank has, and where it runs.
+    shard, device: which part the rank has, and where it runs.
 
     `RankGroup` adds the rest. weight_bytes: of all models. num_sharers: how many processes share the cores of the
     rank's machine, itself among them. nccl_id: by which ranks on GPUs find each other, empty on CPUs.
@@ -104,7 +104,6 @@ class RankSetup:
     log_level: str
     attention: str | None
     needs: Requirements
-    dependent_launch: bool
     shard: Shard
     device: torch.device
     weight_bytes: int = 0

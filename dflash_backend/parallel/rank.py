@@ -22,7 +22,7 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError
 from dflash_backend.device import num_rank_threads, prepare_gpu
 from dflash_backend.heap import keep_step_buffers
-from dflash_backend.models.ops import select_ops, use_dependent_launch
+from dflash_backend.models.ops import select_ops
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.parallel.gpu import CudaCapture, DeviceMessages, GpuFollower
 from dflash_backend.parallel.links import BEAT_S, CAUSE_S, Beat, LocalRank, RankFailed, RankReady, RankSetup
@@ -105,7 +105,6 @@ def sums_of(setup: RankSetup, on_cpus: Callable[[], Sums]) -> tuple[Sums, Callab
 def _load(setup: RankSetup, sums: Sums) -> Callable[[bytes], None]:
     """What runs a message of rank 0."""
     device, needs = setup.device, setup.needs
-    use_dependent_launch(setup.dependent_launch)
     if device.type == "cuda":
         prepare_gpu()
     backend = select_backend(setup.attention, needs, setup.block_size)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -79,10 +78,8 @@ def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
 def _gated_mul_kernel(
     gate_up_ptr, output_ptr, row_stride,
     INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes one piece of one row."""
-    after_kernel_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < INNER
@@ -116,6 +113,6 @@ def _gated_mul(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         grid = (num_rows, triton.cdiv(inner, block))
         _gated_mul_kernel[grid](
             gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, GELU=is_gelu, SCALE=SCALE, CUBE=CUBE,
-            num_warps=max(1, block // 256), **dependent_launch(),
+            num_warps=max(1, block // 256),
         )  # fmt: skip
     return output

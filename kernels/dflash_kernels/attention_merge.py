@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.attention_schedule import PagedBatch, num_shared
-from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import FEW_TILES_FROM, Launch
 from dflash_kernels.triton_import import tl, triton
@@ -79,11 +78,10 @@ def _merge_kernel(
     start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, num_tiles,
     num_shared, lines_per_tile,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Some lines of a tile that workers share: their partial results, weighted by their shares of the softmax's
     denominator."""
-    after_kernel_before(PDL)
     number, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     shared_ptr = schedule_ptr + 1 + 4 * num_tiles + number
     tile = tl.load(shared_ptr)
@@ -151,5 +149,4 @@ def merge(
     _merge_kernel[(most * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
         rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles,
         most, block_m, **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=1,
-        **dependent_launch(),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from dflash_kernels.triton_import import triton
 
 ALIGNMENT = 16
 # What launches here say besides arguments and constants.
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _ALL: list[CachedRun] = []
 
 

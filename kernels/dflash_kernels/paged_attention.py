@@ -18,7 +18,6 @@ import torch
 from dflash_kernels.attention_merge import LOG2_E, merge, store_lse, store_piece, store_tile, with_sink
 from dflash_kernels.attention_schedule import BLOCK, PagedBatch, schedule, tile_span
 from dflash_kernels.attention_tile import attend_tile
-from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
@@ -144,11 +143,10 @@ def _attend_shares_kernel(
     head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
     whole tiles, the beginning of another, or any of these."""
-    after_kernel_before(PDL)
     worker = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     share = tl.load(schedule_ptr)
@@ -310,6 +308,5 @@ def _launch_shares(
         query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out,
         partial, lse, sinks, out_lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
         rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
-        **dependent_launch(),
     )  # fmt: skip
     merge(rows, launch, schedule, out, partial, lse, heads, sinks, out_lse)

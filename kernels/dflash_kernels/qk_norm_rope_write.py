@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.fp8_kv import quantise_kv_reference, store_kv
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
@@ -107,7 +106,7 @@ def _qk_norm_rope_write_kernel(
     qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,
     qkv_stride, table_stride, cache_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One program does HEADS heads of one token; they may be queries, keys and values at once."""
     token = tl.program_id(0).to(tl.int64)
@@ -122,7 +121,6 @@ def _qk_norm_rope_write_kernel(
     if NORM:
         weight_low = tl.load(norm_ptr + offsets, mask=is_rotated, other=0.0).to(tl.float32)
         weight_high = tl.load(norm_ptr + offsets + half_dim, mask=is_rotated, other=0.0).to(tl.float32)
-    after_kernel_before(PDL)
     source = qkv_ptr + token * qkv_stride + offsets
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
@@ -182,6 +180,6 @@ def qk_norm_rope_write(
             qkv, qkv if qk_norm is None else qk_norm, cos, sin, positions, slots, query, cache,
             scales, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=qk_norm is not None,
-            HEADS=heads, HALF=half, num_warps=4, **dependent_launch(),
+            HEADS=heads, HALF=half, num_warps=4,
         )  # fmt: skip
     return query

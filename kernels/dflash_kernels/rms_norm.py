@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.dependent_launch import after_kernel_before, dependent_launch
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -35,14 +34,13 @@ def add_rms_norm_reference(
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program norms one row. Without ADD neither `residual_ptr` nor `total_ptr` is touched."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < SIZE
     weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    after_kernel_before(PDL)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -69,7 +67,6 @@ def _launch(
     _rms_norm_kernel[(len(x),)](
         x, residual, weight, normed, total, x.stride(0), residual.stride(0), eps,
         SIZE=size, ADD=add, BLOCK=block, num_warps=min(16, max(1, block // 512)),
-        **dependent_launch(),
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ OPTIONS: tuple[dict[str, int], ...] = (
     {"BLOCK": 32, "num_warps": 8},
     {"num_warps": 2, "BLOCK": 32},
     {"BLOCK": 32, "enable_fp_fusion": False},
-    {"BLOCK": 32, "launch_pdl": True},
 )
 
 

@@ -14,7 +14,6 @@ from dflash_backend.checkpoints.quantization.at_load import round_to_fp8
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
-from dflash_kernels.dependent_launch import wants_dependent_launch
 from dflash_kernels.measured_linear import use_measured_products, wants_measured_products
 from dflash_kernels.scaled_linear import ScaledProduct
 from tests.support.tiny_models import make_pair, make_target
@@ -64,7 +63,6 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "max_queue_size": (5, lambda built: built.core.config.max_queue_size, 5),
     "kv_write_guard": (True, lambda built: built.core.config.kv_write_guard, True),
     "enable_cuda_graphs": (False, lambda built: PREPARED[-1], False),
-    "enable_dependent_launch": (True, lambda built: wants_dependent_launch(), True),
     "enable_measured_products": (True, lambda built: wants_measured_products(), True),
     "enable_overlap": (False, lambda built: built.core._overlap, False),
     "data_parallel_size": (2, lambda built: built.core.config.kv_events, "hashes"),

@@ -63,11 +63,6 @@ def test_float32_with_drafts_gives_the_tokens_of_the_cpu_without(
     assert generate(prompts, dtype="float32", **way)[1] == on_cpu
 
 
-def test_float32_with_dependent_launches_gives_them_too(prompts: list[str], on_cpu: list[list[int]]) -> None:
-    """Where this fails and the others pass, a kernel reads what the one before has yet to write."""
-    assert generate(prompts, dtype="float32", enable_dependent_launch=True)[1] == on_cpu
-
-
 @pytest.mark.parametrize("way", WAYS[::3], ids=lambda way: ", ".join(f"{name[7:]} {on}" for name, on in way.items()))
 def test_float32_with_n_grams_gives_them_too(way: dict[str, bool], prompts: list[str], on_cpu: list[list[int]]) -> None:
     assert generate(prompts, dtype="float32", draft="ngram", **way)[1] == on_cpu

@@ -43,8 +43,7 @@ KERNELS = {
 FILES["step_launches"] = sorted(KERNELS.keys() - {file for files in FILES.values() for file in files})
 
 
-# Those of the models take two minutes to compile on a fresh machine. Of these `make test` has attention and what begins
-# before the kernel in front has ended: test_dependent_launch.py.
+# Those of the models take two minutes to compile on a fresh machine.
 MODULES = [module for module in FILES if module != "model_launches" or SCALE >= 4]
 
 

@@ -6,7 +6,6 @@ from tests.mutations.budget_cost import BUDGET_COST_MUTANTS
 from tests.mutations.continued import CONTINUED_MUTANTS
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.cpu_ops import CPU_OPS_MUTANTS
-from tests.mutations.dependent_launch import DEPENDENT_LAUNCH_MUTANTS
 from tests.mutations.deployment import DEPLOYMENT_MUTANTS
 from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafter_swap import DRAFTER_SWAP_MUTANTS
@@ -94,7 +93,7 @@ MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + RE
 MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
-MUTANTS += PENALTY_MUTANTS + DEPENDENT_LAUNCH_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
+MUTANTS += PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
 MUTANTS += KV_TIER_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
