@@ -335,8 +335,8 @@ def search(logits: torch.Tensor, parameters: tuple[torch.Tensor, ...], kept: tor
     if num_rows == 0:
         return out
     num_groups, at_a_time = triton.cdiv(vocab, group), max(tile // group, 1)
-    # Two tensors: where the second half of one begins follows from the number of rows, and Triton compiles a kernel anew
-    # for a pointer that is aligned otherwise.
+    # Two tensors: where the second half of one begins follows from the number of rows, and Triton compiles a kernel
+    # anew for a pointer that is aligned otherwise.
     tops = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     weights = torch.empty_like(tops)
     near = torch.empty(num_rows, most_kept, dtype=torch.int32, device=logits.device)
