@@ -23,11 +23,12 @@ from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX
-from dflash_cli.launcher.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, checked_extra
+from dflash_cli.launcher.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, addresses, checked_extra
 from dflash_cli.main import parser
 from dflash_client import ClientError, DFlashClient
 from tests.client.conftest import toy_server
 from tests.client.tls_servers import Certificates
+from tests.support.scale import by_night
 from tests.support.servers import change_model
 
 # Another one of this machine's own.
@@ -320,3 +321,41 @@ def test_what_is_not_safe_is_said_before_the_start(argv: list[str], said: list[s
     text = "\n".join(warnings(parsed(*argv)))
     assert all(words in text for words in said)
     assert not any(words in text for words in unsaid)
+
+
+@pytest.mark.parametrize(
+    ("host", "http", "grpc_address"),
+    [
+        ("127.0.0.3", "127.0.0.3", "127.0.0.3"),
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
+        ("::1", "ipv6:::1", "[::1]"),
+        ("::", "ipv6:::", "[::]"),
+        ("four.example", "10.1.2.3", "10.1.2.3"),
+        ("six.example", "ipv6:fd00::7", "[fd00::7]"),
+    ],
+)
+def test_triton_is_told_an_address_as_each_of_its_servers_reads_it(
+    host: str, http: str, grpc_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"four.example": "10.1.2.3", "six.example": "fd00::7"}
+    find = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *more, **options: find(known.get(name, name), *more, **options)
+    )
+    assert addresses(host, "127.0.0.9") == [
+        f"--http-address={http}",
+        f"--grpc-address={grpc_address}",
+        "--metrics-address=127.0.0.9",
+    ]
+    assert addresses("127.0.0.9", host)[2] == f"--metrics-address={http}"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "host", [by_night("localhost"), *([by_night("::1")] if Path("/proc/net/if_inet6").exists() else [])]
+)
+def test_a_server_listens_where_a_name_or_an_address_of_ipv6_says(host: str) -> None:
+    with toy_server(host=host) as server, DFlashClient(server.grpc_url) as client:
+        assert client.ready()
+        for url in (f"{server.http_url}/v2/health/ready", f"{server.metrics_url}/metrics"):
+            assert httpx.get(f"http://{url}", trust_env=False).status_code == 200

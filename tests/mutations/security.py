@@ -23,8 +23,8 @@ SECURITY_MUTANTS = (
         ),
         (
             "metrics are where the other ports are",
-            'f"--metrics-address={self.metrics_host}"',
-            'f"--metrics-address={self.host}"',
+            "*addresses(self.host, self.metrics_host)",
+            "*addresses(self.host, self.host)",
         ),
     ),
     *mutants_of(

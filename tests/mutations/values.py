@@ -531,4 +531,25 @@ VALUE_MUTANTS = (
         'self._metrics.set("dflash:engine_silence_seconds", self._engines.supervisors[0].silence_s, index)',
         ("tests/triton/test_reporter.py",),
     ),
+    Mutant(
+        "an address of IPv6 is told to Triton's HTTP server as it is",
+        "cli/dflash_cli/launcher/server_options.py",
+        "--http-address={'ipv6:' if ':' in numeric else ''}{numeric}",
+        "--http-address={numeric}",
+        ("tests/cli/test_server_options.py::test_triton_is_told_an_address_as_each_of_its_servers_reads_it",),
+    ),
+    Mutant(
+        "a name is told to Triton as it is",
+        "cli/dflash_cli/launcher/ports.py",
+        "return str(_found(host, 0)[4][0])",
+        "return host",
+        ("tests/cli/test_server_options.py::test_triton_is_told_an_address_as_each_of_its_servers_reads_it",),
+    ),
+    Mutant(
+        "an unknown parser is found once the model has loaded",
+        "cli/dflash_cli/commands/serve.py",
+        "check_answer_options(arguments.tool_call_parser, arguments.reasoning_parser, arguments.chat_template)",
+        "check_answer_options('auto', 'auto', arguments.chat_template)",
+        ("tests/cli/test_serve_options.py::test_what_the_front_end_would_end_of_is_refused_before_the_model_loads",),
+    ),
 )

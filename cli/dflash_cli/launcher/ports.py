@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from dflash_cli.launcher.triton_install import LauncherError
 
@@ -37,6 +38,11 @@ def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
 def reachable_host(host: str) -> str:
     """The address at which this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def numeric_host(host: str) -> str:
+    """The address that a name stands for, the first of several; an address as it is. Raises `LauncherError`."""
+    return str(_found(host, 0)[4][0])
 
 
 def is_loopback(host: str) -> bool:
@@ -71,12 +77,16 @@ def _bind_free(host: str, option: str, settled: Collection[int]) -> socket.socke
     return probe
 
 
-def _bind(host: str, port: int, option: str) -> socket.socket:
+def _found(host: str, port: int) -> tuple[Any, ...]:
+    """What the system says first of an address. Raises `LauncherError`."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise LauncherError(f"the address {host!r} is not known ({error}); change it with --host") from error
-    probe = socket.socket(family, socket.SOCK_STREAM)
+
+
+def _bind(host: str, port: int, option: str) -> socket.socket:
+    probe = socket.socket(_found(host, port)[0], socket.SOCK_STREAM)
     # As servers do: a port whose last connections are still closing is free, one with a listener is not.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.named import NAMED
 from dflash_backend.config import NGRAM, EngineConfig, check_setting, environment_name, environment_settings
+from dflash_cli.launcher.ports import numeric_host
 from dflash_cli.launcher.triton_install import LauncherError
 
 # APIs with which who reaches the server can read other requests' memory, write files, silence the log, or load models
@@ -86,6 +87,17 @@ def restrictions(allowed: Collection[str], key: str) -> list[str]:
     if not names:
         return []
     return [f"--{option}={names}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+
+
+def addresses(host: str, metrics_host: str) -> list[str]:
+    """Where `tritonserver` listens. Its HTTP servers know no names, and write an address of IPv6 as libevhtp does; with
+    another one they start and listen nowhere."""
+    numeric, of_metrics = numeric_host(host), numeric_host(metrics_host)
+    return [
+        f"--http-address={'ipv6:' if ':' in numeric else ''}{numeric}",
+        f"--grpc-address={f'[{numeric}]' if ':' in numeric else numeric}",
+        f"--metrics-address={'ipv6:' if ':' in of_metrics else ''}{of_metrics}",
+    ]
 
 
 def checked_extra(options: Sequence[str]) -> list[str]:
