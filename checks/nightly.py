@@ -82,6 +82,13 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "tenant_flood": (("checks.tenant_flood",), "short requests beside 500 long prompts of another tenant"),
     "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),
+    **{
+        f"training_{seed}": (
+            ("checks.training", "--seed", str(seed), "--minutes", "10", "--work", "/tmp/dflash-check-training"),
+            f"a drafter that is given no data, beside one of the generator's prompts: target and seed {seed}",
+        )
+        for seed in (1, 2, 3)
+    },
     "tests": (
         (
             "pytest",

@@ -131,7 +131,8 @@ def processes() -> Iterator[bool]:
 
 
 def train(options: TrainOptions, say: Say, data_report: Callable[[int, int], None]) -> dict[str, Any]:
-    """Run it, or go on with it. Returns what `train.json` says. Raises `TrainingError`, `ConfigError` and
+    """Run it, or go on with it. Returns what `train.json` says, in
+    processes that do not speak nothing. Raises `TrainingError`, `ConfigError` and
     `CheckpointError`; after Ctrl-C `KeyboardInterrupt`, with all that was done kept."""
     with processes() as speaks:
         torch.set_num_threads(max(1, torch.get_num_threads()))
@@ -459,7 +460,7 @@ class Run:
             title = f"{summary['kind']} drafter for {self.spec.path.name}: acceptance length {record.longest:.2f}"
             if not plot(options.out / PLOT, progress.losses, record.evaluations, title):
                 self._say("matplotlib is not installed: no plot is drawn")
-        return summary
+        return summary if self._speaks else {}
 
 
 def _special(tokenizer: Any) -> dict[str, int]:

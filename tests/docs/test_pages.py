@@ -35,6 +35,7 @@ OF_THE_SOURCE = (
     "gpu.md",
     "batch-invariance.md",
     "checkpoints.md",
+    "training.md",
 )
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
 
@@ -56,6 +57,13 @@ def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
     derived = [name for name in SpecDecodingStats().as_dict() if not name.endswith("_per_pos")]
     for name in [*options, *derived, *EMBEDDED_SETS, *HUB_SETS]:
         assert name in ("-h", "--help") or name in page("evaluation.md"), name
+
+
+def test_the_training_page_names_every_option() -> None:
+    commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    options = [option for action in commands.choices["train"]._actions for option in action.option_strings]
+    missing = [option for option in options if f"`{option}" not in page("training.md")]
+    assert missing == ["-h", "--help"]
 
 
 def test_the_checkpoints_page_names_every_architecture() -> None:

@@ -54,6 +54,7 @@ from tests.mutations.snapshots import SNAPSHOT_MUTANTS
 from tests.mutations.special_rows import SPECIAL_MUTANTS
 from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.text import TEXT_MUTANTS
+from tests.mutations.training import TRAINING_MUTANTS
 from tests.mutations.values import VALUE_MUTANTS
 from tests.mutations.vocabulary import VOCABULARY_MUTANTS
 from tests.mutations.windows import WINDOW_MUTANTS
@@ -69,7 +70,15 @@ MUTANTS += (
     + GRAMMAR_MUTANTS
     + GGUF_MUTANTS
 )
-MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS + EAGLE3_MUTANTS + INVARIANCE_MUTANTS
+MUTANTS += (
+    TRAINING_MUTANTS
+    + SECURITY_MUTANTS
+    + FRONT_END_MUTANTS
+    + DFLASH2_MUTANTS
+    + DSPARK_MUTANTS
+    + EAGLE3_MUTANTS
+    + INVARIANCE_MUTANTS
+)
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
 MUTANTS += (
     DRAFTER_SWAP_MUTANTS

@@ -130,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except (TrainingError, *LOAD_ERRORS) as error:
         return fail(str(error))
+    if not summary:  # of one process among several, the first speaks
+        return 0
     show(
         f"{arguments.out}: a {summary['kind']} drafter, acceptance length {summary['acceptance_length']:.2f} on "
         f"{summary['held_out']} held-out prompts; dflash-triton serve {arguments.target} --draft {arguments.out}"

@@ -1,0 +1,83 @@
+"""`dflash-triton train`: what its options ask for, and what is wrong is one sentence and a status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.training import run as run_module
+from dflash_backend.training.data import DataOptions
+from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.run import TrainOptions
+
+STOPPED = "stopped; what was done is in out, and the same command goes on from there"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The options of each run, none of which runs."""
+    found: list[Any] = []
+
+    def train(options: TrainOptions, say: Any, report: Any) -> dict[str, Any]:
+        found.append(options)
+        return {"kind": "dflash", "acceptance_length": 2.345, "held_out": 7}
+
+    monkeypatch.setattr(run_module, "train", train)
+    return found
+
+
+def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    ended = cli(
+        "train", "some/target", "--out", "out", "--data", str(file), "--tokens", "99", "--temperature", "0.5",
+        "--kind", "dspark", "--format", "speculators", "--layers", "2", "--layer-ids", "5,1", "--block-size", "12",
+        "--mask-token", "3", "--draft-vocab", "50", "--minutes", "2.5", "--accumulate", "3", "--float32",
+        "--set", "max_num_seqs=4", "--chat-template-kwargs", '{"enable_thinking": false}', "--seed", "8",
+    )  # fmt: skip
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out == (
+        "out: a dflash drafter, acceptance length 2.35 on 7 held-out prompts; "
+        "dflash-triton serve some/target --draft out\n"
+    )
+    data = DataOptions(99, temperature=0.5, seed=8, files=(file,), template_options={"enable_thinking": False})
+    sizes = {"draft_layers": 2, "target_layer_ids": (1, 5), "block_size": 12, "mask_token_id": 3}
+    assert asked == [
+        TrainOptions(
+            "some/target", Path("out"), data, kind="dspark", form="speculators", minutes=2.5, accumulate=3,
+            draft_vocab=50, bf16=False, drafter=sizes, settings={"max_num_seqs": "4"},
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (["--kind", "medusa"], 2, "'medusa'"),
+        (["--tokens", "0"], 2, "'0'"),
+        (["--minutes", "-1"], 2, "'-1'"),
+        (["--layer-ids", "1,x"], 1, "--layer-ids is '1,x'; expected numbers, such as 1,5,9"),
+        (["--chat-template-kwargs", "[1]"], 2, "[1]"),
+    ],
+)
+def test_what_is_wrong_is_said(cli, asked: list[Any], argv: list[str], status: int, words: str) -> None:
+    ended = cli("train", "some/target", "--out", "out", *argv)
+    assert ended.status == status
+    assert words in ended.err
+    assert asked == []
+
+
+def test_a_run_that_is_stopped_or_fails_says_how_to_go_on(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(error: BaseException) -> None:
+        def train(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(run_module, "train", train)
+
+    ends(KeyboardInterrupt())
+    ended = cli("train", "t", "--out", "out")
+    assert (ended.status, ended.err) == (130, f"dflash-triton: {STOPPED}\n")
+    ends(TrainingError("the disk is full"))
+    ended = cli("train", "t", "--out", "out")
+    assert (ended.status, ended.err) == (1, "dflash-triton: the disk is full\n")

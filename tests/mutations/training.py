@@ -1,0 +1,70 @@
+"""Defects of training: a drafter that learns from what it will not have, or that goes on elsewhere than it stopped."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+TRAINING = "dflash_backend/training"
+
+TRAINING_MUTANTS = (
+    *mutants_of(
+        f"{TRAINING}/network.py",
+        ("tests/demo/test_kinds.py", "tests/demo/test_training.py"),
+        (
+            "a block sees the feature at its anchor",
+            "context = (key >= self.anchors[..., None])",
+            "context = (key > self.anchors[..., None])",
+        ),
+    ),
+    *mutants_of(
+        f"{TRAINING}/loss.py",
+        ("tests/training/test_loss.py",),
+        (
+            "drafts behind a token that cannot be drafted count",
+            "counts[..., 1:] & can_draft[labels[..., 1:]]",
+            "counts[..., 1:]",
+        ),
+        (
+            "each draft weighs the same",
+            "return DraftBatch(tokens, anchor_positions, labels, inside * falling)",
+            "return DraftBatch(tokens, anchor_positions, labels, inside)",
+        ),
+        ("gradients of pieces are not summed", "of_inputs += change", "of_inputs[:] = change"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/dspark.py",
+        ("tests/training/test_loss.py",),
+        ("a draft's bias is that of its own token", "markov_w1(labels[..., :-1])", "markov_w1(labels[..., 1:])"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/loop.py",
+        ("tests/training/test_run.py",),
+        ("moments begin anew", '        self.optimizer.restore(state["optimizer"])\n', ""),
+        (
+            "the order of a run that goes on begins anew",
+            "divmod(index, len(self._batches))",
+            "divmod(len(self._kept), len(self._batches))",
+        ),
+        ("a checkpoint is written in place of the one before", 'path.with_name(f"{path.name}.partial")', "path"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/features.py",
+        ("tests/training/test_start.py",),
+        ("rows share their blocks", "reshape(len(rows), width)\n", "reshape(len(rows), width) * 0\n"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/data.py",
+        ("tests/training/test_data.py",),
+        ("half a line stays", "                os.truncate(path, len(text) + len(newline))", "                pass"),
+        ("held-out prompts are trained on", "fresh[held:], options, report", "fresh, options, report"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/formats.py",
+        ("tests/training/test_start.py",),
+        (
+            "layers are named as other libraries do not count",
+            "[i + 1 for i in config.target_layer_ids]",
+            "[i for i in config.target_layer_ids]",
+        ),
+    ),
+)
