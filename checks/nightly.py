@@ -47,6 +47,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "kv_cache": (("checks.kv_cache",), "a KV cache in FP8: blocks, acceptance, and text without a drafter"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),
+    "kv_tiers": (
+        ("checks.kv_tiers",),
+        "KV tiers: first token of a hit, a working set of 4 times the device, others' steps",
+    ),
     "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
     "adaptive": (("benchmarks.adaptive", "--full"), "speculation that follows the load against none and fixed k"),
     "change": (("benchmarks.adaptive", "--change"), "the same when the traffic changes"),

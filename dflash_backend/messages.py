@@ -176,6 +176,8 @@ class RequestStats(msgspec.Struct, frozen=True):
     spec_decoding: SpecDecodingStats
     num_preemptions: int
     queue_time_s: float
+    num_loaded_tokens: dict[str, int] = {}
+    """Those of the cached tokens that came from tiers of KV, by the tier's name."""
 
     def with_last_step_trimmed(self, num_tokens: int, num_kept: int) -> RequestStats:
         """The same, when only `num_kept` of the `num_tokens` tokens of the last delta belong to the answer. A delta is

@@ -187,6 +187,38 @@ PANELS: tuple[Panel, ...] = (
         most=1,
     ),
     Panel(
+        "Prompt tokens from KV tiers per second",
+        "short",
+        (("{{tier}} {{model}}", rate("kv_tier_hit_tokens_total", "model, tier")),),
+        "Prompt tokens that came from host memory or disk and were not computed.",
+    ),
+    Panel(
+        "KV to and from tiers",
+        "Bps",
+        (
+            ("to {{tier}} {{model}}", rate("kv_tier_stored_bytes_total", "model, tier")),
+            ("from {{tier}} {{model}}", rate("kv_tier_loaded_bytes_total", "model, tier")),
+        ),
+    ),
+    Panel(
+        "Time of moving KV per second",
+        "s",
+        (
+            ("to {{tier}} {{model}}", rate("kv_tier_stored_seconds_total", "model, tier")),
+            ("from {{tier}} {{model}}", rate("kv_tier_loaded_seconds_total", "model, tier")),
+        ),
+        "Near 1: a tier is as busy as it can be.",
+    ),
+    Panel(
+        "Misses of KV tiers per second",
+        "short",
+        (
+            ("lost before {{tier}} {{model}}", rate("kv_tier_lost_total", "model, tier")),
+            ("computed sooner than from {{tier}} {{model}}", rate("kv_tier_computed_total", "model, tier")),
+        ),
+        "Blocks that left before they could be kept, and requests for which computing was quicker than loading.",
+    ),
+    Panel(
         "KV blocks in use",
         "percentunit",
         (("{{model}} {{engine}}", f"dflash:kv_cache_usage_perc{{{WHERE}}}"),),

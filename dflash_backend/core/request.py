@@ -250,6 +250,7 @@ class Request:
             spec_decoding=self.spec_stats.copy(),
             num_preemptions=self.num_preemptions,
             queue_time_s=scheduled_s - self.arrival_s,
+            num_loaded_tokens=self.num_loaded_tokens,
         )
 
 

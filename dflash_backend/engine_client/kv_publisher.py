@@ -3,9 +3,12 @@
 A message has three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a batch in msgpack. A batch
 is `[time, [event, ...], data_parallel_rank]`; events are
 
-    ["BlockStored", hashes, parent hash or nil, token ids, block size, nil, "GPU", nil]
-    ["BlockRemoved", hashes, "GPU"]
+    ["BlockStored", hashes, parent hash or nil, token ids, block size, nil, medium, nil]
+    ["BlockRemoved", hashes, medium]
     ["AllBlocksCleared"]
+
+The medium is "GPU" for the device's cache, also on a CPU; of blocks in a KV tier, which are stored without parent and
+tokens, "CPU" or "DISK". What a tier has stays when the device loses it, and the other way round.
 
 A hash is the last 8 bytes of ours as an unsigned number. Who has missed messages sends the first number that it wants
 to the replay endpoint (a REQ or DEALER socket: an empty frame, 8 bytes) and gets what is still kept as
@@ -35,7 +38,6 @@ HIGH_WATER_MARK = 100_000
 # How long until an address that another process has is tried again.
 BIND_RETRY_S = 1.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"
 _TCP = re.compile(r"^(tcp://.+:)(\d+)$")
 
 
@@ -173,8 +175,8 @@ def _as_vllm(event: KVEvent, block_size: int) -> list[Any]:
     hashes = [_number(block_hash) for block_hash in event.block_hashes]
     if isinstance(event, BlocksStored):
         parent = None if event.parent is None else _number(event.parent)
-        return ["BlockStored", hashes, parent, event.token_ids, block_size, None, MEDIUM, None]
-    return ["BlockRemoved", hashes, MEDIUM]
+        return ["BlockStored", hashes, parent, event.token_ids, block_size, None, event.medium, None]
+    return ["BlockRemoved", hashes, event.medium]
 
 
 def _number(block_hash: bytes) -> int:

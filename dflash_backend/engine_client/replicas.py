@@ -11,6 +11,7 @@ import dataclasses
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from dflash_backend.config import EngineConfig
@@ -61,6 +62,9 @@ class Replicas(Engines):
         self._blind = config.routing == "round_robin"
         self._turn = 0
         self._router: routing.Router | None = None
+        # With tiers of KV, in how many of them and of the device each block of an engine is; else empty.
+        has_tiers = bool(config.kv_host_gb or config.kv_disk_path)
+        self._copies: list[Counter[bytes]] = [Counter() for _ in self.supervisors] if has_tiers else []
         self._lock = threading.Lock()  # of the router and the turn
         self._arrived: queue.SimpleQueue[EngineOutputs | Exception | None] = queue.SimpleQueue()
         self._held: Exception | None = None
@@ -189,6 +193,8 @@ class Replicas(Engines):
                     is_up, lost.index = False, index
                     with self._lock:
                         self._of_router.set_down(index)
+                        if self._copies:
+                            self._copies[index].clear()
                     self._arrived.put(lost)
                     continue
                 if not is_up and supervisor.engine is not None:
@@ -212,10 +218,28 @@ class Replicas(Engines):
 
     def _follow(self, index: int, event: KVEvent) -> None:
         """Tell the router what an engine reports. Under the lock."""
-        if isinstance(event, BlocksStored):
-            self._of_router.stored(index, event.block_hashes)
+        is_stored = isinstance(event, BlocksStored)
+        hashes = event.block_hashes
+        if self._copies:
+            hashes = changed(self._copies[index], hashes, is_stored)
+        if is_stored:
+            self._of_router.stored(index, hashes)
         else:
-            self._of_router.removed(index, event.block_hashes)
+            self._of_router.removed(index, hashes)
+
+
+def changed(copies: Counter[bytes], hashes: Sequence[bytes], is_stored: bool) -> list[bytes]:
+    """Of blocks that came to the device or a tier, or left one of these, those that were nowhere before, or are now.
+    copies: where each block is, in how many; it is brought up to date."""
+    found = []
+    for block_hash in hashes:
+        before = copies[block_hash]
+        copies[block_hash] += 1 if is_stored else -1
+        if copies[block_hash] <= 0:
+            del copies[block_hash]
+        if before == (0 if is_stored else 1):
+            found.append(block_hash)
+    return found
 
 
 def _of_engine(config: EngineConfig, index: int) -> EngineConfig:

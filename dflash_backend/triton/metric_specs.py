@@ -91,6 +91,30 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("dflash:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
     MetricSpec("dflash:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
     MetricSpec(
+        "dflash:kv_tier_hit_tokens_total",
+        "counter",
+        "Prompt tokens that were loaded from a KV tier in place of being computed",
+        label="tier",
+    ),
+    MetricSpec("dflash:kv_tier_stored_bytes_total", "counter", "Bytes that went to a KV tier", label="tier"),
+    MetricSpec("dflash:kv_tier_stored_seconds_total", "counter", "Time of writing them", label="tier"),
+    MetricSpec(
+        "dflash:kv_tier_loaded_bytes_total", "counter", "Bytes that came back from a KV tier for requests", label="tier"
+    ),
+    MetricSpec("dflash:kv_tier_loaded_seconds_total", "counter", "Time of reading them", label="tier"),
+    MetricSpec(
+        "dflash:kv_tier_lost_total",
+        "counter",
+        "Records that were to go to a KV tier and left the one above before, or found no space",
+        label="tier",
+    ),
+    MetricSpec(
+        "dflash:kv_tier_computed_total",
+        "counter",
+        "Requests that computed what a KV tier has, since that takes less time than loading",
+        label="tier",
+    ),
+    MetricSpec(
         "dflash:kv_events_total", "counter", "Events of the prefix cache that were published, with kv_events_endpoint"
     ),
     MetricSpec("dflash:num_preemptions_total", "counter", "Requests that gave up their blocks for others"),
@@ -253,6 +277,16 @@ GRAMMAR_COUNTERS = {
     "compile_seconds": "dflash:grammar_compile_seconds_total",
     "num_mask_steps": "dflash:grammar_steps_total",
     "mask_seconds": "dflash:grammar_mask_seconds_total",
+}
+# Counters of a tier of KV, by the field of `TierStats`.
+TIER_COUNTERS = {
+    "num_hit_tokens": "dflash:kv_tier_hit_tokens_total",
+    "num_bytes_stored": "dflash:kv_tier_stored_bytes_total",
+    "store_seconds": "dflash:kv_tier_stored_seconds_total",
+    "num_bytes_loaded": "dflash:kv_tier_loaded_bytes_total",
+    "load_seconds": "dflash:kv_tier_loaded_seconds_total",
+    "num_lost": "dflash:kv_tier_lost_total",
+    "num_computed": "dflash:kv_tier_computed_total",
 }
 ENGINE_GAUGES = {
     "num_requests_running": "dflash:num_requests_running",

@@ -24,7 +24,7 @@ from itertools import accumulate, zip_longest
 from types import ModuleType
 from typing import Any
 
-from dflash_backend.messages import EngineStats
+from dflash_backend.messages import EngineStats, TierStats
 from dflash_backend.triton.metric_specs import (
     CONFIDENCE_WEIGHT,
     ENGINE_COUNTERS,
@@ -34,6 +34,7 @@ from dflash_backend.triton.metric_specs import (
     INSTANCE_GAUGES,
     METRICS,
     SMALL_FAMILY,
+    TIER_COUNTERS,
     VLLM_GAUGES,
     VLLM_NAMES,
     MetricSpec,
@@ -150,6 +151,11 @@ class Metrics:
         for field, name in GRAMMAR_COUNTERS.items():
             if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
                 self.count(name, increase)
+        for tier, counts in stats.tiers.items():
+            before = last.tiers.get(tier, TierStats())
+            for field, name in TIER_COUNTERS.items():
+                if increase := getattr(counts, field) - getattr(before, field):
+                    self.count(name, increase, tier)
         drafted = stats.spec_decoding - last.spec_decoding
         for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             if increase := getattr(drafted, field):
@@ -162,9 +168,9 @@ class Metrics:
                 self.count(f"dflash:spec_decode_{field}_total", increase)
         for field in ("num_draft_tokens_per_pos", "num_expected_tokens_per_pos"):
             pairs = zip_longest(getattr(stats.speculation, field), getattr(last.speculation, field), fillvalue=0)
-            for position, (now, before) in enumerate(pairs):
-                if now != before:
-                    self.count(f"dflash:spec_decode_{field}_total", now - before, str(position))
+            for position, (now, then) in enumerate(pairs):
+                if now != then:
+                    self.count(f"dflash:spec_decode_{field}_total", now - then, str(position))
         for field, name in ENGINE_GAUGES.items():
             self.set(name, getattr(stats, field), index)
         self.set(CONFIDENCE_WEIGHT, stats.speculation.confidence_weight, index)

@@ -109,11 +109,14 @@ def spec_stats_json(stats: RequestStats, report_cached_tokens: bool) -> str:
     Without `report_cached_tokens` the number of cached prompt tokens is null: among requests that share the cache it
     would reveal what others have sent, token by token.
     """
+    # Those of them that came from tiers of KV; without one there is no word of it.
+    loaded = {"num_loaded_tokens": stats.num_loaded_tokens} if stats.num_loaded_tokens and report_cached_tokens else {}
     return json.dumps(
         {
             **msgspec.structs.asdict(stats.spec_decoding),
             "acceptance_length": round(stats.spec_decoding.acceptance_length, 4),
             "num_cached_tokens": stats.num_cached_tokens if report_cached_tokens else None,
+            **loaded,
             "num_preemptions": stats.num_preemptions,
             "queue_time_s": round(stats.queue_time_s, 6),
         }

@@ -109,9 +109,8 @@ class DiskRecords(RecordStore):
         header, digest = bytearray(_HEADER.size), bytearray(_DIGEST_BYTES)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            size, expected = os.fstat(descriptor).st_size, len(into) + OVERHEAD_BYTES
-            if size != expected:
-                return f"it has {size} bytes and not {expected}"
+            if os.fstat(descriptor).st_size != len(into) + OVERHEAD_BYTES:
+                return "it has another length"
             if not _read_all(descriptor, [memoryview(header), into.data, memoryview(digest)]):
                 return "it ends early"
             if bytes(header) != self._header(record):

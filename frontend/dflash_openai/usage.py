@@ -17,7 +17,7 @@ class UsageCounter:
         self._num_finished = 0
         # None for requests whose answers have no reasoning of their own.
         self.num_reasoning_tokens: int | None = None
-        self._cached: list[int] = []
+        self._cached: list[tuple[int, dict[str, int]]] = []  # and those of them from tiers of KV
         self._drafts = self._draft_tokens = 0
         self._accepted: list[int] = []
 
@@ -31,19 +31,24 @@ class UsageCounter:
         """Count what a finished completion says of speculation and cached tokens."""
         self._num_finished += 1
         if stats.get("num_cached_tokens") is not None:
-            self._cached.append(stats["num_cached_tokens"])
+            self._cached.append((stats["num_cached_tokens"], stats.get("num_loaded_tokens", {})))
         self._drafts += stats.get("num_drafts", 0)
         self._draft_tokens += stats.get("num_draft_tokens", 0)
         accepted = stats.get("num_accepted_tokens_per_pos", [])
         self._accepted = [sum(pair) for pair in itertools.zip_longest(self._accepted, accepted, fillvalue=0)]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`. The cached tokens are null where the server does not tell them."""
+        """OpenAI's `usage`. The cached tokens are null where the server does not tell them. Where some came from tiers
+        of KV, `cached_tokens_by_tier` says how many."""
+        details: dict[str, Any] | None = None
+        if self._cached:
+            num_cached, by_tier = max(self._cached, key=lambda each: each[0])
+            details = {"cached_tokens": num_cached} | ({"cached_tokens_by_tier": by_tier} if by_tier else {})
         usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self._num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": max(self._cached)} if self._cached else None,
+            "prompt_tokens_details": details,
         }
         if self.num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}

@@ -85,6 +85,12 @@ def test_cached_tokens_are_in_the_usage_where_the_server_tells_them(client: open
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 5
+    assert "cached_tokens_by_tier" not in answer.usage.prompt_tokens_details.to_dict()
+    pool.script = Script(stats=STATS | {"num_cached_tokens": 5, "num_loaded_tokens": {"host": 3, "disk": 1}})
+    answer = client.chat.completions.create(model="dflash", messages=HELLO)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.to_dict()["cached_tokens_by_tier"] == {"host": 3, "disk": 1}
 
 
 @pytest.mark.parametrize("apart", [False, True])

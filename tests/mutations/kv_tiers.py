@@ -106,6 +106,39 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *mutants_of(
+        DISK,
+        OF_DISK,
+        (
+            "a file of another block is used",
+            "if bytes(header) != self._header(record):",
+            "if not header:",
+        ),
+        (
+            "a damaged file is used",
+            "if _digest(header, into) != digest:",
+            "if not digest:",
+        ),
+        (
+            "two engines share a folder",
+            "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+            "fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        ),
+        (
+            "a record's file stays when another takes its slot",
+            "if record.replaces is not None:",
+            "if record.replaces == record.block_hash:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine_client/replicas.py",
+        ("tests/triton/test_replicas.py::test_a_block_is_an_engines_as_long_as_the_device_or_a_tier_has_it",),
+        (
+            "a block that a tier has is no engine's",
+            "if before == (0 if is_stored else 1):",
+            "if before >= (0 if is_stored else 1):",
+        ),
+    ),
+    *mutants_of(
         ENGINE,
         OF_WORKER,
         (

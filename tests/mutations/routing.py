@@ -45,7 +45,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("an engine that is back gets no requests", "if not is_up and supervisor.engine is not None:", "if False:"),
         (
             "blocks that an engine has evicted draw requests to it",
-            "self._of_router.removed(index, event.block_hashes)",
+            "self._of_router.removed(index, hashes)",
             "pass",
         ),
         ("engines give requests without a seed the same one", "index * SEED_STEP", "0 * SEED_STEP"),

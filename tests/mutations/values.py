@@ -123,8 +123,8 @@ VALUE_MUTANTS = (
     Mutant(
         "cached tokens of several answers add up",
         f"{FRONTEND}/usage.py",
-        '{"cached_tokens": max(self._cached)}',
-        '{"cached_tokens": sum(self._cached)}',
+        '{"cached_tokens": num_cached}',
+        '{"cached_tokens": sum(each[0] for each in self._cached)}',
         ("tests/frontend/test_chat.py",),
     ),
     Mutant(

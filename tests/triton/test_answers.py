@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from dflash_backend.messages import AbortRequests
+from dflash_backend.messages import AbortRequests, RequestStats
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton import reporter
+from dflash_backend.triton.responses import spec_stats_json
 from dflash_backend.triton.running_requests import MAX_SEPARATE_DELTAS
 from tests.engine_client import toy_process
 from tests.support.waiting import eventually
@@ -213,3 +215,12 @@ def test_the_metrics_page_has_a_cancelled_request_without_waiting_for_the_next_r
     sender.cancelled = True
     assert sender.all()[0].error.code == "CANCELLED"
     eventually(lambda: triton.values.get(("dflash:request_errors_total", "CANCELLED")) == 1)
+
+
+@pytest.mark.parametrize(("told", "loaded"), [(True, {"host": 32}), (True, {}), (False, {"host": 32})])
+def test_tokens_from_tiers_are_told_where_cached_tokens_are(told: bool, loaded: dict[str, int]) -> None:
+    """Among requests that share the cache both would reveal what others have sent."""
+    stats = RequestStats(70, 4, 64, SpecDecodingStats.zeros(3), 0, 0.5, loaded)
+    found = json.loads(spec_stats_json(stats, told))
+    assert found["num_cached_tokens"] == (64 if told else None)
+    assert found.get("num_loaded_tokens", {}) == (loaded if told else {})

@@ -140,13 +140,16 @@ def test_events_are_in_the_format_that_vllms_subscribers_decode(publisher) -> No
     def publish() -> list[Any]:
         publisher.publish([BlocksStored(hashes[:2], None, [5] * 32), BlocksStored(hashes[2:], hashes[1], [6] * 16)], 16)
         publisher.publish([BlocksRemoved(hashes[1:])], 16)
+        publisher.publish([BlocksStored(hashes[:1], medium="CPU"), BlocksRemoved(hashes[:1], "DISK")], 16)
         return subscriber.read()
 
     events = eventually(publish)
-    assert events[-3:] == [
+    assert events[-5:] == [
         BlockStored([1, 2], None, [5] * 32, 16, None, "GPU", None),
         BlockStored([2**64 - 1], 2, [6] * 16, 16, None, "GPU", None),
         BlockRemoved([2, 2**64 - 1], "GPU"),
+        BlockStored([1], None, [], 16, None, "CPU", None),
+        BlockRemoved([1], "DISK"),
     ]
     first = subscriber.numbers[0]
     assert subscriber.numbers == list(range(first, first + len(subscriber.numbers)))

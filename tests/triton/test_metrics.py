@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats
+from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats, TierStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton.metric_specs import CACHE_CONFIG, METRICS
 from dflash_backend.triton.metrics import Metrics, engine_names
@@ -132,6 +132,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
         speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
         grammars=GrammarStats(131, 132, 133.5, 134, 135.5),
+        tiers={"host": TierStats(141, 142, 143.5, 144, 145.5, 146, 147), "disk": TierStats(num_hit_tokens=151)},
     )
     metrics.follow(stats)
     metrics.flush()
@@ -162,6 +163,14 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         ("dflash:grammar_compile_seconds_total",): 133.5,
         ("dflash:grammar_steps_total",): 134,
         ("dflash:grammar_mask_seconds_total",): 135.5,
+        ("dflash:kv_tier_hit_tokens_total", "host"): 141,
+        ("dflash:kv_tier_stored_bytes_total", "host"): 142,
+        ("dflash:kv_tier_stored_seconds_total", "host"): 143.5,
+        ("dflash:kv_tier_loaded_bytes_total", "host"): 144,
+        ("dflash:kv_tier_loaded_seconds_total", "host"): 145.5,
+        ("dflash:kv_tier_lost_total", "host"): 146,
+        ("dflash:kv_tier_computed_total", "host"): 147,
+        ("dflash:kv_tier_hit_tokens_total", "disk"): 151,
     }
 
 

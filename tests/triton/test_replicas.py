@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dflash_backend.engine_client.client import EngineError
-from dflash_backend.engine_client.replicas import Replicas
+from dflash_backend.engine_client.replicas import Replicas, changed
 from dflash_backend.messages import EngineReady
 from dflash_backend.triton.service import TritonService
 from tests.engine_client import toy_process
@@ -53,6 +53,15 @@ def start_streams(service: TritonService, count: int) -> list:
     for sender in senders:
         sender.next()
     return senders
+
+
+def test_a_block_is_an_engines_as_long_as_the_device_or_a_tier_has_it():
+    copies: Counter[bytes] = Counter()
+    assert changed(copies, [b"a", b"b"], is_stored=True) == [b"a", b"b"]  # the device
+    assert changed(copies, [b"a"], is_stored=True) == []  # a tier
+    assert changed(copies, [b"a", b"b"], is_stored=False) == [b"b"]
+    assert changed(copies, [b"a"], is_stored=False) == [b"a"]
+    assert not copies
 
 
 def test_requests_follow_their_prefix_and_new_ones_are_spread(serve, triton):
