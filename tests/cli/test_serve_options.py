@@ -309,6 +309,16 @@ def test_an_option_of_a_client_becomes_its_argument_and_no_other(
     assert {name: value for name, value in found.items() if without[name] != value} == CONNECTION[option][1]
 
 
+@pytest.mark.parametrize("option", ["--max-model-len", "--max-num-seqs", "--dtype"])
+def test_a_wrong_value_is_told_of_the_option_that_it_came_by(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Parts(monkeypatch)
+    assert main(["serve", option, "-1"]) == 2
+    name = option[2:].replace("-", "_")
+    assert f"setting '{name}' has the value '-1' ({option}); allowed: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "variable", "message"),
     [

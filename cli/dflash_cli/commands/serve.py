@@ -182,6 +182,8 @@ def triton_host(arguments: argparse.Namespace) -> str:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """The settings that the options give. Raises `ConfigError` or `LauncherError`, which name the option."""
+    from dflash_backend.config import check_setting
     from dflash_cli.launcher.server import LauncherError
 
     settings = dict(arguments.settings)
@@ -198,6 +200,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
         if value is not None and name in settings:
             raise LauncherError(f"{name} is given twice: by {option} and by --set")
         if value is not None:
+            check_setting(name, str(value), option)
             settings[name] = str(value)
     return settings
 
