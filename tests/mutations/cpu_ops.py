@@ -19,7 +19,7 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_grids.h",
         TESTS,
         ("a weight off its grid stays on it", "all.store(false); return;", "return;"),
-        ("a code is taken for its neighbour's", "bit = int(at % per_word * BITS_OF[kind]);", "bit = 0;"),
+        ("outputs take the steps of those before them", "twice(steps + half * LANES + i * 8)", "twice(steps + i * 8)"),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_choice.h",
