@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         from dflash_backend.training.run import train
     except ImportError as error:
         return fail(engine_missing(error))
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     progress = Progress("tokens of answers", say)
     try:
         summary = train(_options(arguments), say, progress.step)
@@ -130,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except (TrainingError, *LOAD_ERRORS) as error:
         return fail(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not summary:  # of one process among several, the first speaks
         return 0
     show(
