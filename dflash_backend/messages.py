@@ -148,19 +148,24 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     num_output_tokens: dict[str, int] = {}
 
 
-class SwapDrafter(msgspec.Struct, frozen=True, tag=True):
-    """Draft with another drafter from now on; one `DrafterSwapped` answers, a second one says how it went on.
+class DrafterChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter that is to draft from now on, and how it is compared with the one before.
 
     draft_model, draft_revision: as the settings of these names. window: verified blocks of the new drafter after which
-    its acceptance is compared with the old one's, which comes back where more than `max_loss` of the accepted tokens of
-    a block are lost (0 to 1); 0: it is not compared.
+    its acceptance is compared with the old one's, which comes back where more than `max_loss` of the accepted drafts
+    are lost (0 to 1); 0: it is not compared.
     """
 
-    swap_id: str
     draft_model: str
     draft_revision: str = ""
     window: int = 1000
     max_loss: float = 0.1
+
+
+class SwapDrafter(DrafterChoice, frozen=True, tag=True, kw_only=True):
+    """Draft with another drafter from now on; one `DrafterSwapped` answers, a second one says how it went on."""
+
+    swap_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -368,11 +373,12 @@ SwapOutcome = Literal["swapped", "refused", "kept", "reverted"]
 
 class DrafterSwapped(msgspec.Struct, frozen=True):
     """What came of a `SwapDrafter`: `swapped` or `refused`, then `kept` or `reverted` once the new drafter was compared
-    with the old one. message: for clients and the log."""
+    with the old one. message: for clients and the log. status: of a refusal."""
 
     swap_id: str
     outcome: SwapOutcome
     message: str
+    status: ErrorStatus = "INVALID_ARGUMENT"
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -380,7 +386,8 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
 
     rejected: requests that the engine did not take, or ended with an error; they have no delta.
     stats: now and then, and always before the engine goes idle.
-    phase_seconds: the step's time by phase (verify, accept, inject, draft); empty when no step was applied.
+    phase_seconds: the time by phase (verify, accept, inject, draft) of the step whose drafts came last; empty when no
+    step was applied.
     queue: filled in by the engine process.
     kv_events: what entered and left the prefix cache, in order; empty unless the engine reports it.
     drafter_swaps: what came of `SwapDrafter`s.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dflash_backend.messages import DrafterSwapped, SwapOutcome
+from dflash_backend.messages import DrafterSwapped, SwapDrafter, SwapOutcome
 
 # Blocks that acceptance is taken from, at least; after as many, drafts that no longer pay are not waited for.
 MIN_BLOCKS = 100
@@ -72,35 +72,34 @@ class DrafterSwap:
     """A drafter that is ready, and how it fares.
 
     exchange: puts it in the place of the worker's, and at its next call back again; to be called with no step in
-    flight. name: of the drafter, for messages. window, max_loss: as of `messages.SwapDrafter`. before: the acceptance
-    of the drafter that it took the place of; now: its own, without requests that began before it.
+    flight. None once it is settled which of them stays. before: the acceptance of the drafter that it took the place
+    of; now: its own, without requests that began before it.
     """
 
-    swap_id: str
-    name: str
+    wanted: SwapDrafter
     exchange: Callable[[], None] | None
-    window: int = 1000
-    max_loss: float = 0.1
     before: Acceptance = field(default_factory=Acceptance)
     now: Acceptance = field(default_factory=Acceptance)
 
     def says(self, outcome: SwapOutcome, message: str) -> DrafterSwapped:
         """What the stub is told."""
-        return DrafterSwapped(self.swap_id, outcome, message)
+        return DrafterSwapped(self.wanted.swap_id, outcome, message)
 
     def is_due(self, drafting_pays: bool) -> bool:
         """Whether its acceptance is to be compared now. drafting_pays: by the policy of `adaptive_speculation`."""
-        if self.exchange is None or not self.window:
+        if self.exchange is None or not self.wanted.window:
             return False
         num_blocks = self.now.total
-        return num_blocks >= self.window or (not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.window))
+        return num_blocks >= self.wanted.window or (
+            not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.wanted.window)
+        )
 
     def loses(self) -> bool:
         """Whether too much of the acceptance is lost, surely; False where too little is known of the drafter before."""
         if self.before.total < MIN_BLOCKS:
             return False
         found = Comparison.of(self.now, self.before)
-        return found.accepted + SURE * found.error < (1 - self.max_loss) * found.expected
+        return found.accepted + SURE * found.error < (1 - self.wanted.max_loss) * found.expected
 
     def comparison(self) -> str:
         """The two in words."""

@@ -239,11 +239,14 @@ class EngineCore:
             )  # fmt: skip
             self._trace.step(step.plan, result, drafts.phase_seconds, times)
 
-    def swap_drafter(self, swap: DrafterSwap) -> None:
-        """Draft with another drafter from the next `step` on, which says so. Raises `RequestError` (UNAVAILABLE) while
-        one is still compared with the one before it."""
+    def check_swap(self) -> None:
+        """Raise `RequestError` (UNAVAILABLE) while a drafter is still compared with the one before it."""
         if self._due_swap is not None or (self._swap is not None and self._swap.exchange is not None):
             raise RequestError("UNAVAILABLE", "the last drafter that was swapped in is still compared; try again later")
+
+    def swap_drafter(self, swap: DrafterSwap) -> None:
+        """Draft with another drafter from the next `step` on, which says so. Raises as `check_swap`."""
+        self.check_swap()
         self._due_swap = swap
 
     def idle_outputs(self) -> EngineCoreOutputs:
@@ -367,34 +370,39 @@ class EngineCore:
         self._collect_down_to(0, outputs)
         self.finish_step()
         if self._failed_step is not None:
-            return  # the next step does it
-        self._due_swap = None
+            return  # the next step does it, or has taken the drafter out
         if swap is self._swap:
             self._take_out(swap, swap.comparison(), outputs)
             return
+        self._due_swap = None
         assert swap.exchange is not None
-        swap.exchange()
+        try:
+            swap.exchange()
+        except Exception as error:  # noqa: BLE001 - the drafter before goes on, whatever is wrong with the new one
+            outputs.drafter_swaps.append(swap.says("refused", f"it cannot take the other's place: {error}"))
+            return
         self.scheduler.begin_drafter()
         swap.before, self._acceptance, self._swap = self._acceptance, swap.now, swap
-        outputs.drafter_swaps.append(swap.says("swapped", f"{swap.name} drafts now"))
-        if not swap.window:
+        outputs.drafter_swaps.append(swap.says("swapped", f"{swap.wanted.draft_model} drafts now"))
+        if not swap.wanted.window:
             swap.exchange = None
 
     def _take_out(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
         """Put the drafter before this one back, with nothing in flight."""
         assert swap.exchange is not None
         swap.exchange()
+        swap.exchange = self._due_swap = None
         self.scheduler.begin_drafter()
-        outputs.drafter_swaps.append(swap.says("reverted", f"the drafter before {swap.name} is back: {reason}"))
-        swap.exchange = None
         self._acceptance = swap.before
+        name = swap.wanted.draft_model
+        outputs.drafter_swaps.append(swap.says("reverted", f"the drafter before {name} is back: {reason}"))
 
     def _compare_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
         """Keep a drafter that was looked at for long enough, or have it taken out."""
         if swap.loses():
             self._due_swap = swap
         else:
-            outputs.drafter_swaps.append(swap.says("kept", f"{swap.name} stays: {swap.comparison()}"))
+            outputs.drafter_swaps.append(swap.says("kept", f"{swap.wanted.draft_model} stays: {swap.comparison()}"))
             swap.exchange = None
 
     def _submit(self, plan: SchedulerOutput, started: float) -> None:

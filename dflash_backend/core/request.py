@@ -48,9 +48,10 @@ class Request:
     """One request's state between steps.
 
     `token_ids` are prompt and output. `num_computed` counts the positions whose target KV and drafter context KV are
-    final; in decode it is one less than the tokens, whose last is the anchor. `num_pending_drafts` counts the drafts
-    that the worker holds for the next verification. It survives a preemption, so that a request's draft blocks are the
-    same with and without one.
+    final (on a CPU the latter may wait in `worker.step_ops.PendingContext`, but never that of a full block); in decode
+    it is one less than the tokens, whose last is the anchor. `num_pending_drafts` counts the drafts that the worker
+    holds for the next verification. It survives a preemption, so that a request's draft blocks are the same with and
+    without one.
 
     All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
     if it has one there.

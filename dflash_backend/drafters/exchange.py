@@ -12,17 +12,24 @@ import torch
 
 # Of a drafter: what is the engine's own, where its checkpoint lies, and what says where a tensor beside it lies.
 _NOT_OF_THE_DRAFTER = frozenset({"target", "caches", "backend", "ops", "path", "address", "described"})
+# What is taken of two tensors at a time, so that no memory is asked for once the first has changed.
+PIECE_BYTES = 8 << 20
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def exchange_weights(one: Any, other: Any) -> None:
-    """Give each drafter the values of the other's tensors. Raises `ValueError`, and changes nothing, where they differ
-    in anything else: then graphs of the one cannot run the other."""
+    """Give each drafter the values of the other's tensors. Raises `ValueError` where they differ in anything else: then
+    graphs of the one cannot run the other; and `torch.OutOfMemoryError`. Both change nothing."""
     pairs = paired_tensors(one, other)
+    devices = {mine.device for mine, _ in pairs}
+    kept = {device: torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device) for device in devices}
     for mine, theirs in pairs:
-        kept = mine.clone()
-        mine.copy_(theirs)
-        theirs.copy_(kept)
+        for first in range(0, len(mine), PIECE_BYTES):
+            here, there = mine[first : first + PIECE_BYTES], theirs[first : first + PIECE_BYTES]
+            piece = kept[mine.device][: len(here)]
+            piece.copy_(here)
+            here.copy_(there)
+            there.copy_(piece)
 
 
 def paired_tensors(one: Any, other: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

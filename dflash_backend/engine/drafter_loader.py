@@ -45,7 +45,7 @@ class DrafterLoader:
         def exchange() -> None:
             spare[0] = self.runner.use_drafter(spare[0])
 
-        return DrafterSwap(wanted.swap_id, wanted.draft_model, exchange, wanted.window, wanted.max_loss)
+        return DrafterSwap(wanted, exchange)
 
     def _load(self, wanted: SwapDrafter) -> Drafter[Any]:
         present = self.pair.draft_model

@@ -155,14 +155,17 @@ class LLM:
 
     def swap_drafter(self, draft: str, window: int = 0, max_loss: float = 0.1) -> None:
         """Draft with another drafter from now on: a directory or hub id, as `draft` of the constructor. window,
-        max_loss: as of `messages.SwapDrafter`. Raises `ConfigError` or `CheckpointError` where it cannot take the
-        other's place, and `RequestError` while the last one is still compared."""
+        max_loss: as of `messages.DrafterChoice`; by default it is not compared. Raises `ConfigError` or
+        `CheckpointError` where it cannot take the other's place, and `RequestError` while the last one is still
+        compared."""
         if self.engine.drafters is None:
             raise ConfigError("this engine has no drafter that is a model; give one as draft")
-        wanted = SwapDrafter(f"offline-swap-{self._num_requests}", str(draft), window=window, max_loss=max_loss)
+        wanted = SwapDrafter(swap_id="offline", draft_model=str(draft), window=window, max_loss=max_loss)
+        self.engine.core.check_swap()
         self.engine.core.swap_drafter(self.engine.drafters.load(wanted))
-        if len(self.engine.core.step().drafter_swaps) != 1:
-            raise RuntimeError("the drafter was not swapped; this is a defect of the engine")
+        (said,) = self.engine.core.step().drafter_swaps
+        if said.outcome != "swapped":
+            raise ConfigError(said.message)
 
     def stats(self) -> EngineStats:
         """The engine's counters since it was built."""

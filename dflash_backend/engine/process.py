@@ -192,8 +192,12 @@ class EngineLoop:
     def _begin_loading(self, wanted: SwapDrafter) -> None:
         """Load a drafter beside the one that drafts, in a thread, while steps go on."""
         drafters, loaded = self._drafters, self._loaded
-        if self._loader is not None:
-            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", "another drafter is loaded; try again later"))
+        try:
+            if self._loader is not None:
+                raise RequestError("UNAVAILABLE", "another drafter is loaded; try again later")
+            self._core.check_swap()
+        except RequestError as error:
+            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", error.message, error.status))
             return
         if drafters is None:
             reason = "this server was started without a drafter that is a model; set draft_model and restart it"
@@ -208,7 +212,7 @@ class EngineLoop:
             except Exception as error:  # noqa: BLE001 - it must be answered, whatever it is
                 _log.exception("the drafter %s could not be loaded", wanted.draft_model)
                 reason = f"it could not be loaded ({type(error).__name__}: {error}); the server's log has more"
-                loaded.put(DrafterSwapped(wanted.swap_id, "refused", reason))
+                loaded.put(DrafterSwapped(wanted.swap_id, "refused", reason, "INTERNAL"))
 
         self._loader = threading.Thread(target=load, name="drafter-loader", daemon=True)
         self._loader.start()
@@ -222,7 +226,8 @@ class EngineLoop:
         try:
             self._core.swap_drafter(loaded)
         except RequestError as error:
-            self._say_swapped(loaded.says("refused", error.message))
+            said = DrafterSwapped(loaded.wanted.swap_id, "refused", error.message, error.status)
+            self._say_swapped(said)
 
     def _say_swapped(self, said: DrafterSwapped) -> None:
         self._say(EngineCoreOutputs(drafter_swaps=[said], queue=self._queue()))

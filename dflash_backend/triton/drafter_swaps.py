@@ -20,7 +20,7 @@ import msgspec
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.engines import EngineOutputs, Engines
 from dflash_backend.error_text import first_line
-from dflash_backend.messages import DrafterSwapped, SwapDrafter
+from dflash_backend.messages import DrafterChoice, DrafterSwapped, SwapDrafter
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.responder import Responder, SendFailed
@@ -31,14 +31,10 @@ INPUT = "swap_drafter"
 MAX_WINDOW = 10_000_000
 
 
-class SwapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON object of the input. window, max_loss: as of `messages.SwapDrafter`."""
+class SwapRequest(DrafterChoice, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The JSON object of the input."""
 
-    draft_model: str
     admin_key: str = ""
-    draft_revision: str = ""
-    window: int = 1000
-    max_loss: float = 0.1
 
 
 @dataclass
@@ -114,9 +110,8 @@ class DrafterSwaps:
     def begin(self, text: str, responder: Responder) -> None:
         """Ask all engines for it; Triton's thread calls it. Raises `Refused`."""
         request = read_swap_request(text, self._config.admin_key_file)
-        wanted = SwapDrafter(
-            f"swap-{next(self._ids)}", request.draft_model, request.draft_revision, request.window, request.max_loss
-        )
+        choice = {name: getattr(request, name) for name in DrafterChoice.__struct_fields__}
+        wanted = SwapDrafter(swap_id=f"swap-{next(self._ids)}", **choice)
         engines = self._engines.up
         if len(engines) < len(self._engines):
             raise Refused("UNAVAILABLE", "an engine is being restarted; try again in a few seconds")
@@ -125,6 +120,8 @@ class DrafterSwaps:
         self._log.info(f"loading the drafter {wanted.draft_model} beside the one that drafts")
         for index in engines:
             self._engines.send(index, wanted)
+        for index in set(engines) - set(self._engines.up):
+            self.lose_engine(index)  # which the output thread may have noticed before the request was here
 
     def take(self, outputs: list[EngineOutputs]) -> None:
         """Take in what engines say of swaps; the output thread calls it, as all that follows."""
@@ -133,11 +130,17 @@ class DrafterSwaps:
                 self._note(index, said)
 
     def lose_engine(self, index: int) -> None:
-        """An engine is gone, and what it was asked with it."""
+        """An engine is gone, and what it was asked with it. One that dies while it compares a drafter may have died of
+        it: the next one starts with the drafter before."""
         with self._lock:
-            waiting = [(swap_id, each) for swap_id, each in self._waiting.items() if index in each.engines]
-        for swap_id, _ in waiting:
-            self._note(index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter"))
+            asked = [swap_id for swap_id, each in self._waiting.items() if index in each.engines]
+        for swap_id in asked:
+            self._note(
+                index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter", "UNAVAILABLE")
+            )
+        for swap_id in [swap_id for swap_id, engine in self._before if engine == index]:
+            reason = "the engine died while it compared the drafter, and starts with the one before"
+            self._note(index, DrafterSwapped(swap_id, "reverted", reason))
 
     def fail_all(self, message: str) -> None:
         """End all requests that wait."""
@@ -172,13 +175,13 @@ class DrafterSwaps:
             self._answer(waiting)
 
     def _answer(self, waiting: _Waiting) -> None:
-        refused = [(index, said.message) for index, said in sorted(waiting.said.items()) if said.outcome == "refused"]
+        refused = [(index, said) for index, said in sorted(waiting.said.items()) if said.outcome == "refused"]
         if refused:
             several = len(self._engines) > 1
-            lines = [f"engine {index}: {message}" if several else message for index, message in refused]
+            lines = [f"engine {index}: {said.message}" if several else said.message for index, said in refused]
             others = len(waiting.said) - len(refused)
             more = f" ({others} of {len(self._engines)} engines have it)" if others else ""
-            waiting.responder.fail("INVALID_ARGUMENT", f"the drafter was not swapped{more}: {'; '.join(lines)}")
+            waiting.responder.fail(refused[0][1].status, f"the drafter was not swapped{more}: {'; '.join(lines)}")
             return
         said = next(iter(waiting.said.values()))
         text = json.dumps({"outcome": said.outcome, "message": said.message, "num_engines": len(waiting.said)})

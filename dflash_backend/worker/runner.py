@@ -217,6 +217,8 @@ class ModelRunner:
         assert before is not None
         assert not self._in_flight, "a step is in flight"
         assert self._collected is None, "a step has not drafted"
+        with torch.inference_mode():
+            self.step.inject_waiting()
         if self.captured:
             exchange_weights(before, drafter)  # a graph reads them where they are
             before, drafter = drafter, before

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import DraftBatch, Drafter
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
@@ -130,11 +130,22 @@ class ModelStep:
                 assert context.token_row is not None
                 if guard is not None:
                     guard.check("inject", context.token_row, context.slots)
-                if drafter.reads_next_tokens:
-                    req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
-                    context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
-                drafter.inject(context)
+                req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
+                self._write_context(drafter, context, req_idx)
         record(step.timestamps, 4)
+
+    def inject_waiting(self) -> None:
+        """Write the context KV that waits, as after a step in which all of it is needed."""
+        if self.pending is None or self.drafter is None or (context := self.pending.take_all(self.dtype)) is None:
+            return
+        assert context.token_row is not None
+        self._write_context(self.drafter, context, context.token_row.long())
+
+    def _write_context(self, drafter: Drafter, context: ContextBatch, req_idx: torch.Tensor) -> None:
+        """req_idx: int64 `[n]`, the request of each token."""
+        if drafter.reads_next_tokens:
+            context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
+        drafter.inject(context)
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
         """Inject, propose the next step's drafts and leave them in the state, after the anchor. Then bring the states

@@ -159,6 +159,13 @@ class PendingContext:
         joined = [np.concatenate(parts) for parts in zip(*needed, tokens, strict=True)] if needed else tokens
         return _Tokens(*joined).context(context.features.dtype)
 
+    def take_all(self, dtype: torch.dtype) -> ContextBatch | None:
+        """What waits of all requests, in this dtype, `token_row` the requests' indices; None where nothing does."""
+        waiting = [self._take(index, index) for index in self._counts.nonzero()[0].tolist()]
+        if not waiting:
+            return None
+        return _Tokens(*(np.concatenate(parts) for parts in zip(*waiting, strict=True))).context(dtype)
+
     def _take(self, req_idx: int, row: int) -> _Tokens:
         """What a request has waiting, at least a token, as tokens of this row."""
         count, self._counts[req_idx] = self._counts.item(req_idx), 0

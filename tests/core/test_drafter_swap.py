@@ -9,7 +9,7 @@ import pytest
 
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.drafter_swap import MIN_BLOCKS, Acceptance, DrafterSwap
-from dflash_backend.messages import DrafterSwapped
+from dflash_backend.messages import DrafterSwapped, SwapDrafter
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import crowd, make_config, make_request
 
@@ -25,7 +25,7 @@ class Swapping:
     said: list[DrafterSwapped] = field(default_factory=list)
 
     def swap(self, window: int = 0, max_loss: float = 0.1, name: str = "other") -> DrafterSwap:
-        swap = DrafterSwap(name, name, self.exchange, window, max_loss)
+        swap = DrafterSwap(wanted(window, max_loss, name), self.exchange)
         self.engine.core.swap_drafter(swap)
         return swap
 
@@ -59,6 +59,10 @@ def accepted(num_blocks: int, num_accepted: float, length: int = 0, num_verified
         count = math.floor((number + 1) * num_accepted) - math.floor(number * num_accepted)
         found.note(length, num_verified, count)
     return found
+
+
+def wanted(window: int = 1000, max_loss: float = 0.1, name: str = "a") -> SwapDrafter:
+    return SwapDrafter(swap_id=name, draft_model=name, window=window, max_loss=max_loss)
 
 
 @MODES
@@ -191,15 +195,49 @@ def test_a_step_that_fails_while_it_is_compared_takes_it_out_before_any_request_
     engine.finish()
 
 
+def test_a_step_that_fails_as_the_drafter_is_due_to_go_takes_it_out_once() -> None:
+    swapping = Swapping(CheckedEngine(make_config()))
+    engine = swapping.engine
+    swap = swapping.swap(window=10)
+    swapping.step()
+    swap.before = Acceptance()
+    for length in (0, 1, 2, 4, 8, 16):
+        for _ in range(MIN_BLOCKS):
+            swap.before.note(length, 3, 3)
+    engine.add(*crowd())
+    engine.worker.fails_to_draft = lambda plan: engine.core._due_swap is not None and len(swapping.exchanges) == 1
+    assert swapping.run() == ["reverted"]
+    assert len(swapping.exchanges) == 2
+    assert not engine.failed
+    engine.finish()
+
+
+def test_a_drafter_that_cannot_be_put_in_leaves_the_one_before() -> None:
+    swapping = Swapping(CheckedEngine(make_config()))
+    engine = swapping.engine
+    engine.add(*crowd())
+    swapping.step()
+
+    def fails() -> None:
+        raise MemoryError("no memory for a piece")
+
+    engine.core.swap_drafter(DrafterSwap(wanted(), fails))
+    assert swapping.run() == ["refused"]
+    assert "no memory for a piece" in swapping.said[-1].message
+    engine.finish()
+    swapping.swap()
+    assert swapping.run() == ["swapped"]
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "window", "pays", "due"),
     [(99, 100, True, False), (100, 100, True, True), (100, 1000, True, False), (100, 1000, False, True)],
 )
 def test_drafts_that_no_longer_pay_are_not_waited_for(num_blocks: int, window: int, pays: bool, due: bool) -> None:
-    swap = DrafterSwap("a", "a", lambda: None, window, now=accepted(num_blocks, 0))
+    swap = DrafterSwap(wanted(window), lambda: None, now=accepted(num_blocks, 0))
     assert swap.is_due(drafting_pays=pays) == due
-    assert not DrafterSwap("a", "a", None, window, now=swap.now).is_due(drafting_pays=pays)
-    assert not DrafterSwap("a", "a", lambda: None, 0, now=swap.now).is_due(drafting_pays=pays)
+    assert not DrafterSwap(wanted(window), None, now=swap.now).is_due(drafting_pays=pays)
+    assert not DrafterSwap(wanted(0), lambda: None, now=swap.now).is_due(drafting_pays=pays)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +246,7 @@ def test_drafts_that_no_longer_pay_are_not_waited_for(num_blocks: int, window: i
 def test_a_tenth_of_the_accepted_drafts_may_be_lost(num_blocks: int, now: float, loses: bool) -> None:
     """Of 1, so 0.9 are enough; of few blocks it is not sure that they are fewer."""
     before = accepted(MIN_BLOCKS, 1, num_verified=1)
-    swap = DrafterSwap("a", "a", lambda: None, before=before, now=accepted(num_blocks, now, num_verified=1))
+    swap = DrafterSwap(wanted(), lambda: None, before=before, now=accepted(num_blocks, now, num_verified=1))
     assert swap.loses() == loses
     swap.before = accepted(MIN_BLOCKS - 1, 1, num_verified=1)
     assert not swap.loses(), "too little is known of the one before"
@@ -219,7 +257,7 @@ def test_blocks_are_compared_with_those_as_far_into_their_answers() -> None:
     before = accepted(500, 6, length=200)
     for _ in range(500):
         before.note(1, 12, 1)
-    swap = DrafterSwap("a", "a", lambda: None, before=before, now=accepted(500, 1, length=1))
+    swap = DrafterSwap(wanted(), lambda: None, before=before, now=accepted(500, 1, length=1))
     assert not swap.loses()
     assert swap.comparison() == "500 drafts of 500 blocks were accepted; of the drafter before it would be 500"
     swap.now = accepted(500, 1, length=200)
@@ -230,7 +268,7 @@ def test_blocks_are_compared_with_those_as_far_into_their_answers() -> None:
 
 def test_fewer_drafts_in_a_block_are_no_loss() -> None:
     """Under load less is drafted, and of two drafts no more than two are accepted."""
-    swap = DrafterSwap("a", "a", lambda: None, before=accepted(500, 6), now=accepted(500, 2, num_verified=2))
+    swap = DrafterSwap(wanted(), lambda: None, before=accepted(500, 6), now=accepted(500, 2, num_verified=2))
     assert not swap.loses()
     swap.now = accepted(500, 1, num_verified=2)
     assert swap.loses()

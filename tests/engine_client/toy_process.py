@@ -106,13 +106,17 @@ class ToyCore:
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._swaps)
 
+    def check_swap(self) -> None:
+        """The toy compares nothing."""
+
     def swap_drafter(self, swap: DrafterSwap) -> None:
         """It says at the next step what the drafter's name asks for, after that it is there."""
-        if swap.name == "too early":
+        name = swap.wanted.draft_model
+        if name == "too early":
             raise RequestError("UNAVAILABLE", "the toy compares another one")
-        self._swaps.append(swap.says("swapped", f"{swap.name} drafts now"))
-        if swap.name in ("kept", "reverted"):
-            self._swaps.append(swap.says(swap.name, "the toy has compared it"))
+        self._swaps.append(swap.says("swapped", f"{name} drafts now"))
+        if name in ("kept", "reverted"):
+            self._swaps.append(swap.says(name, "the toy has compared it"))
 
     @property
     def num_waiting(self) -> int:
@@ -190,7 +194,7 @@ class ToyDrafters:
             os._exit(9)
         if wanted.draft_model == "slow":
             time.sleep(0.3)
-        return DrafterSwap(wanted.swap_id, wanted.draft_model, lambda: None, wanted.window, wanted.max_loss)
+        return DrafterSwap(wanted, lambda: None)
 
 
 @dataclass

@@ -44,7 +44,7 @@ DRAFTER_SWAP_MUTANTS = (
         ("tests/core/test_drafter_swap.py",),
         (
             "a drafter that no longer pays is waited for",
-            " or (not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.window))",
+            " or (\n            not drafting_pays and num_blocks >= min(MIN_BLOCKS, self.wanted.window)\n        )",
             "",
         ),
         (

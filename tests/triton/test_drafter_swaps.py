@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def test_the_answer_comes_once_the_drafter_drafts(service: TritonService, triton
     ("draft", "message"),
     [
         ("wrong", "INVALID_ARGUMENT: the drafter was not swapped: the toy's target is another one"),
-        ("too early", "INVALID_ARGUMENT: the drafter was not swapped: the toy compares another one"),
+        ("too early", "UNAVAILABLE: the drafter was not swapped: the toy compares another one"),
         ("defect", "it could not be loaded (KeyError: 'the toy lacks a tensor'); the server's log has more"),
     ],
 )
@@ -105,6 +107,20 @@ def test_an_engine_that_dies_of_a_drafter_is_back_without_it(service: TritonServ
     assert eventually(lambda: bool(service._engines.up))
     assert service._engines.supervisors[0].drafter == (None, "")
     assert submit(service, max_tokens=3).all()[-1].error is None
+
+
+def test_an_engine_that_dies_while_it_compares_is_back_with_the_drafter_before(
+    service: TritonService, triton: FakeTriton
+) -> None:
+    only(ask(service, "kept"))
+    only(ask(service, "deadly"))
+    (supervisor,) = service._engines.supervisors
+    assert supervisor.drafter == ("deadly", "")
+    assert supervisor.engine is not None
+    os.kill(supervisor.engine.pid, signal.SIGKILL)
+    assert eventually(lambda: supervisor.drafter == ("kept", ""))
+    assert outcomes(triton).get("reverted") == 1 or eventually(lambda: outcomes(triton).get("reverted") == 1)
+    assert eventually(lambda: bool(service._engines.up))
 
 
 def test_all_engines_swap_before_it_is_answered(

@@ -41,7 +41,7 @@ def test_the_engines_process_sends_a_steps_tokens_before_the_drafter_runs(monkey
             if isinstance(message, EngineCoreOutputs) and message.deltas:
                 events.append(f"{sum(len(delta.token_ids) for delta in message.deltas)} tokens")
 
-    whole: Any = SimpleNamespace(core=built.core, check=lambda: None, trace=None)
+    whole: Any = SimpleNamespace(core=built.core, check=lambda: None, trace=None, drafters=None)
     loop = EngineLoop(whole, Channel())  # type: ignore[arg-type]
     loop.run()
     steps = [index for index, event in enumerate(events) if event.endswith("tokens")]
