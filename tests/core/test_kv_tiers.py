@@ -216,10 +216,12 @@ def test_a_request_computes_what_a_tier_does_not_give() -> None:
     engine.lose_device()
     hashes = BlockHashes("", 4).first(10, PROMPT)
     engine.lost = lambda record: record.block_hash == hashes[6]
+    before = engine.core.stats().tiers[HOST].num_bytes_stored
     engine.answer("again", PROMPT)
     assert engine.outputs["again"].stats.num_cached_tokens == 24
     engine.lose_device()
-    # It was computed and stored again.
+    # It was computed and stored again, and nothing else was.
+    assert engine.core.stats().tiers[HOST].num_bytes_stored == before + 100
     engine.lost = lambda record: False
     engine.answer("third", PROMPT)
     assert engine.outputs["third"].stats.num_cached_tokens == 40
@@ -250,8 +252,8 @@ def test_a_prompt_that_is_found_on_the_device_stays_in_the_tier_too() -> None:
     engine.answer("first", PROMPT)
     for number in range(6):
         engine.answer(f"once{number}", [number, *OTHER[:20]])
+        assert engine.stored(PROMPT) == [True] * 10
         engine.answer(f"again{number}", PROMPT)
-    assert engine.stored(PROMPT) == [True] * 10
 
 
 def test_records_from_before_the_start_are_found_and_those_too_many_are_removed() -> None:
