@@ -9,7 +9,7 @@ import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks
-from dflash_backend.core.kv.tiers import KVTiers, TierSlots
+from dflash_backend.core.kv.tiers import KVTiers, StoredTier, TierSlots
 from dflash_backend.core.moves import DISK, HOST, Record
 from dflash_backend.core.scheduler_config import TierConfig, blocks_for
 from dflash_backend.messages import BlocksRemoved, BlocksStored, EngineCoreOutputs, KVEvent
@@ -292,6 +292,17 @@ def test_events_say_in_which_medium_a_block_is() -> None:
     assert any(isinstance(event, BlocksRemoved) and event.medium == "CPU" for event in events)
     for tier, medium in enumerate(("CPU", "DISK")):
         assert len(known[medium]) == engine.tiers.tiers[tier].num_records
+
+
+def test_host_memory_that_is_too_small_for_a_prompt_still_passes_all_of_it_on_to_the_disk() -> None:
+    """What it has waits there until it is on the disk; the rest waits on the device."""
+    engine = Tiered((HOST, DISK), slots=100)
+    engine.tiers.tiers[0] = StoredTier(TierConfig(HOST, (3,)))
+    engine.answer("first", PROMPT)
+    assert engine.stored(PROMPT, tier=1) == [True] * 10
+    engine.lose_device()
+    engine.answer("again", PROMPT)
+    assert engine.outputs["again"].stats.num_cached_tokens == 40
 
 
 def test_a_place_that_is_read_is_not_given_away() -> None:

@@ -274,8 +274,10 @@ class KVTiers:
         self._num_outlets = 0
         self.tiers: list[KVTier] = [StoredTier(each) for each in config.tiers]
         self.stats = {each.name: TierStats() for each in config.tiers}
-        # What is to go to each tier, in order; more than a tier can hold is never taken.
+        # What is to go to each tier, in order, and how much may wait for that: what is above it can have.
         self._outbox: list[dict[tuple[int, bytes], None]] = [{} for _ in self.tiers]
+        on_device = config.num_blocks + config.num_window_blocks + (config.num_state_snapshots or 0)
+        self._most_waiting = [on_device, *(tier.most_records for tier in self.tiers)]
         self._moves: dict[int, Move] = {}
         self._num_out = [0] * len(self.tiers)  # moves under way to each tier
         self._num_moves = 0
@@ -319,8 +321,8 @@ class KVTiers:
         if self._moves:
             self._take_finished()
         for number, outbox in enumerate(self._outbox):
-            while outbox and self._num_out[number] < MOVES_UNDER_WAY:
-                self._send(number)
+            while outbox and self._num_out[number] < MOVES_UNDER_WAY and self._send(number):
+                pass
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a move to end."""
@@ -365,32 +367,42 @@ class KVTiers:
         if key in outbox or self.tiers[number].is_reserved(*key):
             return
         outbox[key] = None
-        if len(outbox) > self.tiers[number].most_records:
-            del outbox[next(iter(outbox))]
+        if number:
+            self.tiers[number - 1].pin(*key)  # until it is in the tier below
+        if len(outbox) > self._most_waiting[number]:
+            self._drop(number, next(iter(outbox)))
             self.stats[self.tiers[number].name].num_lost += 1
 
-    def _send(self, number: int) -> None:
-        """Begin a move to a tier, if anything is left of what was to go there."""
+    def _drop(self, number: int, key: tuple[int, bytes]) -> None:
+        """A record does not go to a tier."""
+        del self._outbox[number][key]
+        if number:
+            self.tiers[number - 1].unpin(*key)
+
+    def _send(self, number: int) -> bool:
+        """Begin a move to a tier; False where nothing is left of what was to go there, or there is no space until what
+        the tier has is in the tier below it."""
         tier, outbox, above = self.tiers[number], self._outbox[number], self.tiers[number - 1] if number else None
         records: list[Record] = []
         while outbox and len(records) < RECORDS_PER_MOVE:
             key = group, block_hash = next(iter(outbox))
-            del outbox[key]
             source = self.groups[group].slot(block_hash) if above is None else above.slot(group, block_hash)
-            found = tier.reserve(group, block_hash) if source is not None else None
-            if source is None or found is None:
-                self.stats[tier.name].num_lost += 1
+            if source is None or tier.slot(group, block_hash) is not None or tier.is_reserved(group, block_hash):
+                self.stats[tier.name].num_lost += source is None
+                self._drop(number, key)
                 continue
+            if (found := tier.reserve(group, block_hash)) is None:
+                break
+            del outbox[key]
             if found[1] is not None:
                 self._report(tier, group, found[1], stored=False)
             if above is None:
                 self._leaving.add(key)
-            else:
-                above.pin(group, block_hash)
             records.append(Record(group, block_hash, source, *found))
         if records:
             self._num_out[number] += 1
             self._submit(DEVICE if above is None else above.name, tier.name, records)
+        return bool(records)
 
     def _take_stored(self, move: Move, moved: Moved) -> None:
         number = next(i for i, tier in enumerate(self.tiers) if tier.name == move.target)
@@ -631,7 +643,7 @@ class KVTiers:
         """Raise AssertionError when slots or pins are lost. For tests."""
         pins = sum(tier.check() for tier in self.tiers)
         reading = sum(len(move.records) for move in self._moves.values() if move.source != DEVICE)
-        assert pins == reading, "a record is pinned that nothing reads"
+        assert pins == reading + sum(map(len, self._outbox[1:])), "a record is pinned that nothing reads"
         leaving = [
             (record.group, record.block_hash)
             for move in self._moves.values()
