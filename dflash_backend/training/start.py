@@ -120,13 +120,22 @@ def begin_from_target(draft: DraftModel, target: TargetSpec) -> int:
     ids = [round(first + (decoder.num_layers - 1 - first) * i / max(1, count - 1)) for i in range(count)]
     prefixes = {f"{target.prefix}layers.{index}.": index for index in ids}
 
-    def read(source: WeightSource) -> dict[int, LayerWeights]:
-        return {index: LayerWeights.read(source, prefix, decoder, index) for prefix, index in prefixes.items()}
+    final = f"{target.prefix}norm.weight"
 
-    read_layers = load_weights(
-        target.path, read, torch.float32, torch.device("cpu"), ignored=lambda name: not name.startswith(tuple(prefixes))
+    def read(source: WeightSource) -> tuple[dict[int, LayerWeights], Tensor]:
+        layers = {index: LayerWeights.read(source, prefix, decoder, index) for prefix, index in prefixes.items()}
+        return layers, source.tensor(final, decoder.hidden_size)
+
+    read_layers, final_norm = load_weights(
+        target.path,
+        read,
+        torch.float32,
+        torch.device("cpu"),
+        ignored=lambda name: not name.startswith((*prefixes, final)),
     )
     with torch.no_grad():
+        # The target's LM head is made for what this norm gives.
+        draft.norm.weight.copy_(final_norm)
         for own, index in zip(layers_of(draft.layers), ids, strict=False):
             _copy_layer(own, read_layers[index], decoder)
     return count

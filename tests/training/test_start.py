@@ -99,6 +99,7 @@ def test_a_new_drafter_begins_with_layers_of_its_target() -> None:
     draft = make_drafter(default_config(SPEC, DFLASH, 3))
     assert begin_from_target(draft, SPEC) == 3
     stored = load_file(TARGET / "model.safetensors")
+    assert torch.equal(draft.norm.weight, stored["model.norm.weight"].float())
     for own, index in zip(layers_of(draft.layers), (4, 6, 7), strict=True):
         for name, parameter in own.named_parameters():
             assert torch.equal(parameter, stored[f"model.layers.{index}.{name}"].float()), (index, name)
