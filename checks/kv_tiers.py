@@ -188,7 +188,8 @@ def main() -> int:
                 wrong.append(f"a hit of host memory takes {loaded / computed:.3f}, at most {MAX_FIRST_TOKEN_RATIO}")
         for name, settings in (("none", {}), ("host memory", host), ("disk", disk)):
             found, first = working_set(16, 400, arguments.requests, **settings)
-            print(f"working set of 4 times the device, {name}: {found:.1%} found, first token {first * 1e3:.1f} ms")
+            what = f"{found:.1%} found, first token {first * 1e3:.1f} ms"
+            print(f"working set of 4 times the device, {name}: {what}", flush=True)
     ratios, rate = step_ratios(arguments.runs, 240, arguments.move_mb_s)
     median = statistics.median(ratios)
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"

@@ -72,6 +72,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "        if not load.given_up:",
         ),
         (
+            "host memory loses what waits for the disk",
+            "            self.tiers[number - 1].pin(*key)  # until it is in the tier below\n",
+            "            self.tiers[number - 1].pin(*key)\n            self._drop(number, key)\n",
+        ),
+        (
             "an event of a tier says that the device has the block",
             "self._events.moved(block_hash, MEDIUMS[tier.name], stored)",
             'self._events.moved(block_hash, "GPU", stored)',
