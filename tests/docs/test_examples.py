@@ -35,6 +35,7 @@ CONTAINER = "needs a container of Triton"
 LISTING = "a listing of files or fields"
 OTHERS = "a program of others, which is not installed; tests/frontend sends what it sends"
 PUBLIC = "listens on every address; tests/cli/test_security_options.py reads the options"
+TRAINS = "trains for minutes, on what only the reader has; tests/cli/test_train.py runs the command"
 FEW_QUESTIONS = 2
 # The first line of each block that is not run, by page, and why.
 NOT_RUN = {
@@ -97,6 +98,11 @@ NOT_RUN = {
         "-f deploy/compose.keys.yaml --profile gpu up": CONTAINER,
         "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f deploy/compose.yaml -f deploy/compose.admin.yaml "
         "--profile gpu up": CONTAINER,
+    },
+    "docs/training.md": {
+        ".venv/bin/dflash-triton train DIR_OR_HUB_ID --out drafter": TRAINS,
+        ".venv/bin/dflash-triton train MY_FINE_TUNE --from DRAFTER_OF_THE_ORIGINAL --out drafter --minutes 15": TRAINS,
+        ".venv/bin/dflash-triton eval --target TARGET --draft OLD --against-set draft_model=NEW": TRAINS,
     },
     "docs/gpu.md": {
         "make bench-gpu                                # all published shapes, at most 8 minutes": INSTALLS,
@@ -219,7 +225,7 @@ def test_what_is_not_run_is_listed_with_a_reason() -> None:
         assert sorted(shown) == sorted(reasons), name
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
     assert {name for name in pages if blocks(name)} == set(NOT_RUN), "a page with examples is missing here"
-    assert sum(map(len, NOT_RUN.values())) == 38
+    assert sum(map(len, NOT_RUN.values())) == 41
     assert len(EXAMPLES) > 30
 
 
