@@ -210,6 +210,33 @@ def of_drafter_swap(rounds: Rounds) -> dict[str, Any]:
     return {"noisy_drafter": lambda path: path, "TritonServer": Server, "swap_under_load": swapped}
 
 
+def of_kv_tiers(rounds: Rounds) -> dict[str, Any]:
+    from checks.kv_tiers import MAX_FIRST_TOKEN_RATIO, MAX_STEP_RATIO
+
+    def first_tokens(*_: Any, **settings: Any) -> tuple[float, float]:
+        in_time = "kv_disk_path" in settings or next(rounds)
+        return 1.0, MAX_FIRST_TOKEN_RATIO + (-0.01 if in_time else 0.01)
+
+    return {
+        "first_tokens": first_tokens,
+        "working_set": lambda *_, **settings: (0.5, 0.1),
+        "step_ratios": lambda *_: ([MAX_STEP_RATIO + (-0.01 if next(rounds) else 0.01)], 100.0),
+    }
+
+
+def of_training(rounds: Rounds) -> dict[str, Any]:
+    from checks.training import LEAST
+
+    made = {"answer_tokens": 1, "steps": 1, "samples": 1, "data_seconds": 1.0, "training_seconds": 1.0}
+    lengths = iter([LEAST + 0.01, 1.0]) if next(rounds) else iter([LEAST - 0.01, 1.0])
+    return {
+        "make_target": lambda work, seed: work.mkdir(parents=True, exist_ok=True) or work,
+        "make_drafter": lambda *_: made,
+        "generator_rows": lambda seed: ({"prompt": "a"} for _ in range(10**6)),
+        "acceptance": lambda *_: {"all": next(lengths)},
+    }
+
+
 def of_check(rounds: Rounds) -> dict[str, Any]:
     return {"check": lambda *_: next(rounds), "nodes_of": Server}
 
@@ -237,6 +264,8 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "hybrid": (4, ["--pair", "."], of_hybrid),
     "readiness": (1, [], of_readiness),
     "drafter_swap": (1, [], of_drafter_swap),
+    "kv_tiers": (2, [], of_kv_tiers),
+    "training": (1, ["--work", "FOLDER"], of_training),
     "smollm2": (3, [], of_smollm2),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
     "tensor_parallel": (1, [], of_check),
@@ -247,13 +276,13 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
 @pytest.mark.parametrize(
     ("name", "bad"), [(name, bad) for name, (count, *_) in PROGRAMS.items() for bad in (None, *range(count))]
 )
-def test_one_bad_round_is_enough(name: str, bad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bad_round_is_enough(name: str, bad: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     count, options, made = PROGRAMS[name]
     module = import_module(f"checks.{name}")
     rounds = iter([number != bad for number in range(count)])
     for attribute, stand_in in made(rounds).items():
         monkeypatch.setattr(module, attribute, stand_in, raising=attribute != "nodes_of")
-    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.setattr(sys, "argv", [name, *(str(tmp_path) if each == "FOLDER" else each for each in options)])
     monkeypatch.setattr(tempfile, "tempdir", None)  # which some of them change
     try:
         status = module.main()

@@ -198,7 +198,11 @@ VALUES = {
     "dflash:engine_silence_seconds": 2.5, "dflash:stub_heartbeat_timestamp_seconds": 5000, "dflash:engine_ready": 0.5,
     "dflash:engine_restarts_total": 1008, "dflash:grammar_requests_total": 1009, "dflash:grammars_compiled_total": 1010,
     "dflash:spec_decode_confidence_weight": 0.125, "dflash_openai:requests_total": 1011,
-    "dflash_openai:requests_running": 6, "dflash_openai:triton_up": 0,
+    "dflash_openai:requests_running": 6, "dflash_openai:triton_up": 0, "dflash:drafter_swaps_total": 1012,
+    "dflash:kv_tier_hit_tokens_total": 1013, "dflash:kv_tier_stored_bytes_total": 1014,
+    "dflash:kv_tier_loaded_bytes_total": 1015, "dflash:kv_tier_stored_seconds_total": 0.25,
+    "dflash:kv_tier_loaded_seconds_total": 0.375, "dflash:kv_tier_lost_total": 1016,
+    "dflash:kv_tier_computed_total": 1017,
 }  # fmt: skip
 NOW, RANGE_S = 5007, 60
 SHOWN = {
@@ -213,6 +217,14 @@ SHOWN = {
     ("KV blocks in use", "{{model}} {{engine}}"): 0.75,
     ("Requests sent to each engine per second", "{{model}} {{engine}}"): 1005,
     ("Prefix cache events per second", "{{model}}"): 1006,
+    ("Drafters swapped", "{{model}} {{outcome}}"): 1012 * RANGE_S,
+    ("Prompt tokens from KV tiers per second", "{{tier}} {{model}}"): 1013,
+    ("KV to and from tiers", "to {{tier}} {{model}}"): 1014,
+    ("KV to and from tiers", "from {{tier}} {{model}}"): 1015,
+    ("Time of moving KV per second", "to {{tier}} {{model}}"): 0.25,
+    ("Time of moving KV per second", "from {{tier}} {{model}}"): 0.375,
+    ("Misses of KV tiers per second", "lost before {{tier}} {{model}}"): 1016,
+    ("Misses of KV tiers per second", "computed sooner than from {{tier}} {{model}}"): 1017,
     ("KV blocks", "{{model}} {{num_gpu_blocks}} blocks of {{block_size}} tokens"): 1,
     ("Preemptions per second", "{{model}}"): 1007,
     ("Silence of the engine", "{{model}} {{engine}}"): 2.5,
