@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_backend import LLM
+from dflash_backend import LLM, SamplingParams
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, asset_path
 from dflash_backend.core.admission import RequestError
 from dflash_backend.drafters.exchange import exchange_weights, paired_tensors
+from dflash_backend.messages import GenerationRequest
 from tests.support.tiny_models import decoder_config, eagle3_shapes, make_draft, make_pair, save_checkpoint
 
 PROMPT = list(range(10, 45))
@@ -51,6 +52,28 @@ def test_it_drafts_what_it_would_in_an_engine_of_its_own_and_the_text_stays(dire
     assert answers(llm) == alone["other"]
     llm.swap_drafter(str(directory / "d"))
     assert answers(llm) == alone["d"]
+
+
+def test_what_waits_for_the_drafter_before_is_written_first(directory: Path) -> None:
+    """Context of requests that do not draft waits until it fills a block; the next drafter would never write it."""
+    llm = engine(directory, "d")
+    step, core = llm.engine.runner.step, llm.engine.core
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, num_speculative_tokens=0)
+    core.add_request(GenerationRequest("resting", PROMPT[:20], sampling))
+    for _ in range(4):
+        core.step()
+    core.finish_step()
+    assert step.pending is not None
+    (index,) = [index for index in range(len(step.state.tokens)) if step.pending.num_waiting(index)]
+    first = 20 // step.kv.block_size * step.kv.block_size
+    count = step.pending.num_waiting(index)
+    block = int(step.state.blocks[index, first // step.kv.block_size])
+    layer = step.kv.draft[0].data[block].clone()
+    llm.swap_drafter(str(directory / "other"))
+    assert count > 0
+    assert not torch.equal(step.kv.draft[0].data[block], layer)
+    assert step.pending is not None
+    core.abort(["resting"])
 
 
 def test_captured_graphs_read_the_new_weights_at_the_old_addresses(directory: Path) -> None:

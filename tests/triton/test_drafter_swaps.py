@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_backend.messages import SwapDrafter
 from dflash_backend.triton.drafter_swaps import read_swap_request
 from dflash_backend.triton.service import TritonService
 from dflash_backend.triton.submission import Refused
@@ -74,6 +75,17 @@ def test_why_it_is_not_swapped_reaches_the_client(service: TritonService, draft:
     assert error is not None
     assert message in error.message
     assert only(ask(service, "fine")).error is None
+
+
+def test_an_engine_is_asked_for_all_that_the_client_asked_for(service: TritonService) -> None:
+    sent: list[object] = []
+    send = service._engines.send
+    service._engines.send = lambda index, message: (sent.append(message), send(index, message))
+    only(ask(service, "new", draft_revision="v2", window=7, max_loss=0.25))
+    (message,) = sent
+    assert isinstance(message, SwapDrafter)
+    assert (message.draft_model, message.draft_revision) == ("new", "v2")
+    assert (message.window, message.max_loss) == (7, 0.25)
 
 
 def test_one_is_loaded_at_a_time(service: TritonService) -> None:
