@@ -114,6 +114,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-times", action="store_true", help="fail for files far above their row of tests/tiers.csv"
     )
+    parser.addoption(
+        "--stall-limit", type=float, metavar="SECONDS", help="end a run in which no test reports anything for so long"
+    )
     parser.addoption("--file-times", metavar="CSV", help="write the seconds that each file takes there")
     parser.addoption("--tier", choices=get_args(Tier), default="full", help="fast: what `make test-fast` runs")
 
@@ -123,6 +126,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.file_times import FileTimes  # needs psutil, which a machine with a GPU may lack
 
         config.pluginmanager.register(FileTimes(config, config.getoption("--tier")), "file-times")
+    if config.getoption("--stall-limit"):
+        from tests.support import stalled_run
+
+        stalled_run.register(config)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
