@@ -82,7 +82,7 @@ class StalledRun:
         return "\n".join(lines + [stacks_of(process.pid) for process in pythons[:STACKS]])
 
     def print_and_end(self, text: str) -> None:
-        """Print, end what the run has started, and leave: a main thread that waits for a worker ends by nothing less."""
+        """Print, end what the run has started, and leave: nothing less ends a main thread that waits for a worker."""
         print(text, file=sys.__stderr__, flush=True)
         for process in self._processes:
             try:
