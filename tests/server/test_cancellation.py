@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,23 +31,45 @@ def settled(metric) -> None:
     settle(metric)
 
 
+class Late(AssertionError):
+    """What was freed was so later than is promised."""
+
+
+def on_time_once_of_three(test: Callable[..., None]) -> Callable[..., None]:
+    """What else a machine does can only delay a test: it is late where it is late each time."""
+
+    @functools.wraps(test)
+    def tried(*args: object, **fixtures: object) -> None:
+        for _ in range(2):
+            try:
+                return test(*args, **fixtures)
+            except Late:
+                continue
+        return test(*args, **fixtures)
+
+    return tried
+
+
 @pytest.fixture
 def freed(metric) -> Callable[[int], None]:
     """Call it when the last of `count` clients has left: within a second each counts as cancelled and nothing runs or
     waits any more."""
-    before = metric("dflash:request_errors_total", status="CANCELLED")
-
-    def cancelled() -> float:
-        return metric("dflash:request_errors_total", status="CANCELLED") - before
+    cancelled = functools.partial(metric, "dflash:request_errors_total", status="CANCELLED")
+    before = cancelled()
 
     def freed(count: int) -> None:
+        nonlocal before
         start = time.monotonic()
-        eventually(lambda: cancelled() == count and idle(metric), "each is cancelled, and nothing runs or waits")
-        assert time.monotonic() - start < FREE_WITHIN_S
+        expected = before + count
+        eventually(lambda: cancelled() == expected and idle(metric), "each is cancelled, and nothing runs or waits")
+        before = expected
+        if (took := time.monotonic() - start) >= FREE_WITHIN_S:
+            raise Late(f"freed after {took:.2f} s")
 
     return freed
 
 
+@on_time_once_of_three
 def test_closing_a_grpc_stream_cancels_the_request(grpc_client, freed):
     stream = grpc_client.stream("Count to a thousand.", **LONG)
     next(stream)
@@ -54,12 +77,14 @@ def test_closing_a_grpc_stream_cancels_the_request(grpc_client, freed):
     freed(1)
 
 
+@on_time_once_of_three
 def test_a_grpc_client_that_gives_up_waiting_for_a_whole_answer_cancels_the_request(server, freed):
     with DFlashClient(server.grpc_url, timeout_s=0.3) as client, pytest.raises(RequestTimeout):
         client.generate("Count to a thousand.", num_speculative_tokens=0, **LONG)
     freed(1)
 
 
+@on_time_once_of_three
 def test_dropping_the_http_connection_of_a_stream_cancels_the_request(server, freed):
     body = {"text_input": "Count to a thousand.", "stream": True, "num_speculative_tokens": 0, **LONG}
     with (
@@ -70,6 +95,7 @@ def test_dropping_the_http_connection_of_a_stream_cancels_the_request(server, fr
     freed(1)
 
 
+@on_time_once_of_three
 def test_requests_that_still_wait_are_found_as_well(grpc_client, metric, freed):
     count = 3 * MAX_NUM_SEQS
     streams = [grpc_client.stream(f"Count from {n}.", num_speculative_tokens=0, **LONG) for n in range(count)]
@@ -82,6 +108,7 @@ def test_requests_that_still_wait_are_found_as_well(grpc_client, metric, freed):
     assert sum(isinstance(first.exception(), Cancelled) for first in firsts) == count - MAX_NUM_SEQS
 
 
+@on_time_once_of_three
 def test_rows_of_clients_that_give_up_are_free_for_the_next(grpc_client, freed):
     streams = [grpc_client.stream(f"Count from {n} to a thousand.", **LONG) for n in range(MAX_NUM_SEQS)]
     for stream in streams:
