@@ -66,7 +66,7 @@ serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 # in its place, pytest-xdist may wait for a test that nobody runs. A test that takes five minutes, twenty times the
 # longest, ends its worker, with its stacks; a run that says nothing for eight ends, with those of all its processes.
 PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 2) --maxprocesses 8 --max-worker-restart 0 \
-  --strict-skips --strict-times -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --stall-limit 480 \
+  -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --stall-limit=480 --strict-skips --strict-times \
   --file-times=$(VENV)/times-$(TIER).csv
 
 TIER := full

@@ -255,6 +255,12 @@ class EngineConfig:
     require_cache_salt: bool = setting(
         False, "refuse requests without a cache_salt, so that no two clients share cached prefixes by oversight"
     )
+    stream_interval: int = setting(
+        1,
+        "tokens that a response of a stream waits for where the request says nothing; the first and the last response "
+        "wait for none. More than a step yields: fewer responses, so more tokens a second at many streams",
+        low=1,
+    )
     report_cached_tokens: bool = setting(
         False,
         "report num_cached_tokens also to requests without a cache_salt; with it a client can guess prompts of others "

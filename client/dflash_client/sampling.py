@@ -44,6 +44,8 @@ class Sampling(TypedDict, total=False):
     # Of the prompt, the last tokens, at most this many, or the first where the side is right; -1: as many as fit.
     truncate_prompt_tokens: int | None
     truncation_side: str | None
+    # Tokens that a delta of a stream waits for, but for the first and the last one.
+    stream_interval: int | None
     # Not a sampling parameter: whether deltas have `steps`.
     return_steps: bool | None
     # For the chat template of `messages`.

@@ -76,8 +76,10 @@ class CompletionState:
         # Otherwise only their sum.
         self._returns_logprobs = parsed.returns.logprobs and parsed.sampling.logprobs is not None
         self._logprobs_as_json = logprobs_as_json
+        self._stream_interval = parsed.stream_interval
         self._stopped = False
         self._end_sent = False
+        self._was_sent = False
         self.text: list[str] = [parsed.prefix] if parsed.prefix else []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -127,15 +129,19 @@ class CompletionState:
 
     @property
     def has_output(self) -> bool:
-        """Whether a response should leave: there is new output, or the end was not sent."""
+        """Whether a response should leave: there is new output, or the end was not sent. After the first one, as many
+        tokens have come as the client or the server asks for."""
         if self.finish_reason is not None:
             return not self._end_sent
+        if self._was_sent and len(self.token_ids) < self._stream_interval:
+            return False
         return bool(self.text or (self._returns_token_ids and self.token_ids))
 
     def clear(self) -> None:
         """Drop the output so far: it was sent."""
         self.text, self.token_ids, self.logprobs, self.logprobs_json, self.num_bytes = [], [], [], [], 0
         self.steps = []
+        self._was_sent = self.num_tokens > 0
         self._end_sent = self.finish_reason is not None
 
     def _append_all(self, delta: TokenDelta) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
-from dflash_backend.text.parameter_values import INT64_MAX
+from dflash_backend.text.parameter_values import INT64_MAX, int_from
 from dflash_backend.text.prompt_size import (
     MAX_MESSAGES_CHARS,
     MESSAGES_CHARS_PER_TOKEN,
@@ -24,7 +24,7 @@ from dflash_backend.text.prompt_size import (
     most_chars,
     too_long,
 )
-from dflash_backend.text.sampling_params import parse_sampling_params
+from dflash_backend.text.sampling_params import Parameter, parse_sampling_params
 from dflash_backend.text.structured_outputs import MAX_FORMAT_CHARS, names_format, take_formats
 from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import InputError, Tokenizer
@@ -63,6 +63,7 @@ REFUSED_INPUTS = {
     "image": "is not supported: this server has no model that reads images; leave it out",
     "embedding_request": "is not supported: this server generates text and has no embeddings; leave it out",
 }
+STREAM_INTERVAL = Parameter("stream_interval", int_from(1), "an integer from 1 on")
 # As Triton's vLLM backend words them: its clients compare the whole text.
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 NO_LORA = "LoRA feature is not enabled."
@@ -86,22 +87,25 @@ class ReturnFlags:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing."""
+    """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing.
+    `stream_interval`: tokens of a completion that one response of a stream waits for, as vLLM's parameter."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
     stream: bool
     prefix: str
     returns: ReturnFlags
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
     """The server's rules for requests: at most `max_n` completions; a cache salt with `require_cache_salt`;
-    `sampling_defaults` for the sampling parameters that a request leaves out."""
+    `stream_interval` and `sampling_defaults` for what a request leaves out."""
 
     max_n: int
     require_cache_salt: bool = False
+    stream_interval: int = 1
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -129,6 +133,8 @@ def parse_request(
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
     values = _sampling_values(inputs, parameters, ready)
     chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
+    interval = values.pop(STREAM_INTERVAL.name, None)
+    interval = rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval)
     sampling = parse_sampling_params(
         {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
@@ -149,7 +155,7 @@ def parse_request(
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
-    return ParsedRequest(token_ids, sampling, stream, prefix, returns)
+    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval)
 
 
 def _is_given(name: str, value: Any) -> bool:

@@ -56,6 +56,8 @@ LOWEST_TEMPERATURE = 1e-2
 # Names up to this length are compared with the known ones.
 MAX_COMPARED_CHARS = 64
 TRITON_PREFIX = "triton_"
+# Parameters that `text/request.py` takes out of a request's before: they are not the engine's.
+TAKEN_BEFORE = ("truncate_prompt_tokens", "truncation_side", "stream_interval")
 
 
 class ParameterError(ValueError):
@@ -357,7 +359,8 @@ def _json_word(value: Any) -> str:
 def _nearest(name: str) -> str:
     if name in OTHER_NAMES:
         return f"; use {OTHER_NAMES[name]}"
-    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6) if len(name) <= MAX_COMPARED_CHARS else []
+    names = (*_BY_NAME, *TAKEN_BEFORE)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6) if len(name) <= MAX_COMPARED_CHARS else []
     if close:
         return f"; did you mean '{close[0]}'?"
-    return "; the sampling parameters are: " + ", ".join(_BY_NAME)
+    return "; the sampling parameters are: " + ", ".join(names)

@@ -144,7 +144,7 @@ class TritonService:
         except ValueError:
             self._engines.close()
             raise
-        rules = RequestRules(config.max_num_seqs, config.require_cache_salt, defaults)
+        rules = RequestRules(config.max_num_seqs, config.require_cache_salt, config.stream_interval, defaults)
         self._target_dir, self._rules = target_dir, rules
         self._reader = RequestReader(self._tokenizer, rules, config.max_queue_size, self._log)
         self._engines.wait_until_ready()

@@ -20,14 +20,12 @@ SAME_NAMES = (
     *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
     *("cache_salt", "tenant", "priority", "num_speculative_tokens", "best_of", "use_beam_search", "length_penalty"),
-    *("logprob_token_ids", "return_steps"),
+    *("logprob_token_ids", "return_steps", "stream_interval"),
 )
 # vLLM's older names of structured output.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
-# What is done here, and which the model does not know.
-DONE_HERE = (COUNT,)
 
 
 def sampling_parameters(request: GenerationFields, description: ModelDescription) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
 def _refuse_unsupported(request: GenerationFields) -> None:
     """Raise `ApiError` for a parameter of vLLM that the model does not have, unless its value asks for nothing."""
     for name, known in VLLM_PARAMETERS.items():
-        value = None if name in (*SAME_NAMES, *DONE_HERE) else getattr(request, name)
+        value = None if name in SAME_NAMES else getattr(request, name)
         if value is not None and not known.asks_for_nothing(value):
             neutral = " or ".join(msgspec.json.encode(word).decode() for word in (None, *known.neutral))
             raise invalid(f"'{name}' has the value {quoted(value)}; allowed: {neutral}; {known.instead}", name)

@@ -92,13 +92,14 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     # vLLM's clients send it so that a router finds the server that has their prefix.
     session_id: str | None = None
+    # Tokens that a part of a stream waits for.
+    stream_interval: int | None = None
     # Parameters of vLLM that this server has not: refused with what to do, unless they ask for nothing.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
     flat_logprobs: Any = None
     detokenize: Any = None
     output_kind: Any = None
-    stream_interval: Any = None
     skip_clone: Any = None
     output_text_buffer_length: Any = None
     guided_decoding: Any = None

@@ -18,8 +18,7 @@ from dflash_backend.evaluation.datasets import EMBEDDED_SETS
 from dflash_backend.evaluation.hub_sets import HUB_SETS
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.text.chat import OPTION_NAMES
-from dflash_backend.text.sampling_params import FORMATS, PARAMETERS
-from dflash_backend.text.truncation import COUNT, SIDE
+from dflash_backend.text.sampling_params import FORMATS, PARAMETERS, TAKEN_BEFORE
 from dflash_backend.triton.metric_specs import METRICS
 from dflash_cli.main import main, parser
 from dflash_client.sampling import Sampling
@@ -91,7 +90,7 @@ def test_the_tables_of_inputs_and_outputs_are_those_of_the_model() -> None:
 
 
 def test_the_table_of_sampling_parameters_is_that_of_the_server_and_of_the_client() -> None:
-    names = sorted([*(parameter.name for parameter in PARAMETERS), *FORMATS, COUNT, SIDE])
+    names = sorted([*(parameter.name for parameter in PARAMETERS), *FORMATS, *TAKEN_BEFORE])
     assert sorted(first_column(CLIENTS, "Sampling parameters")) == names
     assert sorted(Sampling.__annotations__) == sorted([*names, *OPTION_NAMES, "return_steps"])
 

@@ -94,6 +94,7 @@ ELSEWHERE = {
             "report_cached_tokens",
             "request_timeout_s",
             "require_cache_salt",
+            "stream_interval",
         ),
         "tests/triton/test_settings.py",
     ),

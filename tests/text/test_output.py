@@ -53,6 +53,22 @@ def test_a_stop_string_ends_the_answer_in_the_delta_that_completes_it(
     assert completion.stats.spec_decoding == SpecDecodingStats(3, 9, 3, [2, 1, 0])
 
 
+def test_after_the_first_response_a_stream_gathers_as_many_tokens_as_were_asked_for(tokenizer: Tokenizer) -> None:
+    parsed = ParsedRequest(list(b"ab"), SamplingParams(n=2), True, "", NO_FLAGS, stream_interval=4)
+    request = RequestState("r", parsed, tokenizer)
+    left = []
+    for text, end, of in (
+        *((b"a", None, "r"), (b"bcd", None, "r"), (b"A", None, "r/1"), (b"BCD", None, "r/1")),
+        *((b"e", None, "r"), (b"fg", None, "r"), (b"h", "length", "r"), (b"E", None, "r/1"), (b"FGHI", None, "r/1")),
+    ):
+        request.add(delta(text, end, of))
+        if request.has_output:
+            left.append([bytes(one.token_ids).decode() for one in request.completions])
+            request.clear()
+    # The first tokens of each completion, four of one with what the other has by then, and an end leave at once.
+    assert left == [["a", ""], ["bcd", "A"], ["efgh", "BCD"], ["", "EFGHI"]]
+
+
 def test_deltas_after_the_end_count_for_nothing(tokenizer: Tokenizer) -> None:
     request = state(tokenizer, stop=("b",))
     request.add(delta(b"ab"))

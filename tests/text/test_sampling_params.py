@@ -170,9 +170,9 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
 
 
 # Parameters of vLLM, and its defaults.
-NULL = """prompt_logprob_token_ids prompt_logprob_start stream_interval
+NULL = """prompt_logprob_token_ids prompt_logprob_start
 guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
-repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
+repetition_detection trace_decode_token_ids"""
 NEUTRAL = dict.fromkeys(NULL.split()) | {
     "flat_logprobs": False,
     "detokenize": True,
@@ -210,7 +210,6 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
         ("extra_args", {"a": 1}, "plugins"),
         ("skip_reading_prefix_cache", True, "'cache_salt'"),
         ("thinking_token_budget", 5, "'chat_template_kwargs'"),
-        ("truncate_prompt_tokens", 5, "shorten the prompt"),
         ("length_penalty", 1.2, "allowed: null or 1; there is no beam search"),
         ("use_beam_search", "true", "there is no beam search"),
         ("early_stopping", "never", "there is no beam search"),

@@ -66,6 +66,26 @@ def test_max_response_mb_ends_an_answer_that_grows_past_it(served: Any) -> None:
     assert response.error is None
 
 
+def test_stream_interval_is_for_requests_that_ask_for_none(serve: Any) -> None:
+    """The toy yields three tokens a step. The first response has what came first, the last what is left."""
+    for setting, asked, expected in ((1, {}, {3}), (7, {}, {9}), (7, {"stream_interval": 4}, {6})):
+        service = serve(stream_interval=setting)
+        flags = {"stream": True, "exclude_input_in_output": True, "return_num_output_tokens": True}
+        sent = submit(service, "ab", max_tokens=3 * 13, sampling=asked, **flags).all()
+        counts = [response.outputs["num_output_tokens"][0] for response in sent]
+        assert (counts[0], sum(counts)) == (3, 39)
+        # A busy machine may bring several steps at once.
+        assert min(counts[1:-1]) in expected
+
+
+def test_stream_interval_of_a_request_is_checked(serve: Any) -> None:
+    service = serve()
+    for value in (0, -1, 1.5, "x"):
+        (response,) = submit(service, "ab", sampling={"stream_interval": value}, stream=True).all()
+        assert "'stream_interval' has the value" in response.error.message
+        assert response.error.message.endswith("allowed: an integer from 1 on")
+
+
 def test_report_cached_tokens_tells_those_without_a_salt(served: Any) -> None:
     told = []
     for value in (False, True):
