@@ -27,7 +27,7 @@ from dflash_backend.text.chat import (
     with_reasoning_names,
 )
 from dflash_backend.text.time_limit import OutOfTime, time_limit
-from dflash_backend.text.tools import ToolError, with_parsed_arguments
+from dflash_backend.text.tools import ToolError, has_unread_arguments, with_parsed_arguments
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
@@ -53,6 +53,8 @@ _ENDINGS = (KeyboardInterrupt, SystemExit)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # A text may have this many tokens fewer than its pieces, tokenised by themselves, for each border between them.
 TOKENS_LOST_AT_A_BORDER = 256
+# The argument that has the text of those that are no JSON object, for a template that takes objects alone.
+UNREAD_ARGUMENTS = "arguments"
 # A text that no template contains.
 PROBE = "f3a9c1"
 # Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
@@ -207,27 +209,40 @@ class Tokenizer:
             messages = [join_parts(message) for message in messages]
         if tools and "tools" not in template:
             raise PromptError("the chat template of this model takes no tools; leave them out")
+        end = {"continue_final_message": True} if continue_final_message else {}
+        end = end or {"add_generation_prompt": add_generation_prompt}
+        variables = {**options, "tools": list(tools) if tools else None}
         try:
-            messages = with_parsed_arguments(messages)
+            parsed = with_parsed_arguments(messages)
+            try:
+                return self._rendered(parsed, variables, chat_template, end)
+            except _TEMPLATE_ERRORS as error:
+                if isinstance(error, OutOfTime) or not has_unread_arguments(parsed):
+                    raise
+            # Such as a template that writes each argument by itself.
+            parsed = with_parsed_arguments(messages, UNREAD_ARGUMENTS)
+            return self._rendered(parsed, variables, chat_template, end)
         except ToolError as error:
             raise PromptError(str(error)) from None
-        given = (
-            [with_reasoning_names(message) for message in messages],
-            {**options, "tools": list(tools) if tools else None},
-        )
-        (marked, variables), mark = self._special.marked(given)
-        end = {"add_generation_prompt": add_generation_prompt}
-        if continue_final_message:
-            end = {"continue_final_message": True}
-        try:
-            with time_limit(TEMPLATE_LIMIT_S):
-                text = str(
-                    self._template.apply_chat_template(
-                        marked, tokenize=False, chat_template=chat_template, **end, **variables
-                    )
-                )
+        except PromptError:
+            raise
         except _TEMPLATE_ERRORS as error:
             raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        chat_template: str | None,
+        end: Mapping[str, bool],
+    ) -> ChatText:
+        """The text that a chat template makes of messages. Raises what the template raises, and `PromptError`."""
+        given = ([with_reasoning_names(message) for message in messages], variables)
+        (marked, values), mark = self._special.marked(given)
+        with time_limit(TEMPLATE_LIMIT_S):
+            text = str(
+                self._template.apply_chat_template(marked, tokenize=False, chat_template=chat_template, **end, **values)
+            )
         return ChatText((text,) if mark is None else tuple(text.split(mark)))
 
     @cached_property

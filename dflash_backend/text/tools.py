@@ -51,16 +51,28 @@ def _tool(index: int, tool: Any) -> dict[str, Any]:
     return {**tool, "type": "function", "function": given}
 
 
-def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], name: str | None = None) -> list[Mapping[str, Any]]:
     """The messages with the arguments of their tool calls as objects, which templates take; clients send the JSON text
-    that they got. Raises `ToolError`."""
+    that they got. A text that is no JSON object, as a model writes it whose answer breaks off, stays as it is, or with
+    `name` becomes an object with that one argument: a client sends it again with each turn that follows. Raises
+    `ToolError`."""
     _check_arguments(messages)
     return [
-        {**message, "tool_calls": [_parsed(index, call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_parsed(index, call, name) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
         for index, message in enumerate(messages)
     ]
+
+
+def has_unread_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tool call of `with_parsed_arguments` has its arguments as a text still."""
+    return any(
+        isinstance(call["function"]["arguments"], str)
+        for message in messages
+        if isinstance(calls := message.get("tool_calls"), list)
+        for call in calls
+    )
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -80,7 +92,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _parsed(index: int, call: Any) -> Any:
+def _parsed(index: int, call: Any, name: str | None) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ToolError(
@@ -89,14 +101,24 @@ def _parsed(index: int, call: Any) -> Any:
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = read_json(arguments, max_chars=MAX_ARGUMENTS_CHARS, max_brackets=MAX_ARGUMENTS_BRACKETS)
-        except JsonError as error:
-            raise ToolError(
-                f"message {index} has a tool call whose arguments are not usable: the text {error}"
-            ) from None
-    if arguments is None:  # the text null, as Go writes a map that was never made
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise ToolError(f"message {index} has a tool call with the arguments {quoted(arguments)}; allowed: an object")
+        read = _read_arguments(arguments)
+        arguments = read if read is not None else arguments if name is None else {name: arguments}
+    elif not isinstance(arguments, Mapping):
+        raise ToolError(
+            f"message {index} has a tool call with the arguments {quoted(arguments)}; allowed: an object, or its JSON "
+            "text"
+        )
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _read_arguments(text: str) -> Mapping[str, Any] | None:
+    """The object of a JSON text; None where it is none."""
+    if not text.strip():
+        return {}
+    try:
+        arguments = read_json(text, max_chars=MAX_ARGUMENTS_CHARS, max_brackets=MAX_ARGUMENTS_BRACKETS)
+    except JsonError:
+        return None
+    if arguments is None:  # the text null, as Go writes a map that was never made
+        return {}
+    return arguments if isinstance(arguments, Mapping) else None

@@ -176,6 +176,25 @@ GRAMMAR_MUTANTS = (
         "dflash_backend/text/tools.py",
         ("tests/text/test_tools.py",),
         ("arguments that are the text null are refused", "    if arguments is None:  #", "    if False:  #"),
+        (
+            "a call that broke off ends the conversation",
+            "    except JsonError:\n        return None\n",
+            "    except JsonError as error:\n        raise ToolError(str(error)) from None\n",
+        ),
+        (
+            "a call that broke off has no arguments",
+            "read if read is not None else arguments if name is None else {name: arguments}",
+            "read or {}",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/tokenizer.py",
+        ("tests/text/test_tools.py",),
+        (
+            "a template that takes objects alone refuses a call that broke off",
+            "if isinstance(error, OutOfTime) or not has_unread_arguments(parsed):",
+            "if True:",
+        ),
     ),
     *mutants_of(
         "frontend/dflash_openai/parsing/grammar.py",

@@ -98,8 +98,8 @@ def test_tools_that_are_malformed_are_refused_by_their_position(tools: Any, mess
     [
         (5, "message 0 has the tool call 5"),
         ({"function": {}}, "allowed: an object with a function that has a name"),
-        ({"function": {"name": "f", "arguments": "{"}}, "the text is not JSON"),
-        ({"function": {"name": "f", "arguments": "[1]"}}, r"with the arguments \[1\]; allowed: an object"),
+        ({"function": {"name": "f", "arguments": [1]}}, r"with the arguments \[1\]; allowed: an object"),
+        ({"function": {"name": "f", "arguments": 5}}, "with the arguments 5; allowed: an object"),
     ],
 )
 def test_calls_that_are_malformed_are_refused_by_their_message(call: Any, message: str) -> None:
@@ -108,9 +108,32 @@ def test_calls_that_are_malformed_are_refused_by_their_message(call: Any, messag
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    for arguments in ("", None, "{}", {}, "null", " null"):
+    for arguments in ("", " \n", None, "{}", {}, "null", " null"):
         (message,) = with_parsed_arguments([calling(arguments)])
         assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("text", ['{"city": "Os', "[1]", '"Oslo"', "5", '{"a": 1, "a": 2}', '{"a": "\\ud800"}', "</s>"])
+def test_arguments_that_are_no_object_are_the_text_that_the_model_wrote(with_template: Any, text: str) -> None:
+    """An answer that breaks off has such, and its client sends them again with each turn."""
+    messages = [QUESTION, calling(text), {"role": "tool", "tool_call_id": "a", "content": "No JSON"}]
+    assert (
+        f"<tool_call>get_weather {json.dumps(text)}</tool_call>" in with_template(TEMPLATE).render_chat(messages).text
+    )
+    written = TEMPLATE.replace("call.function.arguments | tojson", "call.function.arguments")
+    assert f"<tool_call>get_weather {text}</tool_call>" in with_template(written).render_chat(messages).text
+    # As Qwen3-Coder's, which writes each argument by itself.
+    each = "{% for name, value in call.function.arguments | items %}{{ name }}={{ value }};{% endfor %}"
+    items = with_template(TEMPLATE.replace("{{ call.function.arguments | tojson }}", each))
+    assert f"<tool_call>get_weather arguments={text};</tool_call>" in items.render_chat(messages).text
+    whole = items.render_chat([QUESTION, calling('{"city": "Oslo", "day": 5}')]).text
+    assert "<tool_call>get_weather city=Oslo;day=5;</tool_call>" in whole
+
+
+def test_a_template_that_refuses_such_arguments_for_another_reason_says_it(with_template: Any) -> None:
+    refusing = with_template("{{ raise_exception('Roles must alternate') }}")
+    with pytest.raises(PromptError, match="refuses these messages: Roles must alternate"):
+        refusing.render_chat([QUESTION, calling('{"city')])
 
 
 def test_the_arguments_of_all_calls_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
