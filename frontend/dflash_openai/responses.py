@@ -97,7 +97,7 @@ class ResponseAnswer:
 
     async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the response as it begins, its items, and the response as it ended."""
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None, **self._messages()}
         yield self._written({"type": kind, "response": begun} for kind in ("response.created", "response.in_progress"))
         reason: str | None = None
         try:

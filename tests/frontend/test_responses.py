@@ -212,8 +212,12 @@ def test_the_prompt_and_the_answer_come_as_the_model_has_them(
 ) -> None:
     pool.script = Script((CALL[:20], CALL[20:]), logprobs=None)
     found = ask(client, extra_body={"enable_response_messages": True}, stream=stream)
+    found = list(found) if stream else found
     answer = next(event.response for event in found if event.type == "response.completed") if stream else found
     ids = pool.asked[0].token_ids
+    for begun in [event.response for event in found[:2]] if stream else []:
+        assert begun.input_messages == answer.input_messages
+        assert begun.output_messages == [{"type": "raw_message_tokens", "message": "", "tokens": []}]
     assert answer.input_messages == [{"type": "raw_message_tokens", "message": "<s>user:Hi<s>a:", "tokens": ids}]
     assert answer.output_messages == [
         {"type": "raw_message_tokens", "message": CALL, "tokens": list(CALL.encode())},
