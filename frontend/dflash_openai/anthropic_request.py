@@ -11,6 +11,7 @@ from dflash_backend.text.client_json import quoted
 from dflash_openai.errors import ApiError, invalid
 from dflash_openai.notices import log_once
 from dflash_openai.schemas import ChatRequest, SharedFields
+from dflash_openai.tools import is_of_type
 
 # What a client of this endpoint calls a parameter of the model.
 CLIENT_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
@@ -121,7 +122,7 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
         elif kind == "redacted_thinking":
             continue
         elif isinstance(kind, str) and (kind == "server_tool_use" or kind.endswith("_tool_result")):
-            _leave_out("blocks", kind[:64])
+            _leave_out(kind[:64])
         else:
             texts.append(_text_of(block, at))
     messages += results
@@ -161,8 +162,7 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     them."""
     found = []
     for tool in tools:
-        if (kind := tool.get("type")) not in (None, "custom"):
-            _leave_out("tools", str(kind)[:64])
+        if not is_of_type(tool, ("custom",)):
             continue
         names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
         function = {ours: tool[theirs] for theirs, ours in names.items() if tool.get(theirs) is not None}
@@ -170,8 +170,8 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _leave_out(what: str, kind: str) -> None:
-    log_once(f"{what} {kind}", lambda: f"{what} of the type {kind!r} are left out: this server runs no tools itself")
+def _leave_out(kind: str) -> None:
+    log_once(f"block {kind}", lambda: f"blocks of the type {kind!r} are left out: this server runs no tools itself")
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
@@ -138,8 +139,18 @@ def _input_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    meant = _meant(request) if error.status_code == 404 else None
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    message = f"{request.method} {request.url.path}: {error.detail}{hint}"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+def _meant(request: Request) -> str | None:
+    """The path that a client would have sent with the right base URL: those of OpenAI end with /v1, Anthropic's do not,
+    and neither with a slash."""
+    path = re.sub("/{2,}", "/", request.url.path)
+    paths = {route.path for route in request.app.routes}
+    return next((each for each in (path, f"/v1{path}", path.removeprefix("/v1")) if each in paths), None)
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ async def in_thread(num_bytes: int, work: Callable[[], Result]) -> Result:
 
 async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> Result:
     """`then` of the request in the body, both in a thread where the body is large. Raises `ApiError`."""
-    raw = await request.body()
+    raw = without_mark(await request.body())
     reject_unknown: bool = request.app.state.frontend.config.reject_unknown_fields
 
     def read() -> Result:
@@ -43,6 +44,11 @@ async def read_body(request: Request, kind: type[Body], then: Callable[[Body], R
         return then(decode(raw, kind, reject_unknown))
 
     return await in_thread(len(raw), read)
+
+
+def without_mark(body: bytes) -> bytes:
+    """A body without the mark U+FEFF, with which programs of Windows begin UTF-8."""
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 class _Messages(msgspec.Struct):
@@ -54,7 +60,7 @@ class _Messages(msgspec.Struct):
 def has_messages(body: bytes) -> bool:
     """Whether a body is that of a chat."""
     try:
-        return msgspec.json.decode(body, type=_Messages).messages is not msgspec.UNSET
+        return msgspec.json.decode(without_mark(body), type=_Messages).messages is not msgspec.UNSET
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return False
 

@@ -185,6 +185,8 @@ def decode(body: bytes, kind: type[Body], reject_unknown: bool = False) -> Body:
     are errors, unless they are null. Raises `ApiError` that names the field."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise invalid(f"the body has more than {MAX_BRACKETS} brackets")
+    if not body.strip():
+        raise invalid("the body is empty; allowed: a JSON object")
     try:
         try:
             return _decoded(body, kind)

@@ -92,7 +92,7 @@ async def detokenize(request: Request) -> Response:
     model = frontend.model(body.model)
 
     def decode() -> str:
-        tokens = model.prompts.check_token_ids(body.tokens, "tokens")
+        tokens = model.prompts.check_token_ids(body.tokens, "tokens") if body.tokens else []
         return model.tokenizer.decode(tokens, skip_special_tokens=False)
 
     text = await in_thread(len(body.tokens) * BYTES_OF_ID, decode)

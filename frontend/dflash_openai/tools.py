@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_backend.messages import StructuredOutputs
+from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, read_tools
 from dflash_openai.errors import invalid
 from dflash_openai.notices import log_once
@@ -51,14 +52,22 @@ CLIENT_TYPES = ("function", "custom")
 
 
 def run_by_client(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that the client runs. This server runs none, so the others are left out, which the log tells once."""
-    for kind in {str(tool.get("type"))[:64] for tool in tools} - {*CLIENT_TYPES, "None"}:
-        _leave_out(kind)
-    return [tool for tool in tools if tool.get("type") in (*CLIENT_TYPES, None)]
+    """Those that the client runs. This server runs none, so the others are left out, which the log tells once. Raises
+    `ApiError`."""
+    return [tool for tool in tools if is_of_type(tool, CLIENT_TYPES)]
 
 
-def _leave_out(kind: str) -> None:
+def is_of_type(tool: Mapping[str, Any], types: Sequence[str]) -> bool:
+    """Whether a tool has one of these types, or none at all; the log tells once of another. Raises `ApiError` for a
+    type that is no text."""
+    kind = tool.get("type")
+    if kind is None or kind in types:
+        return True
+    if not isinstance(kind, str):
+        raise invalid(f"'tools' has a tool of the type {quoted(kind)}; allowed: a text such as {types[0]}", "tools")
+    kind = kind[:64]
     log_once(f"tool {kind}", lambda: f"tools of the type {kind!r} are left out: this server runs no tools itself")
+    return False
 
 
 def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
@@ -73,7 +82,7 @@ def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     if choice == "none" or (choice == "auto" and not tools):
         return NO_TOOLS
     if not tools:
-        raise invalid("'tool_choice' needs 'tools'", "tool_choice")
+        raise invalid("'tool_choice' needs 'tools' that the client runs", "tool_choice")
     if output.tools is None:
         raise invalid(
             "this model's chat template takes no tools, or none in a form that the front end knows; leave them out, or "

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from dflash_openai import notices
 from tests.frontend.scripted_pool import Script, ScriptedPool
@@ -146,6 +147,44 @@ def test_a_chat_leaves_the_tools_of_servers_out_too(client: openai.OpenAI, pool:
     tools: Any = [{"type": "web_search"}, {"type": "function", "function": {"name": "now"}}]
     client.chat.completions.create(model="dflash", messages=[{"role": "user", "content": "Hi"}], tools=tools)
     assert prompt_text(pool.asked[0]).startswith("now;user:")
+
+
+BROKEN = '{"city": "Os'
+BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": BROKEN}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "turn"),
+    [
+        ("/v1/chat/completions", {"messages": [BROKEN_CALL]}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": BROKEN}]}),
+        ("/tokenize", {"messages": [BROKEN_CALL]}),
+    ],
+)
+def test_a_conversation_goes_on_after_a_call_that_broke_off(path: str, turn: Any, http: TestClient) -> None:
+    answer = http.post(path, json=turn)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("kind", [5, [], {}, True, ["function"], {"type": "function"}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+def test_a_tool_whose_type_is_no_text_is_refused(
+    path: str, body: Any, kind: Any, http: TestClient, pool: ScriptedPool
+) -> None:
+    tools = [{"type": kind, "name": "f", "function": {"name": "f"}}]
+    for given in (tools, [{"type": "namespace", "name": "n", "tools": tools}] if "responses" in path else tools):
+        answer = http.post(path, json={**body, "tools": given})
+        assert answer.status_code == 400, answer.text
+        assert f"'tools' has a tool of the type {kind!r}; allowed: a text such as" in answer.json()["error"]["message"]
+    assert not pool.asked
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])

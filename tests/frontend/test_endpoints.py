@@ -41,6 +41,7 @@ def test_tokens_and_text(http: TestClient) -> None:
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert chat["tokens"] == [257, *b"user:x", 257, *b"a:"]
     assert http.post("/detokenize", json={"tokens": [97, 257]}).json() == {"prompt": "a<s>"}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
 
 

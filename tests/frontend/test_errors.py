@@ -90,7 +90,8 @@ def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.Op
         ("/v1/completions", '{"prompt": "a", "stream_options": {}}', "stream_options", "only for streams"),
         ("/v1/completions", "{}", "prompt", "'prompt' is missing"),
         ("/v1/chat/completions", "{}", "messages", "'messages' is missing"),
-        ("/v1/completions", "", None, "not JSON"),
+        ("/v1/completions", "", None, "the body is empty"),
+        ("/v1/chat/completions", " \n", None, "the body is empty"),
         ("/v1/completions", "[]", None, "Expected `object`"),
         ("/v1/completions", '{"prompt": "a"', None, "not JSON"),
         ("/v1/completions", '{"prompt": "a", "temperature": NaN}', None, "not JSON"),
@@ -133,6 +134,35 @@ def test_a_path_or_method_that_is_not_there_has_the_same_form(
     answer = http.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "did you mean" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/responses", "/v1/responses"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1//completions", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/health/ready", "/health/ready"),
+    ],
+)
+def test_a_path_of_another_base_url_is_told_which_was_meant(path: str, meant: str, http: TestClient) -> None:
+    """OpenAI's clients want a base URL with /v1, Anthropic's one without."""
+    answer = http.post(path, json={})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["message"] == f"POST {path}: Not Found; did you mean {meant}?"
+
+
+def test_a_body_may_begin_with_the_mark_of_utf_8(http: TestClient, pool: ScriptedPool) -> None:
+    """As programs of Windows write it."""
+    for path in ("/v1/completions", "/invocations"):
+        assert http.post(path, content=b'\xef\xbb\xbf{"prompt": "a"}').status_code == 200
+    chat = http.post("/invocations", content=b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "a"}]}')
+    assert chat.json()["object"] == "chat.completion"
+    assert len(pool.asked) == 3
 
 
 def test_a_defect_of_the_front_end_is_a_500_without_details(
