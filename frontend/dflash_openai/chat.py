@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -54,6 +54,10 @@ async def create_chat_completion(request: Request) -> Response:
     return await respond(answer, generation, stream, frontend.config.ping_interval_s)
 
 
+# The field with the text of a part of content, by the part's type.
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
 def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: without nulls, with `system` for OpenAI's `developer`, and with reasoning
     by each of its names. Raises `ApiError`."""
@@ -67,8 +71,20 @@ def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message.setdefault("content", "")
         if not isinstance(content, str | list):
             raise invalid(f"message {index}: 'content' must be a text or a list of parts", f"messages[{index}].content")
+        if isinstance(content, list):
+            message["content"] = [_as_text_part(part) for part in content]
         messages.append(with_reasoning_names(message))
     return messages
+
+
+def _as_text_part(part: Any) -> Any:
+    """A part of content that is text by another name, a refusal's or one of the responses API, by the name that chat
+    templates know; any other as it is."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if name is None or not isinstance(part.get(name), str):
+        return part
+    return {"type": "text", "text": part[name]}
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:

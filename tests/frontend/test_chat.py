@@ -232,9 +232,28 @@ def test_an_answer_without_text_may_be_sent_back(http: TestClient, pool: Scripte
 
 
 @pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "No."},
+        {"type": "input_text", "text": "No."},
+        {"type": "output_text", "text": "No.", "annotations": []},
+        {"type": "refusal", "refusal": "No."},
+    ],
+)
+def test_parts_of_content_are_text_by_each_of_its_names(part: Any, http: TestClient, pool: ScriptedPool) -> None:
+    """A refusal comes back as a part, and clients of both APIs mix their parts."""
+    messages = [{"role": "assistant", "content": [part, {"type": "text", "text": "Why?"}]}, *HELLO]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert bytes(pool.asked[0].token_ids[1:19]) == b"assistant:No.\nWhy?"
+
+
+@pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "empty list"),
+        ([{"role": "user", "content": [{"type": "refusal", "text": "x"}]}], "has the content part"),
+        ([{"role": "user", "content": [{"type": "output_text", "text": None}]}], "has the content part"),
+        ([{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], "has the content part"),
         ([{"role": "two words", "content": "x"}], "has the role"),
         ([{"content": "x"}], "has the role"),
         ([{"role": "user", "content": 7}], "must be a text or a list of parts"),
