@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -10,8 +11,19 @@ from starlette.responses import Response
 
 from dflash_openai.state import Frontend, Model
 
+# A header of each request of Anthropic's clients, which ask at the same path for another form.
+ANTHROPIC = "anthropic-version"
 
-def _card(model: Model, name: str) -> dict[str, Any]:
+
+def _card(model: Model, name: str, anthropic: bool) -> dict[str, Any]:
+    if anthropic:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "max_input_tokens": model.description.max_model_len,
+        }
     return {
         "id": name,
         "object": "model",
@@ -25,10 +37,14 @@ def _card(model: Model, name: str) -> dict[str, Any]:
 
 
 async def list_models(request: Request) -> Response:
-    """Every name of the model."""
+    """Every name of the model, in OpenAI's form, to Anthropic's clients in theirs."""
     frontend: Frontend = request.app.state.frontend
     model = frontend.model()
-    body = {"object": "list", "data": [_card(model, name) for name in model.names]}
+    anthropic = ANTHROPIC in request.headers
+    body: dict[str, Any] = {"object": "list"}
+    if anthropic:
+        body = {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]}
+    body["data"] = [_card(model, name, anthropic) for name in model.names]
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
@@ -36,4 +52,5 @@ async def get_model(request: Request) -> Response:
     """One name; an id may have slashes."""
     frontend: Frontend = request.app.state.frontend
     name = request.path_params["name"]
-    return Response(msgspec.json.encode(_card(frontend.model(name), name)), media_type="application/json")
+    card = _card(frontend.model(name), name, ANTHROPIC in request.headers)
+    return Response(msgspec.json.encode(card), media_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,20 @@ def test_a_key_may_come_in_anthropics_header(guarded: TestClient) -> None:
         if status == 401:
             assert answer.json()["error"]["type"] == "authentication_error"
             assert "key-of" not in answer.text
+
+
+def test_the_models_have_anthropics_form_for_its_clients(http: TestClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = http.get("/v1/models", headers=headers).json()
+    names = ["toys/target", "dflash"]
+    assert [listed[name] for name in ("has_more", "first_id", "last_id")] == [False, *names]
+    created = http.get("/v1/models/dflash").json()["created"]
+    assert [model["id"] for model in listed["data"]] == names
+    for model in listed["data"]:
+        assert (model["type"], model["display_name"], model["max_input_tokens"]) == (
+            "model",
+            model["id"],
+            MAX_MODEL_LEN,
+        )
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == created
+    assert http.get("/v1/models/dflash", headers=headers).json() == listed["data"][1]
