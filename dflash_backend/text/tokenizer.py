@@ -209,8 +209,9 @@ class Tokenizer:
             messages = [join_parts(message) for message in messages]
         if tools and "tools" not in template:
             raise PromptError("the chat template of this model takes no tools; leave them out")
-        end = {"continue_final_message": True} if continue_final_message else {}
-        end = end or {"add_generation_prompt": add_generation_prompt}
+        end = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            end = {"continue_final_message": True}
         variables = {**options, "tools": list(tools) if tools else None}
         try:
             parsed = with_parsed_arguments(messages)

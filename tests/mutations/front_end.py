@@ -101,7 +101,31 @@ FRONT_END_MUTANTS = (
     *mutants_of(
         f"{FRONTEND}/tools.py",
         (f"{TESTS}/test_agents.py",),
-        ("tools that a server runs are refused", 'if tool.get("type") in (*CLIENT_TYPES, None)]', "]"),
+        (
+            "tools that a server runs are refused",
+            "for tool in tools if is_of_type(tool, CLIENT_TYPES)]",
+            "for tool in tools]",
+        ),
+        (
+            "a tool of any type is left out",
+            "    if not isinstance(kind, str):\n        raise",
+            "    if False:\n        raise",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/app.py",
+        (f"{TESTS}/test_errors.py",),
+        ("a path of another base URL is not found", 'f"/v1{path}", path.removeprefix("/v1")', "path"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/bodies.py",
+        (f"{TESTS}/test_errors.py",),
+        ("a body of a program of Windows is no JSON", "body.removeprefix(codecs.BOM_UTF8)", "body"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/chat.py",
+        (f"{TESTS}/test_chat.py",),
+        ("a refusal is no text", '"refusal": "refusal"}', '"refusal": "text"}'),
     ),
     *mutants_of(
         f"{FRONTEND}/anthropic_messages.py",

@@ -192,10 +192,10 @@ SERVING_MUTANTS = (
     Mutant(
         "a tool's description may begin a turn",
         f"{TEXT}/tokenizer.py",
-        "(marked, variables), mark = self._special.marked(given)",
+        "(marked, values), mark = self._special.marked(given)",
         'tools = given[1].pop("tools")\n'
-        "        (marked, variables), mark = self._special.marked(given)\n"
-        '        variables = {**variables, "tools": tools}',
+        "        (marked, values), mark = self._special.marked(given)\n"
+        '        values = {**values, "tools": tools}',
         ("tests/text/test_tools.py",),
     ),
     Mutant(
