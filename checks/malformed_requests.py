@@ -87,6 +87,7 @@ PARAMETER_VALUES: dict[str, Strategy] = {
     "ignore_eos": _TRUTH,
     "include_stop_str_in_output": _TRUTH,
     "skip_special_tokens": _TRUTH,
+    "record_traffic": _TRUTH,
     "num_speculative_tokens": _integers(0, 64),
     "cache_salt": NO_TEXT | _repeated("s", 1025),
     "tenant": NO_TEXT | WORDS.filter(lambda text: not TENANT_NAME.fullmatch(text)),

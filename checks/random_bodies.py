@@ -139,6 +139,7 @@ VALUES: dict[str, Strategy] = {
     "min_tokens": st.integers(0, 4),
     "num_speculative_tokens": st.integers(0, 3),
     "priority": st.integers(0, 9),
+    "record_traffic": st.booleans(),
     "cache_salt": st.text("abc", max_size=3),
     "n": st.integers(1, 3),
     "best_of": st.just(1),

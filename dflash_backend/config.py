@@ -317,6 +317,20 @@ class EngineConfig:
         "time on an H200. Another start may choose other ways, whose results differ by roundings",
     )
     enable_overlap: bool = setting(True, "plan the next step while the device runs this one; takes effect on a GPU")
+    record_traffic: str = setting(
+        "",
+        "folder where prompts and answers are written down for `dflash-triton train --traffic`: personal data "
+        "(docs/training.md); empty: none",
+    )
+    record_traffic_rate: float = setting(
+        0.1, "share of requests that record_traffic writes down, by chance", low=0.0, high=1.0, low_open=True
+    )
+    record_traffic_gb: float = setting(
+        1.0,
+        "gigabytes that the files of record_traffic hold together at most; the oldest go first",
+        low=0.0,
+        low_open=True,
+    )
     seed: int = setting(0, "seeds the requests that bring no seed of their own", low=0, high=2**63 - 1)
     trace_dir: str = setting(
         "", "folder for a trace of the engine's steps, for chrome://tracing and Perfetto; empty: no trace"

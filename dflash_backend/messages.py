@@ -86,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0
     timeout: int = 0
+    record_traffic: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     @property

@@ -41,6 +41,8 @@ class Sampling(TypedDict, total=False):
     tenant: str | None
     priority: int | None
     timeout: int | None
+    # Of false, the server writes neither prompt nor answer down, whatever its setting.
+    record_traffic: bool | None
     # Of the prompt, the last tokens, at most this many, or the first where the side is right; -1: as many as fit.
     truncate_prompt_tokens: int | None
     truncation_side: str | None

@@ -249,6 +249,21 @@ PANELS: tuple[Panel, ...] = (
         "Events that were published for routers of several servers, with kv_events_endpoint.",
     ),
     Panel(
+        "Answers written down per second",
+        "short",
+        (
+            ("{{model}}", rate("traffic_recorded_total")),
+            ("{{model}} dropped: {{reason}}", rate("traffic_dropped_total", "model, reason")),
+        ),
+        "For training, with record_traffic. They are personal data.",
+    ),
+    Panel(
+        "Bytes of answers written down per second",
+        "Bps",
+        (("{{model}}", rate("traffic_recorded_bytes_total")),),
+        "The files of record_traffic hold at most record_traffic_gb; the oldest go first.",
+    ),
+    Panel(
         "KV blocks",
         "short",
         (("{{model}} {{num_gpu_blocks}} blocks of {{block_size}} tokens", f"dflash:cache_config_info{{{WHERE}}}"),),

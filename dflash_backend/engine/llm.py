@@ -108,7 +108,8 @@ class LLM:
             )
         self.engine: BuiltEngine = build_engine(self.config, progress, loaded=loaded)
         trusted = self.config.message_special_tokens == "control"
-        self.tokenizer = Tokenizer.load(resolve_target_dir(self.config), trusted)
+        self.target_dir = resolve_target_dir(self.config)
+        self.tokenizer = Tokenizer.load(self.target_dir, trusted)
         self._num_requests = 0
 
     def generate(

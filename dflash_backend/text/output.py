@@ -82,6 +82,8 @@ class CompletionState:
         self._was_sent = False
         self.text: list[str] = [parsed.prefix] if parsed.prefix else []
         self.token_ids: list[int] = []
+        # All tokens of the answer, where they are kept.
+        self.answer: list[int] | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.logprobs_json: list[str] = []
         self.steps: list[OutputStep] = []
@@ -112,6 +114,8 @@ class CompletionState:
         self.num_tokens += count
         self.num_bytes += count * TOKEN_ID_BYTES
         self.token_ids += delta.token_ids[:count]
+        if self.answer is not None:
+            self.answer += delta.token_ids[:count]
         if self._stopped or delta.finish_reason is not None:
             self.finish_reason, self.finished_at = "stop" if self._stopped else delta.finish_reason, now
             if self.finish_reason == "stop" and delta.token_ids:
@@ -284,6 +288,11 @@ class RequestState:
             completion.clear()
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
+
+    def keep_answers(self) -> None:
+        """Keep all tokens of each completion's answer, also those that were sent."""
+        for completion in self.completions:
+            completion.answer = []
 
     @property
     def num_new_tokens(self) -> int:

@@ -220,6 +220,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         f"an integer from 1, the most urgent, to {MAX_PRIORITY}, or 0 for {DEFAULT_PRIORITY}",
     ),
     Parameter("timeout", int_from(0), "an integer of microseconds, or 0 for none"),
+    Parameter("record_traffic", read_bool, "true or false"),
 )
 # Both name the grammar of an answer.
 FORMATS = {"structured_outputs": read_structured_outputs, "response_format": read_response_format}

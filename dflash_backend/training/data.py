@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.engine.llm import LLM, RequestOutput
+from dflash_backend.traffic import target_digest, tokenizer_digest
 from dflash_backend.training.errors import TrainingError, cannot_write
-from dflash_backend.training.prompts import Prompt, QuestionWriter, read_prompts
+from dflash_backend.training.prompts import Prompt, QuestionWriter, read_prompts, recorded_prompts
 
 SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
 ROUND = 128
@@ -44,8 +44,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is asked of the data. num_tokens: of answers. max_answer, max_prompt: tokens of one. files: prompts; none:
-    the target writes them. template_options: variables of the chat template."""
+    """What is asked of the data. num_tokens: of answers. max_answer, max_prompt: tokens of one. files: prompts;
+    traffic: the folder of a server's setting record_traffic; neither: the target writes them. template_options:
+    variables of the chat template."""
 
     num_tokens: int
     temperature: float = 0.0
@@ -53,17 +54,19 @@ class DataOptions:
     max_prompt: int = 1024
     seed: int = 0
     files: tuple[Path, ...] = ()
+    traffic: Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def fingerprint(self, target: Path) -> str:
         """What tells the data of one target and these options, `num_tokens` apart: 16 hexadecimal digits."""
-        digest = hashlib.sha256()
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        digest = hashlib.sha256(f"{target_digest(target)} {tokenizer_digest(target)}".encode())
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
             if (target / name).is_file():
                 digest.update((target / name).read_bytes())
-        for name, header in sorted(read_headers(target).items()):
-            digest.update(f"{name} {header.shape} {header.num_bytes} {header.file.stat().st_size}".encode())
         own = [self.temperature, self.max_answer, self.max_prompt, self.seed, dict(self.template_options)]
+        if self.traffic is not None:
+            # Not what is in it: the server goes on writing.
+            own.append(str(self.traffic.resolve()))
         digest.update(json.dumps(own, sort_keys=True).encode())
         for path in self.files:
             try:
@@ -156,20 +159,30 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
     wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out()))
     empty = 0
     while store.num_tokens < options.num_tokens and (deadline is None or time.monotonic() < deadline):
-        prompts = [prompt.token_ids for prompt in source.next()]
+        prompts = source.next()
         if not prompts:
             empty += 1
             if source.is_finite or empty == MOST_EMPTY_ROUNDS:
                 break
             continue
         empty = 0
-        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
-        known.update(fresh)
+        fresh = []
+        for prompt in prompts:
+            if prompt.token_ids not in known:
+                known.add(prompt.token_ids)
+                fresh.append(prompt)
         held = max(0, min(len(fresh), wanted - len(store.held_out)))
-        store.hold_out(fresh[:held])
-        _answer(llm, store, fresh[held:], options, report)
+        store.hold_out(prompt.token_ids for prompt in fresh[:held])
+        trained = fresh[held:]
+        for prompt in trained:
+            if len(prompt.answer) >= FEWEST_ANSWER_TOKENS:
+                store.add(Sample(prompt.token_ids, prompt.answer[: options.max_answer]))
+        _answer(llm, store, [prompt.token_ids for prompt in trained if not prompt.answer], options, report)
+        report(store.num_tokens, options.num_tokens)
     if not store.samples or len(store.held_out) < 1:
-        where = "the files of --data have too few prompts" if options.files else "the target writes no usable questions"
+        where = "the target writes no usable questions"
+        if source.is_finite:
+            where = "the files of --data have too few prompts" if options.files else f"{options.traffic} has too few prompts"
         raise TrainingError(
             f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
             "prompts by --data, or more --minutes"
@@ -180,13 +193,18 @@ class _Source:
     """Rounds of prompts, from files or from the target."""
 
     def __init__(self, llm: LLM, store: Store, options: DataOptions) -> None:
-        self.is_finite = bool(options.files)
+        self.is_finite = bool(options.files) or options.traffic is not None
         self._options, self._round = options, 0
         self._prompts: list[Prompt] = []
         self._writer: QuestionWriter | None = None
         self._longest = min(options.max_prompt, llm.engine.ready.max_model_len - 2)
-        if options.files:
-            prompts = read_prompts(options.files, llm.tokenizer, options.template_options, self._longest, options.seed)
+        if self.is_finite:
+            if options.traffic is not None:
+                prompts = recorded_prompts(options.traffic, llm.target_dir, self._longest, options.seed)
+            else:
+                prompts = read_prompts(
+                    options.files, llm.tokenizer, options.template_options, self._longest, options.seed
+                )
             known = store.known
             self._total = len(prompts)
             self._prompts = [prompt for prompt in prompts if prompt.token_ids not in known]

@@ -14,6 +14,7 @@ from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.questions import Row, read_rows
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.traffic import TrafficError, read_traffic
 from dflash_backend.training.errors import TrainingError
 
 PROBE = "7a1f3f0e"
@@ -32,10 +33,11 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, and the text that tells duplicates."""
+    """A prompt's tokens, the text that tells duplicates, and the target's answer where it is known."""
 
     token_ids: tuple[int, ...]
     text: str
+    answer: tuple[int, ...] = ()
 
 
 def read_prompts(
@@ -65,6 +67,23 @@ def read_prompts(
         what = f"all {num_long} prompts have more than {longest} tokens" if num_long else "there is no prompt in it"
         raise TrainingError(f"{names}: {what}; --data takes a JSON object a line with 'messages' or 'prompt'")
     prompts = list(found.values())
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
+
+def recorded_prompts(folder: Path, target: Path, longest: int, seed: int) -> list[Prompt]:
+    """The prompts that a server wrote down, each once and in an order drawn by `seed`; those of more than `longest`
+    tokens are left out. Raises `TrainingError`."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    try:
+        for prompt, answer in read_traffic(folder, target):
+            if answer or prompt not in found:
+                found[prompt] = answer
+    except TrafficError as error:
+        raise TrainingError(str(error)) from None
+    prompts = [Prompt(prompt, "", answer) for prompt, answer in found.items() if len(prompt) <= longest]
+    if not prompts:
+        raise TrainingError(f"{folder}: all {len(found)} prompts have more than {longest} tokens; raise --max-prompt")
     random.Random(seed).shuffle(prompts)
     return prompts
 

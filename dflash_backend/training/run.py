@@ -215,7 +215,8 @@ class Run:
             deadline = None if options.steps is not None else self.began + 60 * DATA_SHARE * options.minutes
             had = store.num_tokens
             if had < options.data.num_tokens:
-                what = "reading prompts" if options.data.files else "the target writes questions"
+                given = bool(options.data.files) or options.data.traffic is not None
+                what = "reading prompts" if given else "the target writes questions"
                 self._say(f"{what}, and answers them at temperature {options.data.temperature:g}")
                 collect(llm, store, options.data, self._data_report, deadline)
             seconds = time.monotonic() - began

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_backend.traffic import DROPPED, RECORDED, RECORDED_BYTES
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -117,6 +119,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "dflash:kv_events_total", "counter", "Events of the prefix cache that were published, with kv_events_endpoint"
     ),
+    MetricSpec(RECORDED, "counter", "Answers that were written down, with record_traffic"),
+    MetricSpec(RECORDED_BYTES, "counter", "Bytes of these"),
+    MetricSpec(DROPPED, "counter", "Answers that should have been written down and were not", label="reason"),
     MetricSpec("dflash:num_preemptions_total", "counter", "Requests that gave up their blocks for others"),
     MetricSpec("dflash:grammar_requests_total", "counter", "Requests with structured output"),
     MetricSpec("dflash:grammars_compiled_total", "counter", "Grammars that were compiled"),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, Engines, NoEngineError, Placement
 from dflash_backend.engine_client.supervisor import EngineLost
-from dflash_backend.messages import AbortRequests, GenerationRequest, RequestRejected, TokenDelta
+from dflash_backend.messages import AbortRequests, GenerationRequest, RequestRejected, SamplingParams, TokenDelta
 from dflash_backend.text.output import RequestState, request_id_of
+from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.triton.cancellation import CancellationWatch
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
@@ -45,6 +46,20 @@ class TritonRequest:
     released: bool = False
 
 
+def is_recorded(sampling: SamplingParams) -> bool:
+    """Whether a request may be written down: its client does not refuse, has no salt that keeps it apart from others,
+    and left the target's logits as they are."""
+    changed = sampling.penalised or bool(sampling.logit_bias) or sampling.masks_tokens
+    return sampling.record_traffic and not sampling.cache_salt and not changed
+
+
+def _record(traffic: TrafficWriter, state: RequestState) -> None:
+    """Write the answers of a finished request down, those that are whole."""
+    for completion in state.completions:
+        if completion.answer and completion.finish_reason != "abort":
+            traffic.offer(Row(state.parsed.prompt_token_ids, completion.answer, state.parsed.sampling.temperature))
+
+
 class RunningRequests:
     """Any thread may call `start`, `refuse` and `fail_lost`; the output thread calls all else."""
 
@@ -57,6 +72,7 @@ class RunningRequests:
         reporter: Reporter,
         log: Log,
         server_memory: ServerMemory,
+        traffic: TrafficWriter | None = None,
     ) -> None:
         self._engines = engines
         self._responses = responses
@@ -64,6 +80,7 @@ class RunningRequests:
         self._reporter = reporter
         self._log = log
         self._server_memory = server_memory
+        self._traffic = traffic
         self._max_response_mb = config.max_response_mb
         self._requests: dict[str, TritonRequest] = {}
         self._cancellations = CancellationWatch()
@@ -84,6 +101,8 @@ class RunningRequests:
 
     def start(self, request: TritonRequest) -> None:
         """Send a request to its engine; from here on the output thread owns it."""
+        if self._traffic is not None and is_recorded(request.state.parsed.sampling) and self._traffic.wants():
+            request.state.keep_answers()
         self.add(request)
         for message in request.messages:
             request.placement.client.send(message)
@@ -194,6 +213,8 @@ class RunningRequests:
             self._release(request)
             count_tokens(self._metrics, request.state, request.state.num_new_tokens, not request.answered)
             count_finished(self._metrics, request.state, now)
+            if self._traffic is not None:
+                _record(self._traffic, request.state)
         self._reporter.report_finished(now, len(self._requests) - len(requests))
         for request in requests:
             self._answer(request)

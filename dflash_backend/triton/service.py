@@ -17,10 +17,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dflash_backend.config import EngineConfig
+from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, NoEngineError, Placement
 from dflash_backend.engine_client.kv_publisher import make_publishers
@@ -31,6 +32,7 @@ from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import InputError, Tokenizer
+from dflash_backend.traffic import TrafficError, TrafficWriter
 from dflash_backend.triton.description import asks_for_description, describe_model
 from dflash_backend.triton.drafter_swaps import DrafterSwaps, swap_text
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
@@ -103,7 +105,7 @@ class TritonService:
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._publishers = make_publishers(config, self._log.warning)
         self._requests = RunningRequests(
-            config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory
+            config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory, self._traffic
         )
         self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log)
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
@@ -135,6 +137,7 @@ class TritonService:
         settings = sorted(config.as_strings().items())
         self._log.info("settings: " + " ".join(f"{name}={value}" for name, value in settings))
         target_dir = resolve_target_dir(config, lambda text: self._log.info(f"loading 0%: {text}"))
+        self._traffic = self._make_traffic(target_dir)
         self._log.info("loading 0%: starting the engine process")
         self._engines = make_engines(config, self._log, command, server_pid)
         self._engines.start()
@@ -148,6 +151,23 @@ class TritonService:
         self._target_dir, self._rules = target_dir, rules
         self._reader = RequestReader(self._tokenizer, rules, config.max_queue_size, self._log)
         self._engines.wait_until_ready()
+
+    def _make_traffic(self, target_dir: Path) -> TrafficWriter | None:
+        """What writes prompts and answers down, where that is asked for. Raises `ConfigError`."""
+        config = self._config
+        if not config.record_traffic:
+            return None
+        try:
+            return TrafficWriter(
+                Path(config.record_traffic),
+                target_dir,
+                config.record_traffic_rate,
+                int(config.record_traffic_gb * 1e9),
+                lambda name, amount, label: self._metrics.count(name, amount, label),
+                self._log.warning,
+            )
+        except TrafficError as error:
+            raise ConfigError(f"setting 'record_traffic' is {config.record_traffic!r}: {error}") from None
 
     @property
     def ready(self) -> bool:
@@ -242,6 +262,8 @@ class TritonService:
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
         self._swaps.fail_all(BROKEN if failure is not None else SHUT_DOWN)
         closers = [publisher.close for publisher in self._publishers]
+        if self._traffic is not None:
+            closers.append(self._traffic.close)
         for last in (self._engines.close, *closers, self._metrics.reset_engines, self._metrics.flush):
             try:
                 last()

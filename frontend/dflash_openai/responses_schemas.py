@@ -82,6 +82,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         response_format=_response_format(body.text or {}),
         logprobs=LOGPROBS in (body.include or ()),
         top_logprobs=body.top_logprobs,
+        store=body.store,
         **fields,
     )
 

@@ -20,7 +20,7 @@ SAME_NAMES = (
     *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
     *("cache_salt", "tenant", "priority", "num_speculative_tokens", "best_of", "use_beam_search", "length_penalty"),
-    *("logprob_token_ids", "return_steps", "stream_interval"),
+    *("logprob_token_ids", "return_steps", "stream_interval", "record_traffic"),
 )
 # vLLM's older names of structured output.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -36,6 +36,8 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     sampling |= _structured_outputs(request)
     if request.store:
         raise invalid("'store' is true, but this server keeps no answers; leave it out or set it to false", "store")
+    if request.store is False:
+        sampling["record_traffic"] = False
     if isinstance(request, ChatRequest) and request.echo:
         raise invalid(
             "'echo' is true, but a chat's answer repeats no message; leave it out. With 'continue_final_message' the "

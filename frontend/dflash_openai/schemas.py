@@ -82,6 +82,8 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     num_speculative_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
+    # Of false, the server writes neither prompt nor answer down, whatever its setting.
+    record_traffic: bool | None = None
     # Taken, without effect.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -135,7 +137,7 @@ class GenerationFields(SharedFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_steps: bool | None = None
-    # Refused where it is true.
+    # Refused where it is true; of false as `record_traffic`.
     store: bool | None = None
 
 

@@ -51,10 +51,16 @@ def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: 
     ]  # fmt: skip
 
 
+def test_recorded_traffic_is_data(cli, asked: list[Any], tmp_path: Path) -> None:
+    assert cli("train", "t", "--out", "out", "--traffic", str(tmp_path)).status == 0
+    assert asked[0].data == DataOptions(500_000, temperature=-1.0, traffic=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
         (["--kind", "medusa"], 2, "'medusa'"),
+        (["--data", "a", "--traffic", "b"], 2, "argument --traffic: not allowed with argument --data"),
         (["--tokens", "0"], 2, "'0'"),
         (["--minutes", "-1"], 2, "'-1'"),
         (["--layer-ids", "1,x"], 1, "--layer-ids is '1,x'; expected numbers, such as 1,5,9"),

@@ -202,7 +202,8 @@ VALUES = {
     "dflash:kv_tier_hit_tokens_total": 1013, "dflash:kv_tier_stored_bytes_total": 1014,
     "dflash:kv_tier_loaded_bytes_total": 1015, "dflash:kv_tier_stored_seconds_total": 0.25,
     "dflash:kv_tier_loaded_seconds_total": 0.375, "dflash:kv_tier_lost_total": 1016,
-    "dflash:kv_tier_computed_total": 1017,
+    "dflash:kv_tier_computed_total": 1017, "dflash:traffic_recorded_total": 1018,
+    "dflash:traffic_dropped_total": 1019, "dflash:traffic_recorded_bytes_total": 1020,
 }  # fmt: skip
 NOW, RANGE_S = 5007, 60
 SHOWN = {
@@ -218,6 +219,9 @@ SHOWN = {
     ("Requests sent to each engine per second", "{{model}} {{engine}}"): 1005,
     ("Prefix cache events per second", "{{model}}"): 1006,
     ("Drafters swapped", "{{model}} {{outcome}}"): 1012 * RANGE_S,
+    ("Answers written down per second", "{{model}}"): 1018,
+    ("Answers written down per second", "{{model}} dropped: {{reason}}"): 1019,
+    ("Bytes of answers written down per second", "{{model}}"): 1020,
     ("Prompt tokens from KV tiers per second", "{{tier}} {{model}}"): 1013,
     ("KV to and from tiers", "to {{tier}} {{model}}"): 1014,
     ("KV to and from tiers", "from {{tier}} {{model}}"): 1015,

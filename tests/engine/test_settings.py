@@ -80,6 +80,7 @@ ELSEWHERE = {
     "tensor_parallel_size": "tests/parallel/test_ranks.py",
     "distributed_executor": "tests/parallel/test_remote_ranks.py",
     "routing": "tests/triton/test_replicas.py",
+    **dict.fromkeys(("record_traffic", "record_traffic_rate", "record_traffic_gb"), "tests/triton/test_traffic.py"),
     **dict.fromkeys(
         ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"), "tests/triton/test_kv_events.py"
     ),

@@ -43,6 +43,7 @@ VLLM: dict[str, Any] = {
     "prompt_logprobs": 1,
     "cache_salt": "me",
     "priority": 2,
+    "record_traffic": True,
     "num_speculative_tokens": 2,
     "best_of": 2,
     "use_beam_search": False,
@@ -62,10 +63,23 @@ def test_a_null_is_a_parameter_that_is_left_out(http: TestClient, pool: Scripted
     assert pool.asked[0].sampling == {"max_tokens": 16}
 
 
+def test_store_of_false_keeps_a_request_from_being_written_down(http: TestClient, pool: ScriptedPool) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "store": False, "record_traffic": True}),
+        ("/v1/chat/completions", {"messages": chat, "store": False}),
+        ("/v1/chat/completions", {"messages": chat, "record_traffic": False}),
+        ("/v1/responses", {"input": "a", "store": False}),
+        ("/v1/responses", {"input": "a", "record_traffic": False}),
+    ):
+        assert http.post(path, json=body).status_code == 200
+        assert pool.asked[-1].sampling["record_traffic"] is False
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
         {"prompt_cache_key": "k", "safety_identifier": "s", "request_id": "r"},
         {"service_tier": "flex", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "1h"}},
         {"response_format": {"type": "text"}},

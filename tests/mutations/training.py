@@ -56,7 +56,8 @@ TRAINING_MUTANTS = (
         f"{TRAINING}/data.py",
         ("tests/training/test_data.py",),
         ("half a line stays", "                os.truncate(path, len(text) + len(newline))", "                pass"),
-        ("held-out prompts are trained on", "fresh[held:], options, report", "fresh, options, report"),
+        ("held-out prompts are trained on", "trained = fresh[held:]", "trained = fresh"),
+        ("recorded answers are made anew", "if not prompt.answer]", "]"),
     ),
     *mutants_of(
         f"{TRAINING}/formats.py",
@@ -66,5 +67,29 @@ TRAINING_MUTANTS = (
             "[i + 1 for i in config.target_layer_ids]",
             "[i for i in config.target_layer_ids]",
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/traffic.py",
+        ("tests/engine/test_traffic.py",),
+        ("a half line of a full disk stays", "            os.ftruncate(file, size)\n", "            pass\n"),
+        ("a half line is read", 'path.read_bytes().rpartition(b"\\n")[0].split', "path.read_bytes().rstrip().split"),
+        (
+            "answers of a fine-tune's original are its own",
+            "tuple(row.answer) if header.target == own",
+            "tuple(row.answer) if own",
+        ),
+        (
+            "files grow past the bound",
+            "                path.unlink(missing_ok=True)\n                total -= size",
+            "                total -= size",
+        ),
+        ("a full disk is tried with each row", "time.monotonic() < self._retry_at", "time.monotonic() < 0"),
+        ("anybody reads what users wrote", "os.O_CLOEXEC, 0o600", "os.O_CLOEXEC, 0o644"),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/running_requests.py",
+        ("tests/triton/test_traffic.py",),
+        ("who refuses is written down", "return sampling.record_traffic and not", "return not"),
+        ("salted requests are written down", "and not sampling.cache_salt and not changed", "and not changed"),
     ),
 )

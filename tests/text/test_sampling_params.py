@@ -305,6 +305,7 @@ NOT_ALLOWED = {
     "allowed_token_ids": [[], [-1], ["x"], [True], [5, 100]],
     "bad_words": [["a", 1], [""], ["a" * 257], ["a"] * 257, [chr(0xD800)]],
     "ignore_eos": ["maybe"],
+    "record_traffic": ["never", 2],
     "num_speculative_tokens": [8],
     "cache_salt": [5],
     "presence_penalty": [2.01, "nan"],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_backend import LLM
+from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.training.data import DataOptions, Sample, Store, collect
 from dflash_backend.training.errors import TrainingError
 from dflash_backend.training.prompts import QuestionWriter, is_usable, read_prompts
@@ -132,6 +136,58 @@ def test_answers_are_the_targets_own_and_held_out_prompts_have_none(llm: LLM, tm
     assert (again.samples, again.held_out) == (store.samples, store.held_out)
 
 
+def record(folder: Path, target: Path, *rows: Row) -> None:
+    writer = TrafficWriter(folder, target, 1.0, 10**6, lambda *_: None, print)
+    for row in rows:
+        writer._write(row)
+    writer.close()
+
+
+def test_recorded_answers_of_this_target_are_taken_as_they_are(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = tmp_path / "traffic", llm.target_dir
+    prompts = [llm.tokenizer.encode(question) for question in QUESTIONS]
+    recorded = [Row(prompt, [50 + index] * (2 + 3 * index), 0.7) for index, prompt in enumerate(prompts)]
+    record(folder, target, *recorded, recorded[0], Row([9] * 80, [5] * 5, 0.0))
+    asked: list[Any] = []
+    monkeypatch.setattr(llm, "generate", lambda prompts, *_, **__: asked.extend(prompts))
+    store, options = Store(tmp_path / "data"), DataOptions(10_000, max_answer=9, max_prompt=60, traffic=folder)
+    collect(llm, store, options, lambda done, total: None)
+    assert asked == []
+    assert len(store.held_out) == 4
+    collect(llm, store, options, lambda done, total: None)  # and goes on from what is there
+    (sample,) = store.samples
+    assert list(sample.answer) == recorded[prompts.index(list(sample.prompt))].answer[:9]
+    assert {sample.prompt, *store.held_out} == {tuple(prompt) for prompt in prompts}
+
+
+def test_prompts_that_another_target_answered_are_answered_anew(llm: LLM, tmp_path: Path) -> None:
+    folder, other = tmp_path / "traffic", tmp_path / "other"
+    shutil.copytree(llm.target_dir, other)
+    with (other / "model.safetensors").open("r+b") as weights:
+        weights.seek(-9, os.SEEK_END)
+        weights.write(b"\1" * 9)
+    questions = [f"Count from {first} to {first + 5}." for first in range(2, 8)]
+    record(folder, other, *(Row(llm.tokenizer.encode(question), [7] * 9, 0.0) for question in questions))
+    store = Store(tmp_path / "data")
+    collect(llm, store, DataOptions(10_000, max_answer=12, traffic=folder), lambda done, total: None)
+    for sample in store.samples:
+        expected = llm.generate([list(sample.prompt)], max_tokens=12, temperature=0)[0]
+        assert list(sample.answer) == expected.token_ids
+    assert len(store.samples) == 2
+
+
+def test_traffic_that_is_of_no_use_is_a_sentence(llm: LLM, tmp_path: Path) -> None:
+    options = DataOptions(10, max_prompt=3, traffic=tmp_path / "none")
+    with pytest.raises(TrainingError, match=r"none is no folder; name the one of a server's setting record_traffic"):
+        collect(llm, Store(tmp_path / "data"), options, lambda done, total: None)
+    (tmp_path / "none").mkdir()
+    record(tmp_path / "none", llm.target_dir, Row([5] * 9, [6] * 4, 0.0))
+    with pytest.raises(TrainingError, match=r"none: all 1 prompts have more than 3 tokens; raise --max-prompt"):
+        collect(llm, Store(tmp_path / "data"), options, lambda done, total: None)
+
+
 def test_a_line_that_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add(Sample((1, 2), (3,)))
@@ -158,6 +214,17 @@ def test_data_of_another_target_or_other_options_lies_elsewhere(tmp_path: Path, 
     first = DataOptions(10).fingerprint(target)
     assert DataOptions(99).fingerprint(target) == first
     assert DataOptions(10, temperature=0.5).fingerprint(target) != first
+    (tmp_path / "traffic").mkdir()
+    recorded = DataOptions(10, traffic=tmp_path / "traffic").fingerprint(target)
+    record(tmp_path / "traffic", target, Row([1], [2], 0.0))  # the server goes on writing
+    assert DataOptions(10, traffic=tmp_path / "traffic").fingerprint(target) == recorded != first
+    fine_tune = tmp_path / "fine-tune"
+    shutil.copytree(target, fine_tune)
+    assert DataOptions(10).fingerprint(fine_tune) == first  # a copy is the same one
+    with (fine_tune / "model.safetensors").open("r+b") as weights:
+        weights.seek(-9, os.SEEK_END)
+        weights.write(b"\1" * 9)
+    assert DataOptions(10).fingerprint(fine_tune) != first
     assert DataOptions(10, template_options={"enable_thinking": False}).fingerprint(target) != first
     other = llm.engine.pair.draft_model or target.parent / "draft"
     assert DataOptions(10).fingerprint(Path(str(other))) != first

@@ -54,7 +54,8 @@ def add_parser(commands: Any) -> None:
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
-    data.add_argument(
+    source = data.add_mutually_exclusive_group()
+    source.add_argument(
         "--data",
         type=Path,
         nargs="+",
@@ -62,6 +63,12 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL of 'messages' (or 'conversations') or 'prompt'; answers in it are not used. Without, the target "
         "writes questions itself",
+    )
+    source.add_argument(
+        "--traffic",
+        type=Path,
+        metavar="DIR",
+        help="folder of a server's setting record_traffic: prompts, and the answers of this very target",
     )
     data.add_argument(
         "--tokens", type=positive_int, default=TOKENS, metavar="N", help="tokens of answers (%(default)s)"
@@ -171,6 +178,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         max_prompt=arguments.max_prompt,
         seed=arguments.seed,
         files=tuple(arguments.data),
+        traffic=arguments.traffic,
         template_options=arguments.chat_template_kwargs,
     )
     return TrainOptions(
