@@ -93,6 +93,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         )
         for seed in (1, 2, 3)
     },
+    "adapting": (
+        ("checks.adapting", "--minutes", "5", "--work", "/tmp/dflash-check-adapting"),
+        "a target that was fine-tuned to another style: what its drafter lost, and what five minutes give back",
+    ),
     "tests": (
         (
             "pytest",

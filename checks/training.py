@@ -43,6 +43,16 @@ def generator_rows(seed: int) -> Iterator[dict[str, Any]]:
         yield {"messages": next(streams[name]).messages}
 
 
+def write_prompts(work: Path, seed: int) -> Path:
+    """A file of `PROMPTS` such rows."""
+    file = work / "prompts.jsonl"
+    if not file.exists():
+        rows = generator_rows(seed)
+        lines = (json.dumps(next(rows), ensure_ascii=False) + "\n" for _ in range(PROMPTS))
+        file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
 def make_target(work: Path, seed: int) -> Path:
     """A target of its own, and the folder that it is in."""
     target = work / "pair" / "target"
@@ -85,12 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = DataOptions(num_tokens=150_000, seed=options.seed)
     asked = TrainOptions("", work, data, minutes=options.minutes, drafter=SIZES)
     alone = make_drafter(target, work / "alone", asked)
-    file = work / "prompts.jsonl"
-    if not file.exists():
-        rows = generator_rows(options.seed)
-        lines = (json.dumps(next(rows), ensure_ascii=False) + "\n" for _ in range(PROMPTS))
-        file.write_text("".join(lines), encoding="utf-8")
-    taught_data = replace(data, num_tokens=alone["answer_tokens"], files=(file,))
+    taught_data = replace(data, num_tokens=alone["answer_tokens"], files=(write_prompts(work, options.seed),))
     taught = make_drafter(target, work / "taught", replace(asked, data=taught_data, steps=alone["steps"]))
     lengths = {name: acceptance(target, work / name) for name in ("alone", "taught")}
     ratio = lengths["alone"]["all"] / lengths["taught"]["all"]

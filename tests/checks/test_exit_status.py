@@ -17,6 +17,7 @@ import pytest
 import checks
 from benchmarks.prefix import PrefixMeasurement
 from checks import abusive_clients, chaos, lossless, malformed, mixed, sampled_text, sampling, structured
+from dflash_backend.spec_stats import SpecDecodingStats
 
 Rounds = Iterator[bool]
 Fake = Callable[..., Any]
@@ -237,6 +238,32 @@ def of_training(rounds: Rounds) -> dict[str, Any]:
     }
 
 
+def of_adapting(rounds: Rounds) -> dict[str, Any]:
+    from checks.adapting import LEAST
+
+    made = {"answer_tokens": 1, "steps": 1, "samples": 1, "data_seconds": 1.0, "training_seconds": 1.0}
+    lengths = iter([9.0, 5.0, 5 + 4 * LEAST + (0.01 if next(rounds) else -0.01)])
+    return {
+        "make_target": lambda *_: None,
+        "make_drafter": lambda *_: made,
+        "write_prompts": lambda work, seed: work,
+        "acceptance": lambda *_: dict.fromkeys(("all", "math", "code", "chat", "talk"), next(lengths)),
+    }
+
+
+def of_vllm_drafts(rounds: Rounds) -> dict[str, Any]:
+    counted = SimpleNamespace(spec_decoding=SpecDecodingStats(10, 150, 100, []))
+    outputs = [SimpleNamespace(token_ids=[1], stats=counted)] * 24
+    llm = SimpleNamespace(
+        tokenizer=LLM.tokenizer,
+        engine=SimpleNamespace(ready=SimpleNamespace(num_speculative_tokens=15)),
+        generate=lambda *_, **__: outputs,
+    )
+    answers = [[1]] * 23 + ([[1]] if next(rounds) else [[2]])
+    theirs = {"answers": answers, "drafts": 244 if next(rounds) else 245, "version": "0"}
+    return {"LLM": lambda *_, **__: llm, "by_vllm": lambda *_: theirs}
+
+
 def of_check(rounds: Rounds) -> dict[str, Any]:
     return {"check": lambda *_: next(rounds), "nodes_of": Server}
 
@@ -266,6 +293,8 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "drafter_swap": (1, [], of_drafter_swap),
     "kv_tiers": (2, [], of_kv_tiers),
     "training": (1, ["--work", "FOLDER"], of_training),
+    "adapting": (1, ["--work", "FOLDER"], of_adapting),
+    "vllm_drafts": (2, ["--python", "FOLDER"], of_vllm_drafts),
     "smollm2": (3, [], of_smollm2),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
     "tensor_parallel": (1, [], of_check),
@@ -293,6 +322,6 @@ def test_one_bad_round_is_enough(name: str, bad: int | None, monkeypatch: pytest
 
 
 def test_every_program_that_judges_is_here_or_has_a_test_of_its_own() -> None:
-    """`answers` only prints."""
+    """`answers` and `vllm_side` only print."""
     programs = {path.stem for path in Path(checks.__file__).parent.glob("*.py") if "\ndef main(" in path.read_text()}
-    assert programs - set(PROGRAMS) == {"answers", "dynamo", "grammar_bounds", "nightly"}
+    assert programs - set(PROGRAMS) == {"answers", "dynamo", "grammar_bounds", "nightly", "vllm_side"}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,3 +226,32 @@ def test_a_run_ends_when_it_gets_no_better(options: Callable[..., TrainOptions],
     run.record.evaluations.append({"step": 9, "acceptance_length": 2.6})
     assert not run.is_plateau()
     assert replace(run.options, steps=3).steps == 3
+
+
+@pytest.mark.nightly
+def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Path, tmp_path: Path) -> None:
+    binaries = Path(sys.executable).parent
+    command = [
+        str(binaries / "dflash-triton"), "train", str(TARGET), "--data", str(prompts), "--steps", str(STEPS),
+        "--tokens", "40", "--max-answer", "12", "--max-prompt", "64", "--layers", "1", "--block-size", "4",
+        "--batch-tokens", "80", "--float32", "--set", "kv_cache_gb=0.02", "--set", "max_num_seqs=8",
+    ]  # fmt: skip
+    torchrun = [str(binaries / "torchrun"), "--standalone", "--no-python", "--nproc-per-node", "2"]
+    ways = {
+        "one": [*command, "--accumulate", "4"],
+        "two": [*torchrun, *command, "--accumulate", "2"],
+        "half": [*command, "--accumulate", "2"],
+    }
+    found = {}
+    for name, way in ways.items():
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        ended = subprocess.run([*way, "--out", str(tmp_path / name)], capture_output=True, text=True, env=environ)
+        assert ended.returncode == 0, ended.stderr
+        state = torch.load(tmp_path / name / "training" / "state.pt", weights_only=True)
+        assert state["trainer"]["progress"]["step"] == STEPS
+        found[name] = state["trainer"]["draft"]
+    for name, one in found["one"].items():
+        torch.testing.assert_close(found["two"][name], one, rtol=1e-4, atol=1e-5)
+    # What the bound tells apart.
+    largest = max(float((found["half"][name] - one).abs().max()) for name, one in found["one"].items())
+    assert largest > 1e-3
