@@ -19,6 +19,7 @@ from typing import Any
 
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.core.moves import DEVICE, HOST, Move, Record
+from dflash_backend.engine.kv_tiers import CPU_STORE_MB_S
 from dflash_backend.messages import GenerationRequest
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
 from dflash_cli.commands.arguments import positive_int
@@ -91,13 +92,14 @@ def working_set(count: int, num_tokens: int, num_requests: int, **settings: Any)
 
 
 class _Traffic:
-    """Records that go from the device to host memory and back for as long as the block lasts, in blocks that no request
-    has."""
+    """Records that go from the device to host memory and back, each as often, for as long as the block lasts, in blocks
+    that no request has."""
 
-    def __init__(self, llm: LLM, num_blocks: int, max_bytes_s: float) -> None:
+    def __init__(self, llm: LLM, num_blocks: int, max_bytes_s: float, max_stored_bytes_s: float) -> None:
         step = llm.engine.runner.step
         device = DeviceRecords([(tensors, 0) for tensors in step.kv.records])
-        self._mover = BackgroundMover(device, {HOST: HostRecords(device.sizes, [num_blocks], False)}, max_bytes_s)
+        stores = {HOST: HostRecords(device.sizes, [num_blocks], False)}
+        self._mover = BackgroundMover(device, stores, max_bytes_s, max_stored_bytes_s)
         self._last = llm.engine.core.config.num_blocks - 1
         self._num_blocks = num_blocks
         self._ended = threading.Event()
@@ -113,9 +115,12 @@ class _Traffic:
             self._mover.submit(Move(number, DEVICE, HOST, tuple(out)))
             self._mover.submit(Move(number + 1, HOST, DEVICE, tuple(back)))
             number += 2
-            while len(done := self._mover.finished()) == 0 and not self._ended.is_set():
+            num_under_way = 2
+            while num_under_way and not self._ended.is_set():
                 self._mover.wait(0.1)
-            self.num_bytes += sum(each.num_bytes for each in done)
+                done = self._mover.finished()
+                num_under_way -= len(done)
+                self.num_bytes += sum(each.num_bytes for each in done)
 
     def __enter__(self) -> _Traffic:
         self._thread.start()
@@ -150,14 +155,14 @@ def p95(values: Sequence[float]) -> float:
 
 def step_ratios(num_runs: int, num_tokens: int, max_mb_s: float) -> tuple[list[float], float]:
     """Of each pair of runs the 95th percentile of steps while KV moves over that without, and the megabytes a second
-    that moved."""
+    that moved. max_mb_s: as `kv_move_mb_s`."""
     llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.2, adaptive_speculation=False)
     steps(llm, num_tokens)
     ratios, moved, seconds = [], 0, 0.0
     for _ in range(num_runs):
         quiet = p95(steps(llm, num_tokens))
         began = time.perf_counter()
-        with _Traffic(llm, 16, max_mb_s * 1e6) as traffic:
+        with _Traffic(llm, 16, max_mb_s * 1e6, 0.0 if max_mb_s else CPU_STORE_MB_S * 1e6) as traffic:
             busy = p95(steps(llm, num_tokens))
         seconds += time.perf_counter() - began
         moved += traffic.num_bytes
@@ -171,7 +176,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive_int, default=1500, help="of the prompts whose first token is timed")
     parser.add_argument("--requests", type=positive_int, default=150, help="of the working set")
     parser.add_argument("--runs", type=positive_int, default=5, help="pairs of runs for the time of steps")
-    parser.add_argument("--move-mb-s", type=float, default=0.0, help="bound of what moves meanwhile")
+    parser.add_argument("--move-mb-s", type=float, default=0.0, help="as kv_move_mb_s, 0: not set")
     arguments = parser.parse_args()
     wrong = []
     with tempfile.TemporaryDirectory() as folder:

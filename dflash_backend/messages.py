@@ -414,7 +414,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine takes requests. What the stub must know to validate them and to find their blocks.
 
     reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks
-    at all. has_drafter: whether drafts come from a drafter's checkpoint.
+    at all. has_drafter: whether drafts come from a drafter's checkpoint. num_tier_blocks: blocks that its tiers of KV
+    hold beside `num_kv_blocks` of the device.
     """
 
     max_model_len: int
@@ -426,6 +427,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     reads_next_tokens: bool = False
     finds_blocks: bool = True
     has_drafter: bool = False
+    num_tier_blocks: int = 0
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

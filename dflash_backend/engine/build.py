@@ -500,6 +500,7 @@ def engine_ready(
         reads_next_tokens=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
         has_drafter=pair.draft_model is not None,
+        num_tier_blocks=sum(tier.num_slots[0] for tier in scheduler.tiers),
     )
 
 

@@ -27,6 +27,9 @@ CONTENT_VERSION = 1
 BUFFER_BYTES = 64 << 20
 # Records of each group that a tier has at least: those of a move, and of the one that follows it.
 MIN_SLOTS = 32
+# Megabytes a second that go to tiers at most where the CPU also computes, unless kv_move_mb_s is set: several times the
+# KV that its prompts give.
+CPU_STORE_MB_S = 100.0
 # What of a file of weights goes into the fingerprint: its first bytes, and this many pieces from all over it.
 HEAD_BYTES, NUM_PIECES, PIECE_BYTES = 1 << 20, 64, 4096
 
@@ -75,13 +78,14 @@ def with_tiers(
         computed_by = f"{device.device.type} {runner.step.backend.name} {runner.step.dtype}"
         name = fingerprint(config, pair, scheduler, computed_by)
         try:
-            stores[DISK] = DiskRecords(Path(config.kv_disk_path), name, device.sizes)
+            stores[DISK] = DiskRecords(Path(config.kv_disk_path), name, device.sizes, config.kv_disk_gb * GIB)
         except DiskError as error:
             raise ConfigError(
                 f"setting 'kv_disk_path' is {config.kv_disk_path!r}: {error}; name a folder that the server may write "
                 "to, or leave it empty"
             ) from None
-    runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6)
+    stored_mb_s = CPU_STORE_MB_S if device.device.type == "cpu" and not config.kv_move_mb_s else 0.0
+    runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6, stored_mb_s * 1e6)
     return dataclasses.replace(scheduler, tiers=tuple(tiers)), runner.mover
 
 

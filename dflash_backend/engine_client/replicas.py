@@ -74,13 +74,17 @@ class Replicas(Engines):
     def wait_until_ready(self) -> None:
         """Wait until all have loaded the models. Raises `EngineError`; nothing is running then."""
         super().wait_until_ready()
-        most = max(one.ready.num_kv_blocks for one in self.supervisors)
-        self._router = routing.Router(len(self), self.ready.kv_block_size, most)
+        self._router = routing.Router(len(self), self.ready.kv_block_size, self.most_blocks)
         for index in range(len(self)):
             self._router.set_up(index)
             thread = threading.Thread(target=self._read, args=(index,), name=f"dflash-engine-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the engine with the most of them holds, on its device and in its tiers."""
+        return max(one.ready.num_kv_blocks + one.ready.num_tier_blocks for one in self.supervisors)
 
     @property
     def ready(self) -> EngineReady:

@@ -15,7 +15,8 @@ class BlockIndex:
     """The block hashes of each engine, the longest unused first, and for each hash a bit mask of its engines."""
 
     def __init__(self, num_engines: int, blocks_per_engine: int) -> None:
-        """blocks_per_engine: the most hashes kept of an engine, which is how many blocks its KV cache has."""
+        """blocks_per_engine: the most hashes kept of an engine, which is how many blocks its KV cache and
+        tiers have."""
         self._capacity = blocks_per_engine
         self._recency: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
         self._holders: dict[bytes, int] = {}

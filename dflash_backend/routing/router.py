@@ -48,8 +48,8 @@ class Router:
     """The engines behind one model: what they have cached, their loads, and which of them are up. For one thread."""
 
     def __init__(self, num_engines: int, block_size: int, blocks_per_engine: int) -> None:
-        """block_size: tokens of a KV block. blocks_per_engine: the blocks of an engine's KV cache. All engines are down
-        until `set_up`. Raises `ValueError` for a number below 1."""
+        """block_size: tokens of a KV block. blocks_per_engine: the blocks of an engine's KV cache and tiers. All
+        engines are down until `set_up`. Raises `ValueError` for a number below 1."""
         numbers = {"num_engines": num_engines, "block_size": block_size, "blocks_per_engine": blocks_per_engine}
         for name, number in numbers.items():
             if number < 1:

@@ -33,6 +33,7 @@ _DIGEST_BYTES = 32
 OVERHEAD_BYTES = _HEADER.size + _DIGEST_BYTES
 """Bytes of a file beside its record."""
 _NAME = re.compile(r"([0-9a-f]{64})\.(\d{1,2})")
+_FOLDER_NAME = re.compile(r"kv-[0-9a-f]{32}")
 # A line in the log for each kind of trouble, this often at most.
 LOG_EVERY_S = 60.0
 # Engines that share a path at most.
@@ -46,13 +47,17 @@ class DiskError(Exception):
 class DiskRecords(RecordStore):
     """Records in a folder of files, found by their hashes."""
 
-    def __init__(self, path: Path, fingerprint: bytes, sizes: Sequence[int]) -> None:
-        """path: where folders are made. fingerprint: 32 bytes; sizes: bytes of a record of each group. Raises
-        `DiskError`."""
+    def __init__(
+        self, path: Path, fingerprint: bytes, sizes: Sequence[int], max_other_bytes: float = float("inf")
+    ) -> None:
+        """path: where folders are made. fingerprint: 32 bytes; sizes: bytes of a record of each group.
+        max_other_bytes: of the files that no engine uses, of other fingerprints or engines; the oldest are removed now.
+        Raises `DiskError`."""
         self._fingerprint = fingerprint
         self._sizes = list(sizes)
         self._logged: dict[str, tuple[float, int]] = {}
         self.folder, self._lock = _own_folder(path / f"kv-{fingerprint.hex()[:32]}")
+        _bound_others(path, self.folder, max_other_bytes)
 
     def close(self) -> None:
         """Let another engine have the folder."""
@@ -187,6 +192,51 @@ def _own_folder(base: Path) -> tuple[Path, int]:
             raise DiskError(f"{folder} cannot be locked: {error.strerror or error}") from None
         return folder, descriptor
     raise DiskError(f"{MAX_ENGINES} engines use {base} already")
+
+
+def _bound_others(path: Path, own: Path, max_bytes: float) -> None:
+    """Remove records of folders other than `own` that no engine uses, the longest unused first, until `max_bytes` are
+    left. Files that are not ours stay, and so do folders and their locks, of which others may just take one."""
+    found: list[tuple[float, int, str]] = []
+    locks: list[int] = []
+    try:
+        for base in path.iterdir():
+            if _FOLDER_NAME.fullmatch(base.name) is None or base.is_symlink() or not base.is_dir():
+                continue
+            for folder in base.iterdir():
+                if folder == own or folder.is_symlink() or not folder.is_dir():
+                    continue
+                with contextlib.suppress(OSError):  # another engine's, or not ours to read
+                    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    locks.append(descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found += _records_in(folder)
+        left = sum(size for _, size, _ in found)
+        num_removed = 0
+        for _, size, name in sorted(found):
+            if left <= max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+                num_removed += 1
+            left -= size
+        if num_removed:
+            _log.info("kv_disk_path: %d files of other models, settings or engines are removed", num_removed)
+    finally:
+        for descriptor in locks:
+            os.close(descriptor)
+
+
+def _records_in(folder: Path) -> list[tuple[float, int, str]]:
+    """Time of last use, bytes and path of each file whose name is a record's."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name.removesuffix(".tmp")
+            if _NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                stat = entry.stat(follow_symlinks=False)
+                found.append((stat.st_mtime, stat.st_size, entry.path))
+    return found
 
 
 def _digest(header: bytes | bytearray, data: np.ndarray) -> bytes:

@@ -159,12 +159,18 @@ class _Job:
 class BackgroundMover:
     """A `core.moves.KVMover`, and the threads that move."""
 
-    def __init__(self, device: DeviceRecords, tiers: Mapping[str, RecordStore], max_bytes_s: float = 0.0) -> None:
-        """tiers: by their names in moves. max_bytes_s: bytes a second of all moves together; 0: no bound."""
+    def __init__(
+        self,
+        device: DeviceRecords,
+        tiers: Mapping[str, RecordStore],
+        max_bytes_s: float = 0.0,
+        max_stored_bytes_s: float = 0.0,
+    ) -> None:
+        """tiers: by their names in moves. max_bytes_s: bytes a second of all moves together; max_stored_bytes_s: of
+        those that no request waits for; 0: no bound."""
         self._device = device
         self._stores: dict[str, RecordStore] = {DEVICE: device, **tiers}
-        self._max_bytes_s = max_bytes_s
-        self._free_at = 0.0  # when the next record may begin, within `max_bytes_s`
+        self._of_all, self._of_stores = _Pace(max_bytes_s), _Pace(max_stored_bytes_s)
         # Guards all below; the threads and who waits for them are told of changes.
         self._changed = threading.Condition()
         self._queues: dict[str, deque[_Job]] = {name: deque() for name in tiers}
@@ -181,10 +187,7 @@ class BackgroundMover:
         """As `core.moves.KVMover.submit`."""
         job = _Job(move, self._device.after())
         with self._changed:
-            queue = self._queues[self._thread_of(move)]
-            # Before the first that no request waits for.
-            first = next((i for i, other in enumerate(queue) if not other.move.is_load), len(queue))
-            queue.insert(first if move.is_load else len(queue), job)
+            self._queue(self._queues[self._thread_of(move)], job)
             self._changed.notify_all()
 
     def finished(self) -> list[Moved]:
@@ -244,6 +247,13 @@ class BackgroundMover:
             thread.join()
 
     @staticmethod
+    def _queue(queue: deque[_Job], job: _Job) -> None:
+        """Put a job into its thread's queue; one that was interrupted is the first of its kind."""
+        # Before the first that no request waits for.
+        first = next((i for i, other in enumerate(queue) if not other.move.is_load), len(queue))
+        queue.insert(first if job.move.is_load or job.began else len(queue), job)
+
+    @staticmethod
     def _thread_of(move: Move) -> str:
         """Whose thread does a move: of two tiers that of the lower one."""
         return move.source if move.is_load else move.target
@@ -261,13 +271,17 @@ class BackgroundMover:
                 if self._closing:
                     return
                 job = self._running[name] = queue.popleft()
+            is_done = True
             try:
-                self._run(job, scratch)
+                is_done = self._run(job, scratch)
             except Exception:  # noqa: BLE001 - else requests would wait for ever
                 _log.exception("records of KV could not be moved from %s to %s", job.move.source, job.move.target)
             with self._changed:
                 del self._running[name]
-                self._end(job)
+                if is_done:
+                    self._end(job)
+                else:
+                    self._queue(queue, job)
 
     def _end(self, job: _Job) -> None:
         """Report a job; `_changed` is held."""
@@ -276,28 +290,52 @@ class BackgroundMover:
         self._done.append(Moved(job.move.move_id, arrived, job.num_bytes, seconds, frozenset(job.missing)))
         self._changed.notify_all()
 
-    def _run(self, job: _Job, scratch: np.ndarray) -> None:
-        job.began = time.monotonic()
+    def _run(self, job: _Job, scratch: np.ndarray) -> bool:
+        """Do a move, or what is left of it; False where a load goes before the rest."""
+        job.began = job.began or time.monotonic()
         self._device.wait_for(job.after)
         source, target = self._stores[job.move.source], self._stores[job.move.target]
-        for index, record in enumerate(job.move.records):
+        queue = self._queues[self._thread_of(job.move)]
+        for index, record in enumerate(job.move.records[len(job.arrived) :], len(job.arrived)):
             size = self._device.sizes[record.group]
-            self._pace(job, size)
+            if not self._pace(job, size, queue):
+                return False
             if job.is_cancelled or self._closing:
-                return
+                return True
             space = target.space(record)
             data = source.read(record, scratch[:size] if space is None else space)
             if data is None:
                 job.missing.add(index)
             job.arrived.append(data is not None and target.write(record, data))
             job.num_bytes += size
+        return True
 
-    def _pace(self, job: _Job, num_bytes: int) -> None:
-        """Wait until a record may be moved, within `max_bytes_s`."""
-        if not self._max_bytes_s:
-            return
+    def _pace(self, job: _Job, num_bytes: int, queue: deque[_Job]) -> bool:
+        """Wait until a record may be moved, within the bounds; False where a load came meanwhile, which goes first."""
+        paces = (self._of_all,) if job.move.is_load else (self._of_all, self._of_stores)
+
+        def gives_way() -> bool:
+            return not job.move.is_load and bool(queue) and queue[0].move.is_load
+
         with self._changed:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + num_bytes / self._max_bytes_s
-            self._changed.wait_for(lambda: job.is_cancelled or self._closing, start - now)
+            wait_s = max(pace.free_at for pace in paces) - time.monotonic()
+            if wait_s > 0:
+                self._changed.wait_for(lambda: job.is_cancelled or self._closing or gives_way(), wait_s)
+            if gives_way():
+                return False
+            for pace in paces:
+                pace.take(num_bytes)
+        return True
+
+
+class _Pace:
+    """When the next record may begin, so that no more than `max_bytes_s` bytes a second are moved; 0: at once."""
+
+    def __init__(self, max_bytes_s: float) -> None:
+        self._max_bytes_s = max_bytes_s
+        self.free_at = 0.0
+
+    def take(self, num_bytes: int) -> None:
+        """A record of that many bytes begins."""
+        if self._max_bytes_s:
+            self.free_at = max(time.monotonic(), self.free_at) + num_bytes / self._max_bytes_s

@@ -16,6 +16,7 @@ OF_CORE = (
 )
 OF_WORKER = ("tests/worker/test_kv_tiers.py",)
 OF_DISK = ("tests/worker/test_kv_disk.py",)
+OF_MOVER = ("tests/worker/test_kv_mover.py",)
 
 KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
@@ -111,8 +112,27 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *mutants_of(
+        MOVER,
+        OF_MOVER,
+        (
+            "a load waits for a store that waits for its turn",
+            "return not job.move.is_load and bool(queue) and queue[0].move.is_load",
+            "return False",
+        ),
+        (
+            "loads are bounded as stores are",
+            "(self._of_all,) if job.move.is_load else (self._of_all, self._of_stores)",
+            "(self._of_all, self._of_stores)",
+        ),
+    ),
+    *mutants_of(
         DISK,
         OF_DISK,
+        (
+            "folders of other models grow without a bound",
+            "            if left <= max_bytes:\n",
+            "            if left:\n",
+        ),
         (
             "a file of another block is used",
             "if bytes(header) != self._header(record):",
@@ -132,6 +152,15 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "a record's file stays when another takes its slot",
             "if record.replaces is not None:",
             "if record.replaces == record.block_hash:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine_client/replicas.py",
+        ("tests/triton/test_replicas.py::test_the_router_knows_as_many_blocks_as_an_engines_device_and_tiers_hold",),
+        (
+            "the router forgets the blocks of tiers",
+            "one.ready.num_kv_blocks + one.ready.num_tier_blocks",
+            "one.ready.num_kv_blocks",
         ),
     ),
     *mutants_of(

@@ -282,3 +282,10 @@ def test_the_engine_with_the_least_room_bounds_requests():
     ]
     assert engines.ready is made[1]
     assert (len(engines), engines.num_kv_blocks, engines.num_restarts, engines.up) == (3, 10 + 90 + 5, 7, [1])
+
+
+def test_the_router_knows_as_many_blocks_as_an_engines_device_and_tiers_hold():
+    engines = object.__new__(Replicas)
+    made = [EngineReady(900, 5, blocks, 16, 300, "toy", num_tier_blocks=more) for blocks, more in ((10, 7), (5, 100))]
+    engines.supervisors = [SimpleNamespace(ready=ready) for ready in made]
+    assert engines.most_blocks == 105

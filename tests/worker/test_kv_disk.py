@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dflash_backend.core.moves import Record
-from dflash_backend.worker.kv_disk import DiskError, DiskRecords
+from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from tests.support.scale import SCALE
 
 SIZES = (1000, 24)
@@ -175,6 +175,29 @@ def test_engines_at_the_same_path_have_folders_of_their_own(records: DiskRecords
     assert len({records.folder, other.folder, foreign.folder}) == 3
     assert records.write(record(1), data(1))
     assert other.kept() == foreign.kept() == []
+
+
+def test_what_no_engine_uses_is_bounded_and_the_longest_unused_goes_first(records: DiskRecords, tmp_path: Path) -> None:
+    """Two folders of other models, of which an engine has the second, and our own."""
+    size = SIZES[0] + OVERHEAD_BYTES
+    foreign = DiskRecords(tmp_path, FOREIGN, SIZES)
+    in_use = DiskRecords(tmp_path, b"h" * 32, SIZES)
+    for each in (records, foreign, in_use):
+        for number in range(4):
+            assert each.write(record(number), data(number))
+            os.utime(each._path(0, _hash(number)), (100 + number, 100 + number))
+    (foreign.folder / "notes").write_text("not ours")
+    foreign.close()
+    other = DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=2.5 * size)
+    assert other.folder.name == "1"
+    assert sorted(each.name[:64] for each in foreign.folder.glob("*.0")) == [_hash(2).hex(), _hash(3).hex()]
+    assert (foreign.folder / "notes").exists()
+    assert len(in_use.kept()) == len(records.kept()) == 4
+    in_use.close()
+    DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=0.0)
+    assert not list(foreign.folder.glob("*.0"))
+    assert not list(in_use.folder.glob("*.0"))
+    assert len(records.kept()) == 4
 
 
 def test_a_folder_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The mover keeps the bounds that it is given, and what a request waits for goes before what nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dflash_backend.core.moves import DEVICE, HOST, Move, Record
+from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
+
+SIZE = 1000
+NUM_RECORDS = 8
+
+
+def records(count: int) -> tuple[Record, ...]:
+    return tuple(Record(0, bytes([number]) * 32, number, number) for number in range(count))
+
+
+@pytest.fixture
+def slow_stores() -> Iterator[BackgroundMover]:
+    """A mover of 8 records that takes an hour for each that it stores."""
+    device = DeviceRecords([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {HOST: HostRecords([SIZE], [NUM_RECORDS], False)}, 0.0, SIZE / 3600)
+    yield mover
+    mover.close()
+
+
+def test_a_bound_of_stores_holds_up_stores_alone(slow_stores: BackgroundMover) -> None:
+    """Also a load that comes while a store waits for its turn, which goes on after it where it was."""
+    slow_stores.submit(Move(1, DEVICE, HOST, records(1)))  # the first begins at once
+    slow_stores.wait(10.0)
+    assert [each.move_id for each in slow_stores.finished()] == [1]
+    slow_stores.submit(Move(2, DEVICE, HOST, records(2)))
+    for move_id in (3, 4):
+        slow_stores.submit(Move(move_id, HOST, DEVICE, records(NUM_RECORDS)))
+        slow_stores.wait(10.0)
+        (loaded,) = slow_stores.finished()
+        assert (loaded.move_id, loaded.num_bytes) == (move_id, NUM_RECORDS * SIZE)
+    slow_stores._of_stores.free_at = 0.0
+    slow_stores.submit(Move(5, HOST, DEVICE, records(1)))  # and lets the store look at the clock again
+    slow_stores.wait(10.0)
+    assert slow_stores.finished()[0].move_id == 5
+    slow_stores.wait(0.05)
+    assert slow_stores.finished() == []
+    slow_stores.cancel(frozenset({2}))
+    (stored,) = slow_stores.finished()
+    assert (stored.move_id, stored.arrived) == (2, (True, False))
