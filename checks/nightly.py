@@ -51,6 +51,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("checks.kv_tiers",),
         "KV tiers: first token of a hit, a working set of 4 times the device, others' steps",
     ),
+    "disaggregation": (
+        ("checks.disaggregation",),
+        "a prefill and a decode server beside one: 64 prompts of 1,500 tokens, and each engine killed 10 times",
+    ),
     "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
     "adaptive": (("benchmarks.adaptive", "--full"), "speculation that follows the load against none and fixed k"),
     "change": (("benchmarks.adaptive", "--change"), "the same when the traffic changes"),

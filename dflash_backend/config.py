@@ -193,6 +193,32 @@ class EngineConfig:
     kv_move_mb_s: float = setting(
         0.0, "megabytes of KV a second, at most, that go to host memory and disk and come back; 0: no bound", low=0.0
     )
+    kv_role: str = setting(
+        "none",
+        "prefill: keep the KV of prompts for decode servers; decode: fetch it from prefill servers; both; none "
+        "(docs/disaggregation.md)",
+        choices=("none", "prefill", "decode", "both"),
+    )
+    kv_transfer_backend: str = setting(
+        "tcp",
+        "how KV comes from another server: tcp: over the connection that asks for it; nixl: by the package nixl, over "
+        "RDMA where there is some",
+        choices=("tcp", "nixl"),
+    )
+    kv_transfer_host: str = setting(
+        "127.0.0.1", "address of this machine at which decode servers reach a prefill server; it listens there alone"
+    )
+    kv_transfer_port: int = setting(
+        0, "port of it, of engine i of data_parallel_size higher by i; 0: a free one", low=0, high=65535
+    )
+    kv_transfer_peers: str = setting(
+        "",
+        "the only prefill servers to which a decode server connects, as HOST or HOST:PORT, separated by commas; empty: "
+        "any that a request names",
+    )
+    kv_transfer_timeout_s: float = setting(
+        120.0, "seconds for which a prefill server keeps KV that no decode server fetches", low=0.0, low_open=True
+    )
     max_model_len: int | None = setting(
         None, "prompt plus output; auto: what the target can do and the KV cache holds", low=2
     )

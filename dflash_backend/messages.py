@@ -40,6 +40,31 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     parameter: str = "structured_outputs"
 
 
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params`, by which a prefill server and a decode server work on one request (docs/disaggregation.md);
+    names and meanings as of vLLM's NixlConnector.
+
+    do_remote_decode: keep the prompt's KV, and answer with the parameters by which it can be fetched.
+    do_remote_prefill: these are such, of KV that is kept at `remote_host` and `remote_port`, of the prompt's first
+    `remote_num_blocks` blocks. `remote_block_ids` are those of them on the device, the first ones where they are many;
+    without the number they count.
+    """
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote_engine_id: str = ""
+    remote_block_ids: tuple[int, ...] = ()
+    remote_num_blocks: int = 0
+    remote_host: str = ""
+    remote_port: int = 0
+    tp_size: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prompt that are kept."""
+        return self.remote_num_blocks or len(self.remote_block_ids)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled; names and meanings as in vLLM's `SamplingParams`.
 
@@ -88,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     timeout: int = 0
     record_traffic: bool = True
     structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     @property
     def greedy(self) -> bool:
@@ -218,7 +244,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
     Every delta of a request with stop strings has stats: the text may end the answer within it.
     `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none. `prompt_logprobs` has
     those of the prompt's tokens after its first, in order, over all deltas; a delta may have only these.
-    `num_draft_tokens` counts the drafts that the step verified for the request.
+    `num_draft_tokens` counts the drafts that the step verified for the request. `kv_transfer_params`, of the last
+    delta: where the prompt's KV is kept for another server.
     """
 
     request_id: str
@@ -228,6 +255,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = []
     num_draft_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None
 
     @classmethod
     def joined(cls, deltas: list[TokenDelta]) -> TokenDelta:
@@ -239,7 +267,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
         num_drafts = sum(delta.num_draft_tokens for delta in deltas)
-        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs, of_prompt, num_drafts)
+        kept = (last.finish_reason, last.stats)
+        return cls(last.request_id, token_ids, *kept, logprobs, of_prompt, num_drafts, last.kv_transfer_params)
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
@@ -312,6 +341,15 @@ class TierStats(msgspec.Struct):
     num_records: int = 0
 
 
+class TransferStats(msgspec.Struct):
+    """Prompts whose KV was kept for another server, since the engine started; how many of them were fetched, or found
+    not to be needed; and how many were given up, since no reader came in time or requests here needed the blocks."""
+
+    num_kept: int = 0
+    num_taken: int = 0
+    num_expired: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges after a step and counters since the engine started."""
 
@@ -329,6 +367,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     grammars: GrammarStats = msgspec.field(default_factory=GrammarStats)
     tiers: dict[str, TierStats] = {}
+    kept: TransferStats = msgspec.field(default_factory=TransferStats)
 
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True):

@@ -52,6 +52,7 @@ class ResponseReader:
                 prompt_logprobs=of_prompt if index == 0 else None,
                 steps=_steps(_parsed(outputs, "steps", index)),
                 stop_reason=_parsed(outputs, "stop_reason", index),
+                kv_transfer_params=_parsed(outputs, "kv_transfer_params", 0) if index == 0 else None,
             )
             if (news := self._news(delta)) is not None:
                 yield news

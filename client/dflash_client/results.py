@@ -41,6 +41,7 @@ class Delta:
     completion's deltas, has an entry for each token of the prompt, the first of which is None, if they were asked for.
     `steps` is None unless the request had `return_steps`; a delta has more than one where the server was busy.
     `stop_reason` is the stop string or stop token that ended the completion, None where something else did.
+    `kv_transfer_params`, of the first completion's last delta: by what another server fetches the prompt's KV.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     steps: tuple[Step, ...] | None = None
     stop_reason: str | int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def is_statistics(self) -> bool:
@@ -82,11 +84,13 @@ class Completion:
 class GenerationResult:
     """A finished request: its `n` completions, without the prompt. What is said of one is said of the first.
 
-    `prompt_logprobs` has an entry for each token of the prompt, the first of which is None, if they were asked for."""
+    `prompt_logprobs` has an entry for each token of the prompt, the first of which is None, if they were asked for.
+    `kv_transfer_params` say where a prefill server keeps the prompt's KV; None where none is kept."""
 
     completions: tuple[Completion, ...]
     num_input_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -129,14 +133,16 @@ class GenerationResult:
         by_index: dict[int, list[Delta]] = {0: []}
         num_input_tokens = 0
         of_prompt: list[TokenLogprobs | None] | None = None
+        kept: dict[str, Any] | None = None
         for delta in deltas:
+            kept = delta.kv_transfer_params or kept
             by_index.setdefault(delta.index, []).append(delta)
             num_input_tokens = delta.num_input_tokens if delta.num_input_tokens is not None else num_input_tokens
             if delta.prompt_logprobs is not None:
                 of_prompt = of_prompt or []
                 of_prompt += delta.prompt_logprobs
         completions = tuple(_joined(by_index[index]) for index in sorted(by_index))
-        return cls(completions, num_input_tokens, None if of_prompt is None else tuple(of_prompt))
+        return cls(completions, num_input_tokens, None if of_prompt is None else tuple(of_prompt), kept)
 
 
 def _joined(deltas: list[Delta]) -> Completion:

@@ -43,6 +43,7 @@ class Sampling(TypedDict, total=False):
     timeout: int | None
     # Of false, the server writes neither prompt nor answer down, whatever its setting.
     record_traffic: bool | None
+    kv_transfer_params: Mapping[str, Any] | None
     # Of the prompt, the last tokens, at most this many, or the first where the side is right; -1: as many as fit.
     truncate_prompt_tokens: int | None
     truncation_side: str | None

@@ -219,6 +219,16 @@ PANELS: tuple[Panel, ...] = (
         "Blocks that left before they could be kept, and requests for which computing was quicker than loading.",
     ),
     Panel(
+        "Prompts for decode servers per second",
+        "short",
+        (
+            ("kept {{model}}", rate("kv_kept_prompts_total")),
+            ("fetched {{model}}", rate("kv_fetched_prompts_total")),
+            ("given up {{model}}", rate("kv_given_up_prompts_total")),
+        ),
+        "Prompts of which a prefill server kept the KV, and what became of it.",
+    ),
+    Panel(
         "KV blocks in use",
         "percentunit",
         (("{{model}} {{engine}}", f"dflash:kv_cache_usage_perc{{{WHERE}}}"),),

@@ -46,9 +46,11 @@ from dflash_backend.messages import (
     ErrorStatus,
     FinishReason,
     GenerationRequest,
+    KVTransferParams,
     RequestRejected,
     TokenDelta,
     TokenLogprobs,
+    TransferStats,
 )
 
 __all__ = ["EngineCore", "RequestError"]
@@ -265,6 +267,12 @@ class EngineCore:
         tiers = self.scheduler.kv.tiers
         return tiers is not None and not tiers.is_idle
 
+    @property
+    def is_keeping(self) -> bool:
+        """Whether KV is kept for other servers."""
+        tiers = self.scheduler.kv.tiers
+        return tiers is not None and tiers.is_keeping
+
     def advance_moves(self, timeout_s: float = 0.0) -> EngineCoreOutputs:
         """Go on with what is to go to tiers while nothing is unfinished, for `timeout_s` at most, and say what came
         of it."""
@@ -311,6 +319,7 @@ class EngineCore:
             step_seconds=self._step_seconds,
             grammars=self._grammars.stats(),
             tiers={} if scheduler.kv.tiers is None else scheduler.kv.tiers.report(),
+            kept=TransferStats() if scheduler.kv.tiers is None else scheduler.kv.tiers.kept_stats,
         )
 
     def check_invariants(self) -> None:
@@ -539,13 +548,16 @@ class EngineCore:
         prompt_logprobs: list[TokenLogprobs] = []
         if result.prompt_logprobs:
             prompt_logprobs = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs)
+        kept: KVTransferParams | None = None
         if finish_reason is not None:
+            if request.sampling.kv_transfer_params is not None and (tiers := self.scheduler.kv.tiers) is not None:
+                kept = tiers.keep(request)
             self._remove(request, finish_reason, now)
         elif not token_ids and not prompt_logprobs:
             return
         stats = None if finish_reason is None and request.yields is None else request.stats(now)
         delta = TokenDelta(
-            request.request_id, token_ids, finish_reason, stats, logprobs, prompt_logprobs, result.num_verified
+            request.request_id, token_ids, finish_reason, stats, logprobs, prompt_logprobs, result.num_verified, kept
         )
         outputs.deltas.append(delta)
 

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
+REMOTE = "remote"
+"""Another server, which keeps the KV of a prompt for one request here (`docs/disaggregation.md`)."""
 
 MEDIUMS = {HOST: "CPU", DISK: "DISK"}
 """What KV events call the tiers, as vLLM does where it has one."""
@@ -29,14 +31,25 @@ class Record(NamedTuple):
     replaces: bytes | None = None
 
 
+class Peer(NamedTuple):
+    """Where another server keeps KV: its address, and the name of what it keeps, which is the hash of the last block.
+    Who knows it knows the whole prompt and its salt."""
+
+    host: str
+    port: int
+    key: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Records that go from one of the device and the tiers, by name, to another, one after the other."""
+    """Records that go from one of the device and the tiers, by name, to another, one after the other. peer: of those
+    from `REMOTE`; a move without records tells it that nothing of it is needed."""
 
     move_id: int
     source: str
     target: str
     records: tuple[Record, ...]
+    peer: Peer | None = None
 
     @property
     def is_load(self) -> bool:
@@ -57,11 +70,46 @@ class Moved:
     missing: frozenset[int] = frozenset()
 
 
+class Kept(NamedTuple):
+    """KV that is kept for another server: records by group, hash and slot (`Record.source`). key: as of `Peer`."""
+
+    number: int
+    key: bytes
+    records: tuple[Record, ...]
+
+
+class KVSender(Protocol):
+    """Lets other servers read what is kept for them. `worker.kv_transfer.TransferServer` is one; tests have a toy."""
+
+    host: str
+    port: int
+    engine_id: str
+
+    def keep(self, kept: Kept) -> None:
+        """What is kept has a name from now on; a reader that asks for it waits for `ready`."""
+        ...
+
+    def ready(self, number: int) -> None:
+        """It can be read: what the device has yet to write of it comes first."""
+        ...
+
+    def withdraw(self, number: int) -> None:
+        """It is kept no more. Who reads it now is told so in the end, and uses nothing of it."""
+        ...
+
+    def taken(self) -> list[int]:
+        """The numbers of what others have read since the last call, or do not need; it is kept no more."""
+        ...
+
+
 class KVMover(Protocol):
     """Moves records in the background, loads before others, each kind in the order in which they were submitted.
 
-    `worker.kv_mover.BackgroundMover` is one; tests have a toy.
+    `worker.kv_mover.BackgroundMover` is one; tests have a toy. sender: of what is kept for other servers, None where
+    nothing is.
     """
+
+    sender: KVSender | None
 
     def submit(self, move: Move) -> None:
         """Begin a move; returns at once. What steps that were submitted before have yet to read or write comes

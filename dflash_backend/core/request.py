@@ -98,6 +98,8 @@ class Request:
     # there for that, so that others may have gone ahead.
     has_loaded: bool = False
     was_loading: bool = False
+    # Whether it has not yet fetched, or let go of, the KV that another server keeps for it.
+    has_remote_kv: bool = False
     # Tokens that it did not compute since they came from tiers, by the tier's name.
     num_loaded_tokens: dict[str, int] = field(default_factory=dict)
     # Blocks that it needs to come to its first decode row, as of its admission.
@@ -152,6 +154,7 @@ class Request:
             speculation=SpeculatingRow(k),
             spec_stats=SpecDecodingStats.zeros(k),
             yields=RequestYields() if sampling.stop else None,
+            has_remote_kv=sampling.kv_transfer_params is not None and sampling.kv_transfer_params.do_remote_prefill,
         )
 
     @property

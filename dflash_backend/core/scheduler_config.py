@@ -63,6 +63,16 @@ class TierConfig:
     num_slots: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """KV that goes to other servers or comes from them. sends: whether the KV of prompts is kept for others, for
+    `timeout_s` seconds at most; receives: whether requests may begin with KV that another server keeps."""
+
+    sends: bool
+    receives: bool
+    timeout_s: float
+
+
 Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
@@ -131,6 +141,7 @@ class SchedulerConfig:
     shared_queries_per_tile, positions_per_shared_query: for how many queries it is read at a time, and how many
     positions of KV cost as much as the partial results of a query.
     tiers: where KV goes that leaves the device, the nearest first; each takes what the one before it has.
+    transfer: KV that other servers get or give; None: neither.
     kv_write_guard: whether plans say which blocks a row may write.
     kv_events: whether steps report what enters and leaves the prefix cache: "off", "hashes", or "tokens" for hashes and
     the tokens of stored blocks.
@@ -165,6 +176,7 @@ class SchedulerConfig:
     shared_queries_per_tile: int = 1 << 30
     positions_per_shared_query: float = 0.0
     tiers: tuple[TierConfig, ...] = ()
+    transfer: TransferConfig | None = None
     kv_write_guard: bool = False
     kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0

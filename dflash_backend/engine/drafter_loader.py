@@ -56,8 +56,8 @@ class DrafterLoader:
             )
         if self.runner.mover is not None:
             raise ConfigError(
-                "KV tiers (kv_host_gb, kv_disk_path) hold the context KV of the present drafter; restart the server "
-                "with the new one as draft_model"
+                "KV tiers and other servers (kv_host_gb, kv_disk_path, kv_role) hold the context KV of the present "
+                "drafter; restart the server with the new one as draft_model"
             )
         directory = find_model(wanted.draft_model, "draft_model", wanted.draft_revision)
         spec = read_draft(directory, self.config.causal).for_target(self.pair.target)

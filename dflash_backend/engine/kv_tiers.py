@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.core.moves import DISK, HOST
-from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig
+from dflash_backend.core.moves import DISK, HOST, REMOTE
+from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, TransferConfig
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.error_text import first_line
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords, RecordStore
+from dflash_backend.worker.kv_nixl import NixlAgent, NixlUnavailable
+from dflash_backend.worker.kv_transfer import Facts, RemoteRecords, TransferServer
 from dflash_backend.worker.memory import GIB
 
 # Grows whenever the same settings and models no longer give the same KV, or a record has another layout.
@@ -35,8 +37,10 @@ HEAD_BYTES, NUM_PIECES, PIECE_BYTES = 1 << 20, 64, 4096
 
 
 def wants_tiers(config: EngineConfig) -> bool:
-    """Whether there is a tier. Raises `ConfigError` for settings that it cannot go with."""
+    """Whether KV moves: there is a tier, or another server. Raises `ConfigError` for settings that it cannot go
+    with."""
     names = [name for name in ("kv_host_gb", "kv_disk_path") if getattr(config, name)]
+    names += ["kv_role"] if config.kv_role != "none" else []
     if not names:
         return False
     reason = None
@@ -57,11 +61,73 @@ def wants_tiers(config: EngineConfig) -> bool:
 def with_tiers(
     config: EngineConfig, scheduler: SchedulerConfig, pair: ModelPair, runner: ModelRunner
 ) -> tuple[SchedulerConfig, BackgroundMover | None]:
-    """The scheduler's settings with the tiers that `config` names, and what moves KV to them. Raises `ConfigError`
+    """The scheduler's settings with the tiers and the role that `config` names, and what moves KV. Raises `ConfigError`
     where they cannot be had."""
     if not wants_tiers(config) or not scheduler.enable_prefix_caching:
         return scheduler, None
     device, num_slots = _device_records(scheduler, runner)
+    computed_by = f"{device.device.type} {runner.step.backend.name} {runner.step.dtype}"
+    tiers, stores = _tiers(config, scheduler, pair, device, num_slots, computed_by)
+    sends, receives = config.kv_role in ("prefill", "both"), config.kv_role in ("decode", "both")
+    transfer = sender = None
+    if sends or receives:
+        transfer = TransferConfig(sends, receives, config.kv_transfer_timeout_s)
+        facts = Facts(
+            fingerprint(config, pair, scheduler, computed_by, with_times=False),
+            scheduler.block_size,
+            scheduler.max_model_len,
+            pair.target.path.name,
+            "" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens),
+        )
+        agent = _nixl_agent(config, device)
+        if receives:
+            peers = frozenset(filter(None, map(str.strip, config.kv_transfer_peers.split(","))))
+            stores[REMOTE] = RemoteRecords(facts, device.sizes, agent, peers)
+        if sends:
+            sender = _server(config, device, facts, agent)
+    stored_mb_s = CPU_STORE_MB_S if device.device.type == "cpu" and not config.kv_move_mb_s else 0.0
+    runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6, stored_mb_s * 1e6)
+    runner.mover.sender = sender
+    return dataclasses.replace(scheduler, tiers=tuple(tiers), transfer=transfer), runner.mover
+
+
+def _nixl_agent(config: EngineConfig, device: DeviceRecords) -> NixlAgent | None:
+    if config.kv_transfer_backend != "nixl":
+        return None
+    try:
+        return NixlAgent(device)
+    except NixlUnavailable as error:
+        raise ConfigError(f"setting 'kv_transfer_backend' is 'nixl': {error}; or set it to tcp") from None
+
+
+def _server(config: EngineConfig, device: DeviceRecords, facts: Facts, agent: NixlAgent | None) -> TransferServer:
+    port = config.kv_transfer_port
+    if config.kv_transfer_host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"setting 'kv_transfer_host' is {config.kv_transfer_host!r}, and other servers are told to connect to it: "
+            "name the address at which they reach this machine"
+        )
+    try:
+        return TransferServer(device, facts, (config.kv_transfer_host, port), agent)
+    except OSError as error:
+        raise ConfigError(
+            f"settings 'kv_transfer_host' and 'kv_transfer_port' are {config.kv_transfer_host!r} and {port}, where the "
+            f"server cannot listen ({error.strerror or error}): name an address of this machine, and a port that is "
+            "free, or 0"
+        ) from None
+
+
+def _tiers(
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    pair: ModelPair,
+    device: DeviceRecords,
+    num_slots: list[int],
+    computed_by: str,
+) -> tuple[list[TierConfig], dict[str, RecordStore]]:
+    """The tiers below the device, and where their records are."""
+    if not config.kv_host_gb and not config.kv_disk_path:
+        return [], {}
     host_bytes = config.kv_host_gb * GIB or BUFFER_BYTES
     tiers = [TierConfig(HOST, _slots(config, "kv_host_gb", host_bytes, device.sizes, num_slots))]
     stores: dict[str, RecordStore] = {}
@@ -75,7 +141,6 @@ def with_tiers(
     if config.kv_disk_path:
         sizes = [size + OVERHEAD_BYTES for size in device.sizes]
         tiers.append(TierConfig(DISK, _slots(config, "kv_disk_gb", config.kv_disk_gb * GIB, sizes, num_slots)))
-        computed_by = f"{device.device.type} {runner.step.backend.name} {runner.step.dtype}"
         name = fingerprint(config, pair, scheduler, computed_by)
         try:
             stores[DISK] = DiskRecords(Path(config.kv_disk_path), name, device.sizes, config.kv_disk_gb * GIB)
@@ -84,9 +149,7 @@ def with_tiers(
                 f"setting 'kv_disk_path' is {config.kv_disk_path!r}: {error}; name a folder that the server may write "
                 "to, or leave it empty"
             ) from None
-    stored_mb_s = CPU_STORE_MB_S if device.device.type == "cpu" and not config.kv_move_mb_s else 0.0
-    runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6, stored_mb_s * 1e6)
-    return dataclasses.replace(scheduler, tiers=tuple(tiers)), runner.mover
+    return tiers, stores
 
 
 def _device_records(scheduler: SchedulerConfig, runner: ModelRunner) -> tuple[DeviceRecords, list[int]]:
@@ -115,10 +178,12 @@ def _slots(
     return tuple(max(MIN_SLOTS, int((num_bytes - least) / whole * slots) + MIN_SLOTS) for slots in num_slots)
 
 
-def fingerprint(config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfig, computed_by: str) -> bytes:
+def fingerprint(
+    config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfig, computed_by: str, with_times: bool = True
+) -> bytes:
     """32 bytes that differ wherever the KV of a block might: by the models, what is computed with them, and how a
     record is laid out. computed_by: device and attention. Of a file of a checkpoint its name, length, head and pieces
-    count, and when it was written."""
+    count, and with `with_times` when it was written, which differs from machine to machine."""
     digest = hashlib.sha256()
     settings = {
         "version": CONTENT_VERSION,
@@ -140,7 +205,8 @@ def fingerprint(config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfi
         for file in [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file()):
             with file.open("rb") as opened:
                 stat = os.fstat(opened.fileno())
-                digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+                written = stat.st_mtime_ns if with_times else ""
+                digest.update(f"{file.name} {stat.st_size} {written}\n".encode())
                 digest.update(opened.read(HEAD_BYTES))
                 for piece in range(NUM_PIECES if stat.st_size > HEAD_BYTES else 0):
                     opened.seek(piece * stat.st_size // NUM_PIECES)

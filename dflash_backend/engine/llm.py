@@ -25,6 +25,7 @@ from dflash_backend.messages import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    KVTransferParams,
     RequestRejected,
     RequestStats,
     SamplingParams,
@@ -71,12 +72,14 @@ class RequestOutput(Completion):
     """One finished prompt: its first completion, and all `n` of them in `outputs`.
 
     `prompt_logprobs` has an entry for each of `prompt_token_ids`, the first of which is None; None unless the sampling
-    parameter `prompt_logprobs` asked for them.
+    parameter `prompt_logprobs` asked for them. `kv_transfer_params` say where the prompt's KV is kept for another
+    engine, where that was asked for and a block is kept.
     """
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class LLM:
@@ -231,6 +234,8 @@ class LLM:
             with whole:
                 core.abort(list(running))
                 core.finish_step()
+                if core.is_moving:
+                    core.advance_moves()  # what was kept for another engine can be read
 
     def _step(self, running: dict[str, RequestState]) -> tuple[list[RequestState], list[RequestRejected]]:
         """Run a step; the requests that it finishes, and those that cannot be served."""
@@ -282,6 +287,7 @@ def _request_output(state: RequestState, started: float) -> RequestOutput:
         prompt_token_ids=state.parsed.prompt_token_ids,
         outputs=completions,
         prompt_logprobs=of_prompt,
+        kv_transfer_params=state.kv_transfer_params,
     )
 
 

@@ -55,6 +55,8 @@ STDIN = 0
 IDLE_POLL_MS = 500
 # And while KV is still to go to tiers.
 MOVING_POLL_MS = 2
+# And while KV is kept for other servers.
+KEEPING_POLL_MS = 20
 # And while a drafter is loaded beside the one that drafts.
 LOADER_POLL_MS = 20
 # How often the engine speaks at least, between two steps and without any: the stub takes its silence for a hang.
@@ -131,6 +133,7 @@ class EngineLoop:
                 return
             if self._loader is not None and not self._loaded.empty():
                 self._end_loading()
+            moves = self._core.is_moving or self._core.is_keeping
             if self._core.has_unfinished():
                 outputs = self._core.step()
                 started = time.monotonic()
@@ -142,7 +145,7 @@ class EngineLoop:
                 self._core.finish_step()
             elif busy:
                 self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
-            elif self._core.is_moving and (outputs := self._core.advance_moves()).kv_events:
+            elif moves and (outputs := self._core.advance_moves()).kv_events:
                 self._say(msgspec.structs.replace(outputs, queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(EngineCoreOutputs(queue=self._queue()))
@@ -151,6 +154,8 @@ class EngineLoop:
         """How long an idle engine may sleep before there is something to do for it that no message tells."""
         if self._core.is_moving:
             return MOVING_POLL_MS
+        if self._core.is_keeping:
+            return KEEPING_POLL_MS
         return IDLE_POLL_MS if self._loader is None else LOADER_POLL_MS
 
     def _take(self, messages: list[bytes]) -> None:

@@ -248,4 +248,6 @@ def changed(copies: Counter[bytes], hashes: Sequence[bytes], is_stored: bool) ->
 
 def _of_engine(config: EngineConfig, index: int) -> EngineConfig:
     """The settings of one of the engines."""
-    return dataclasses.replace(config, seed=(config.seed + index * SEED_STEP) & _MAX_SEED)
+    port = config.kv_transfer_port + index if config.kv_transfer_port else 0
+    seed = (config.seed + index * SEED_STEP) & _MAX_SEED
+    return dataclasses.replace(config, seed=seed, kv_transfer_port=port)

@@ -16,6 +16,7 @@ import msgspec
 from dflash_backend.messages import (
     FinishReason,
     GenerationRequest,
+    KVTransferParams,
     RequestStats,
     SamplingParams,
     TokenDelta,
@@ -260,6 +261,8 @@ class RequestState:
         ]
         asked = parsed.sampling.prompt_logprobs is not None
         self.prompt_logprobs = PromptLogprobsState(tokenizer, logprobs_as_json, prompt) if asked else None
+        self.kv_transfer_params: KVTransferParams | None = None
+        """Where the KV of its prompt is kept for another server."""
         self._tokens_a_piece = max(1, PROMPT_PIECE // (1 + (parsed.sampling.prompt_logprobs or 0)))
         self.arrived_at = time.monotonic()
 
@@ -280,6 +283,7 @@ class RequestState:
         if self.prompt_logprobs is not None and (delta.prompt_logprobs or delta.token_ids):
             # With its first token, for a prompt of one token, which has no others.
             self.prompt_logprobs.add(delta.prompt_logprobs)
+        self.kv_transfer_params = delta.kv_transfer_params or self.kv_transfer_params
         return self.completions[int(delta.request_id.partition(SEPARATOR)[2] or 0)].add(delta)
 
     def clear(self) -> None:

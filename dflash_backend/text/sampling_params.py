@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dflash_backend.messages import DEFAULT_PRIORITY, SamplingParams
+from dflash_backend.messages import DEFAULT_PRIORITY, KVTransferParams, SamplingParams
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
 from dflash_backend.text.client_json import JsonError, TokenBiases, quoted
 from dflash_backend.text.parameter_values import (
@@ -48,6 +48,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 8192
 MAX_SALT_CHARS = 1024
+MAX_HOST_CHARS = 255
 MAX_PRIORITY = 2**32 - 1
 # Beyond these the product with a logit of ordinary size leaves the range of float32 or loses all its digits.
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
@@ -177,6 +178,32 @@ def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float
     return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
 
 
+def _read_kv_transfer(value: Any) -> KVTransferParams | None:
+    """An object in vLLM's form, or its JSON text; what else is in it is ignored."""
+    if isinstance(value, KVTransferParams):
+        return value
+    if isinstance(value, str):
+        try:
+            value = read_nested(value)
+        except JsonError:
+            return None
+    if not isinstance(value, Mapping):
+        return None
+    decode, prefill = (value.get(name) or False for name in ("do_remote_decode", "do_remote_prefill"))
+    if not isinstance(decode, bool) or not isinstance(prefill, bool) or (decode and prefill):
+        return None
+    if not prefill:
+        return KVTransferParams(do_remote_decode=decode)
+    host, port, ids = value.get("remote_host"), read_int(value.get("remote_port")), value.get("remote_block_ids")
+    count = value.get("remote_num_blocks")
+    num_blocks = (len(ids) if isinstance(ids, list) else 0) if count is None else read_int(count)
+    if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST_CHARS or not is_text(host):
+        return None
+    if port is None or not 0 < port < 65536 or num_blocks is None or not 0 < num_blocks <= INT64_MAX:
+        return None
+    return KVTransferParams(do_remote_prefill=True, remote_host=host, remote_port=port, remote_num_blocks=num_blocks)
+
+
 _PENALTY = "a number from -2 to 2 (0 is none)"
 _BIAS = 'an object from token ids to finite numbers, such as {"17": -100}'
 
@@ -221,6 +248,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("timeout", int_from(0), "an integer of microseconds, or 0 for none"),
     Parameter("record_traffic", read_bool, "true or false"),
+    Parameter(
+        "kv_transfer_params",
+        _read_kv_transfer,
+        "an object with either do_remote_decode, or do_remote_prefill and what a prefill server has answered: "
+        "remote_host, remote_port (1 to 65535) and remote_num_blocks or remote_block_ids",
+    ),
 )
 # Both name the grammar of an answer.
 FORMATS = {"structured_outputs": read_structured_outputs, "response_format": read_response_format}

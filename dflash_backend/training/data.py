@@ -182,7 +182,11 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
     if not store.samples or len(store.held_out) < 1:
         where = "the target writes no usable questions"
         if source.is_finite:
-            where = "the files of --data have too few prompts" if options.files else f"{options.traffic} has too few prompts"
+            where = (
+                "the files of --data have too few prompts"
+                if options.files
+                else f"{options.traffic} has too few prompts"
+            )
         raise TrainingError(
             f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
             "prompts by --data, or more --minutes"

@@ -117,6 +117,17 @@ METRICS: tuple[MetricSpec, ...] = (
         label="tier",
     ),
     MetricSpec(
+        "dflash:kv_kept_prompts_total", "counter", "Prompts whose KV was kept for a decode server, with kv_role"
+    ),
+    MetricSpec(
+        "dflash:kv_fetched_prompts_total", "counter", "Those of them that were fetched, or found not to be needed"
+    ),
+    MetricSpec(
+        "dflash:kv_given_up_prompts_total",
+        "counter",
+        "Those of them that no server fetched in time, or whose blocks were needed",
+    ),
+    MetricSpec(
         "dflash:kv_events_total", "counter", "Events of the prefix cache that were published, with kv_events_endpoint"
     ),
     MetricSpec(RECORDED, "counter", "Answers that were written down, with record_traffic"),
@@ -292,6 +303,12 @@ TIER_COUNTERS = {
     "load_seconds": "dflash:kv_tier_loaded_seconds_total",
     "num_lost": "dflash:kv_tier_lost_total",
     "num_computed": "dflash:kv_tier_computed_total",
+}
+# Counters of what is kept for other servers, by the field of `TransferStats`.
+TRANSFER_COUNTERS = {
+    "num_kept": "dflash:kv_kept_prompts_total",
+    "num_taken": "dflash:kv_fetched_prompts_total",
+    "num_expired": "dflash:kv_given_up_prompts_total",
 }
 ENGINE_GAUGES = {
     "num_requests_running": "dflash:num_requests_running",

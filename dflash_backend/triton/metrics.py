@@ -35,6 +35,7 @@ from dflash_backend.triton.metric_specs import (
     METRICS,
     SMALL_FAMILY,
     TIER_COUNTERS,
+    TRANSFER_COUNTERS,
     VLLM_GAUGES,
     VLLM_NAMES,
     MetricSpec,
@@ -150,6 +151,9 @@ class Metrics:
                 self.count(name, increase)
         for field, name in GRAMMAR_COUNTERS.items():
             if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
+                self.count(name, increase)
+        for field, name in TRANSFER_COUNTERS.items():
+            if increase := getattr(stats.kept, field) - getattr(last.kept, field):
                 self.count(name, increase)
         for tier, counts in stats.tiers.items():
             before = last.tiers.get(tier, TierStats())

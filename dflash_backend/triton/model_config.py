@@ -48,6 +48,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "spec_stats": ("TYPE_STRING", -1),
     "steps": ("TYPE_STRING", -1),
     "stop_reason": ("TYPE_STRING", -1),
+    "kv_transfer_params": ("TYPE_STRING", 1),
 }
 
 # Arguments of vLLM's engine in a model.json that are settings here.
@@ -98,6 +99,9 @@ _SPECULATION = {
     "prompt_lookup_max": "prompt_lookup_max",
     "prompt_lookup_min": "prompt_lookup_min",
 }
+# What vLLM's `kv_transfer_config` calls the roles.
+_TRANSFER_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+NIXL_CONNECTOR = "NixlConnector"
 # Older versions of vLLM name the method here.
 _NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 
@@ -165,6 +169,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
             settings["enable_cuda_graphs"] = str(value).lower() == "false"
         elif name == "speculative_config" and isinstance(value, dict):
             settings |= _speculation(value, path)
+        elif name == "kv_transfer_config":
+            settings |= _transfer(value, path)
         elif name == "tokenizer" and value == given.get("model"):
             continue
         elif name not in _NO_SETTINGS:
@@ -181,6 +187,19 @@ def read_model_json(path: Path) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A value that vLLM's backend takes as text too."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _transfer(given: Any, path: Path) -> dict[str, Any]:
+    """vLLM's description of a prefill or a decode server, whose connector is NIXL's; what else it has is NIXL's own."""
+    connector = given.get("kv_connector") if isinstance(given, dict) else None
+    role = given.get("kv_role") if isinstance(given, dict) else None
+    if connector != NIXL_CONNECTOR or role not in _TRANSFER_ROLES:
+        allowed = " or ".join(f"'{name}'" for name in _TRANSFER_ROLES)
+        raise ConfigError(
+            f"{path}: 'kv_transfer_config' has the connector {connector!r} and the role {role!r}; allowed: "
+            f"'{NIXL_CONNECTOR}', and {allowed}"
+        )
+    return {"kv_role": _TRANSFER_ROLES[role], "kv_transfer_backend": "nixl"}
 
 
 def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class ResponseBuilder:
             report_cached = self._report_cached_tokens or bool(state.parsed.sampling.cache_salt)
             stats = [spec_stats_json(one.stats, report_cached) for one in completions if one.stats is not None]
             outputs["spec_stats"] = _texts(stats)
+        if state.finished and (asked_for := state.parsed.sampling.kv_transfer_params) and asked_for.do_remote_decode:
+            outputs["kv_transfer_params"] = _texts([msgspec.json.encode(state.kv_transfer_params).decode()])
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
         return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
 

@@ -209,7 +209,7 @@ def _bound_others(path: Path, own: Path, max_bytes: float) -> None:
                 with contextlib.suppress(OSError):  # another engine's, or not ours to read
                     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     locks.append(descriptor)
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
                     found += _records_in(folder)
         left = sum(size for _, size, _ in found)
         num_removed = 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dflash_backend.core.moves import DEVICE, Move, Moved, Record
+from dflash_backend.core.moves import DEVICE, KVSender, Move, Moved, Record
 from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.huge_pages import zeroed_memory
 from dflash_backend.worker.write_guard import KVWriteError
@@ -32,6 +32,20 @@ NICENESS = 10
 
 class RecordStore:
     """Where records lie: bytes in, bytes out."""
+
+    num_threads = 1
+    """How many moves from or to it may run at a time."""
+
+    def opened(self, move: Move) -> RecordStore:
+        """What the records of a move are read from, one after the other, until `ended`."""
+        return self
+
+    def ended(self, is_whole: bool) -> bool:
+        """The move has ended. is_whole: it was not stopped. Whether what was read may be used."""
+        return True
+
+    def interrupt(self) -> None:
+        """Let a `read` of another thread end soon; for what is `opened`."""
 
     def space(self, record: Record) -> np.ndarray | None:
         """Memory that the record may be written to directly, uint8 `[size]`; None where there is none."""
@@ -62,14 +76,16 @@ class DeviceRecords(RecordStore):
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], int]]) -> None:
-        self._parts = [
+        self.parts: list[list[torch.Tensor]] = [
             [tensor.view(torch.uint8).flatten(2) if tensor.dim() > 2 else _bytes_of(tensor) for tensor in tensors]
             for tensors, _ in groups
         ]
-        self._first = [first for _, first in groups]
-        self.sizes = [sum(part.shape[0] * part.shape[2] for part in parts) for parts in self._parts]
+        """Of each group its tensors as bytes, uint8 `[layers, slots, bytes]`."""
+        self.first = [first for _, first in groups]
+        """Of each group the slot that is meant by number 0."""
+        self.sizes = [sum(part.shape[0] * part.shape[2] for part in parts) for parts in self.parts]
         """Bytes of a record of each group."""
-        self.device = self._parts[0][0].device
+        self.device = self.parts[0][0].device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def after(self) -> torch.cuda.Event | None:
@@ -90,10 +106,10 @@ class DeviceRecords(RecordStore):
         return True
 
     def _copy(self, group: int, slot: int, host: np.ndarray, reads: bool) -> None:
-        slot += self._first[group]
+        slot += self.first[group]
         offset = 0
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            for part in self._parts[group]:
+            for part in self.parts[group]:
                 size = part.shape[0] * part.shape[2]
                 row = host[offset : offset + size].reshape(part.shape[0], part.shape[2])
                 offset += size
@@ -120,8 +136,7 @@ class HostRecords(RecordStore):
     def __init__(self, sizes: Sequence[int], num_slots: Sequence[int], pinned: bool) -> None:
         """Raises `MemoryError` or `RuntimeError` where the system does not have as much."""
         self._memory = [
-            _host_memory(size * slots, pinned).reshape(slots, size)
-            for size, slots in zip(sizes, num_slots, strict=True)
+            host_memory(size * slots, pinned).reshape(slots, size) for size, slots in zip(sizes, num_slots, strict=True)
         ]
 
     def space(self, record: Record) -> np.ndarray:
@@ -137,13 +152,14 @@ class HostRecords(RecordStore):
         return True
 
 
-def _host_memory(num_bytes: int, pinned: bool) -> np.ndarray:
+def host_memory(num_bytes: int, pinned: bool) -> np.ndarray:
+    """Memory of the host, uint8 `[num_bytes]`; pinned: for copies of a GPU. Raises as `HostRecords`."""
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     return zeroed_memory(num_bytes)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A move that was submitted, and what it comes after."""
 
@@ -154,6 +170,13 @@ class _Job:
     num_bytes: int = 0
     began: float = 0.0
     is_cancelled: bool = False
+    source: RecordStore | None = None
+
+    def stop(self) -> None:
+        """End it soon."""
+        self.is_cancelled = True
+        if self.source is not None:
+            self.source.interrupt()
 
 
 class BackgroundMover:
@@ -166,19 +189,23 @@ class BackgroundMover:
         max_bytes_s: float = 0.0,
         max_stored_bytes_s: float = 0.0,
     ) -> None:
-        """tiers: by their names in moves. max_bytes_s: bytes a second of all moves together; max_stored_bytes_s: of
-        those that no request waits for; 0: no bound."""
+        """tiers: by their names in moves, `REMOTE` too. max_bytes_s: bytes a second of all moves together;
+        max_stored_bytes_s: of those that no request waits for; 0: no bound."""
         self._device = device
         self._stores: dict[str, RecordStore] = {DEVICE: device, **tiers}
         self._of_all, self._of_stores = _Pace(max_bytes_s), _Pace(max_stored_bytes_s)
+        self.sender: KVSender | None = None
+        """As `core.moves.KVMover.sender`."""
         # Guards all below; the threads and who waits for them are told of changes.
         self._changed = threading.Condition()
         self._queues: dict[str, deque[_Job]] = {name: deque() for name in tiers}
-        self._running: dict[str, _Job] = {}
+        self._running: set[_Job] = set()
         self._done: list[Moved] = []
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._serve, args=(name,), name=f"kv-{name}", daemon=True) for name in tiers
+            threading.Thread(target=self._serve, args=(name,), name=f"kv-{name}", daemon=True)
+            for name, store in tiers.items()
+            for _ in range(store.num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -210,11 +237,12 @@ class BackgroundMover:
                 for job in [job for job in queue if job.move.move_id in move_ids]:
                     queue.remove(job)
                     self._end(job)
-            for job in self._running.values():
-                job.is_cancelled = job.is_cancelled or job.move.move_id in move_ids
+            for job in self._running:
+                if job.move.move_id in move_ids:
+                    job.stop()
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: all(job.move.move_id not in move_ids for job in self._running.values()) or self._closing
+                lambda: all(job.move.move_id not in move_ids for job in self._running) or self._closing
             )
 
     def remove(self, tier: str, group: int, block_hash: bytes) -> None:
@@ -229,7 +257,7 @@ class BackgroundMover:
         """With `kv_write_guard`, raise `KVWriteError` where a step may write what a move is writing."""
         allowed = [plan.writable_block_ids or {}, plan.writable_window_block_ids or {}]
         with self._changed:
-            jobs = [*self._running.values(), *(job for queue in self._queues.values() for job in queue)]
+            jobs = [*self._running, *(job for queue in self._queues.values() for job in queue)]
             for record in (record for job in jobs if job.move.is_load for record in job.move.records):
                 for request_id, blocks in allowed[record.group].items() if record.group < len(allowed) else ():
                     if record.target in blocks:
@@ -242,6 +270,8 @@ class BackgroundMover:
         """End the threads, after the records that they are at. What is left is not moved."""
         with self._changed:
             self._closing = True
+            for job in self._running:
+                job.stop()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -263,21 +293,22 @@ class BackgroundMover:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         scratch = np.empty(max(self._device.sizes), dtype=np.uint8)
         if self._device.device.type == "cuda":
-            scratch = _host_memory(len(scratch), pinned=True)
+            scratch = host_memory(len(scratch), pinned=True)
         queue = self._queues[name]
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: queue or self._closing)
                 if self._closing:
                     return
-                job = self._running[name] = queue.popleft()
+                job = queue.popleft()
+                self._running.add(job)
             is_done = True
             try:
                 is_done = self._run(job, scratch)
             except Exception:  # noqa: BLE001 - else requests would wait for ever
                 _log.exception("records of KV could not be moved from %s to %s", job.move.source, job.move.target)
             with self._changed:
-                del self._running[name]
+                self._running.remove(job)
                 if is_done:
                     self._end(job)
                 else:
@@ -294,7 +325,21 @@ class BackgroundMover:
         """Do a move, or what is left of it; False where a load goes before the rest."""
         job.began = job.began or time.monotonic()
         self._device.wait_for(job.after)
-        source, target = self._stores[job.move.source], self._stores[job.move.target]
+        source = self._stores[job.move.source].opened(job.move)
+        with self._changed:
+            job.source = source
+        is_whole = is_done = False
+        try:
+            is_done = self._copy(job, source, scratch)
+            is_whole = is_done and not job.is_cancelled and not self._closing
+        finally:
+            if not source.ended(is_whole):
+                job.arrived, job.missing = [], set()
+        return is_done
+
+    def _copy(self, job: _Job, source: RecordStore, scratch: np.ndarray) -> bool:
+        """As `_run`, from what its records are read from."""
+        target = self._stores[job.move.target]
         queue = self._queues[self._thread_of(job.move)]
         for index, record in enumerate(job.move.records[len(job.arrived) :], len(job.arrived)):
             size = self._device.sizes[record.group]
@@ -306,8 +351,9 @@ class BackgroundMover:
             data = source.read(record, scratch[:size] if space is None else space)
             if data is None:
                 job.missing.add(index)
+            else:
+                job.num_bytes += size
             job.arrived.append(data is not None and target.write(record, data))
-            job.num_bytes += size
         return True
 
     def _pace(self, job: _Job, num_bytes: int, queue: deque[_Job]) -> bool:
@@ -332,10 +378,10 @@ class _Pace:
     """When the next record may begin, so that no more than `max_bytes_s` bytes a second are moved; 0: at once."""
 
     def __init__(self, max_bytes_s: float) -> None:
-        self._max_bytes_s = max_bytes_s
+        self.max_bytes_s = max_bytes_s
         self.free_at = 0.0
 
     def take(self, num_bytes: int) -> None:
         """A record of that many bytes begins."""
-        if self._max_bytes_s:
-            self.free_at = max(time.monotonic(), self.free_at) + num_bytes / self._max_bytes_s
+        if self.max_bytes_s:
+            self.free_at = max(time.monotonic(), self.free_at) + num_bytes / self.max_bytes_s

@@ -22,7 +22,7 @@ from dflash_openai.usage import UsageCounter
 # A stream begins after so long without its first delta: until then an error has a status of its own.
 FIRST_WAIT_S = 3.0
 # Fields of an answer that OpenAI or vLLM has and that have nothing to say here.
-NULLS = ("service_tier", "system_fingerprint", "kv_transfer_params")
+NULLS = ("service_tier", "system_fingerprint")
 
 
 class Answer(ABC):
@@ -73,7 +73,8 @@ class Answer(ABC):
                 self.usage.add_stats(completion.spec_stats)
                 choices.append(encoded(self.choice(prompt, index, completion)))
         answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
-        content = encoded({**answer, **dict.fromkeys(NULLS), **self._metrics()})
+        kept = results[0].kv_transfer_params if len(results) == 1 else None
+        content = encoded({**answer, **dict.fromkeys(NULLS), "kv_transfer_params": kept, **self._metrics()})
         self.of_prompts = [None] * len(results)
         return PiecesResponse(content)
 

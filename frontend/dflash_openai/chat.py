@@ -21,7 +21,6 @@ from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
-from dflash_openai.notices import log_once
 from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import ChatRequest
@@ -99,15 +98,8 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 
 
 def kv_prompt(body: ChatRequest) -> list[Any] | None:
-    """The prompt's token ids, where another server has made them of the messages. What else is in `kv_transfer_params`
-    is ignored: KV comes from no other server. Raises `ApiError`."""
-    given = body.kv_transfer_params or {}
-    if others := [name[:64] for name in given if name != "prompt_token_ids"]:
-        log_once(
-            f"kv {others[0]}",
-            lambda: f"{others[0]!r} in 'kv_transfer_params' is ignored: KV comes from no other server",
-        )
-    ids = given.get("prompt_token_ids")
+    """The prompt's token ids, where another server has made them of the messages. Raises `ApiError`."""
+    ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
     if ids is not None and not isinstance(ids, list):
         raise invalid(f"'{KV_PROMPT}' is {quoted(ids)}; allowed: a list of token ids", KV_PROMPT)
     return ids

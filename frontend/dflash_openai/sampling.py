@@ -52,6 +52,10 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
         )
     if request.stream and request.prompt_logprobs is not None:
         raise invalid("'prompt_logprobs' cannot be streamed; leave 'stream' out", "prompt_logprobs")
+    # Others than the prompt's own ids, which are its text.
+    kv = {name: value for name, value in (request.kv_transfer_params or {}).items() if name != "prompt_token_ids"}
+    if kv:
+        sampling["kv_transfer_params"] = kv
     if (logprobs := _logprobs(request)) is not None:
         sampling["logprobs"] = logprobs
     return sampling

@@ -137,6 +137,8 @@ class GenerationFields(SharedFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_steps: bool | None = None
+    # Between a prefill and a decode server. A chat's may bring the prompt's token ids in place of the messages.
+    kv_transfer_params: dict[str, Any] | None = None
     # Refused where it is true; of false as `record_traffic`.
     store: bool | None = None
 
@@ -168,8 +170,6 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # Of a server that has computed the prompt, whose token ids take the place of the messages.
-    kv_transfer_params: dict[str, Any] | None = None
     # Refused where it is true.
     echo: bool | None = None
     # Refused without "text".

@@ -225,6 +225,13 @@ def of_kv_tiers(rounds: Rounds) -> dict[str, Any]:
     }
 
 
+def of_disaggregation(rounds: Rounds) -> dict[str, Any]:
+    async def compared(*_: Any) -> list[str]:
+        return words(rounds)
+
+    return {"TritonServer": Server, "compare": compared}
+
+
 def of_training(rounds: Rounds) -> dict[str, Any]:
     from checks.training import LEAST
 
@@ -292,6 +299,7 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "readiness": (1, [], of_readiness),
     "drafter_swap": (1, [], of_drafter_swap),
     "kv_tiers": (2, [], of_kv_tiers),
+    "disaggregation": (1, [], of_disaggregation),
     "training": (1, ["--work", "FOLDER"], of_training),
     "adapting": (1, ["--work", "FOLDER"], of_adapting),
     "vllm_drafts": (2, ["--python", "FOLDER"], of_vllm_drafts),

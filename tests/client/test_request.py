@@ -1,5 +1,6 @@
 """URLs, requests and results: what needs no server."""
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,15 @@ def test_what_the_server_did_not_begin_is_sent_again_after_waits_that_double(err
     assert policy.wait_s(9, error, answered=False, remaining_s=100) is None
     assert policy.wait_s(0, error, answered=True, remaining_s=100) is None
     assert policy.wait_s(3, error, answered=False, remaining_s=1) is None
+
+
+def test_parameters_of_a_transfer_come_with_the_last_response() -> None:
+    reader, kept = ResponseReader(), {"do_remote_prefill": True, "remote_port": 7}
+    first = list(reader.deltas({"text_output": ["a", "b"]}))
+    ended = {"text_output": ["", ""], "finish_reason": ["length"] * 2, "kv_transfer_params": [json.dumps(kept)]}
+    last = list(reader.deltas(ended))
+    assert [delta.kv_transfer_params for delta in (*first, *last)] == [None, None, kept, None]
+    assert GenerationResult.from_deltas([*first, *last]).kv_transfer_params == kept
 
 
 def test_log_probabilities_of_the_prompt_join_over_responses() -> None:

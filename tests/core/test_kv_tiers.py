@@ -9,7 +9,8 @@ import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks
-from dflash_backend.core.kv.tiers import KVTiers, StoredTier, TierSlots
+from dflash_backend.core.kv.tier import StoredTier, TierSlots
+from dflash_backend.core.kv.tiers import KVTiers
 from dflash_backend.core.moves import DISK, HOST, Record
 from dflash_backend.core.scheduler_config import TierConfig, blocks_for
 from dflash_backend.messages import BlocksRemoved, BlocksStored, EngineCoreOutputs, KVEvent

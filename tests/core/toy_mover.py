@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dflash_backend.core.moves import DEVICE, DISK, Move, Moved, Record
+from dflash_backend.core.moves import DEVICE, DISK, REMOTE, Kept, Move, Moved, Record
 from tests.core.toy_worker import ToyWorker
 
 Half = list[int]
@@ -24,6 +24,42 @@ class _Job:
     after: object | None
     num_halves: int = 0
     missing: set[int] = field(default_factory=set)
+    kept: Kept | None = None
+
+
+class ToySender:
+    """A `KVSender`, whose readers are toy movers."""
+
+    host, engine_id = "toy", "toy-engine"
+
+    def __init__(self, port: int = 1) -> None:
+        self.port = port
+        self.kept: dict[int, Kept] = {}
+        self.readable: set[int] = set()
+        self._taken: list[int] = []
+
+    def keep(self, kept: Kept) -> None:
+        self.kept[kept.number] = kept
+
+    def ready(self, number: int) -> None:
+        self.readable.add(number)
+
+    def withdraw(self, number: int) -> None:
+        self.kept.pop(number, None)
+
+    def taken(self) -> list[int]:
+        taken, self._taken = self._taken, []
+        return taken
+
+    def take(self, number: int) -> bool:
+        """Somebody has read it; whether it was kept all the while."""
+        was_kept = self.kept.pop(number, None) is not None
+        if was_kept:
+            self._taken.append(number)
+        return was_kept
+
+    def named(self, key: bytes) -> Kept | None:
+        return next((kept for kept in self.kept.values() if kept.key == key), None)
 
 
 class ToyMover:
@@ -34,6 +70,8 @@ class ToyMover:
         self, pace: Callable[[], int] = lambda: 1 << 30, fails: Callable[[Record], bool] = lambda record: False
     ) -> None:
         self.worker: ToyWorker
+        self.sender: ToySender | None = None
+        self.keepers: dict[int, ToyMover] = {}  # other servers, by their ports
         self.pace, self.fails = pace, fails
         self.tiers: dict[tuple[str, int, object, int], Half] = {}
         self._jobs: list[_Job] = []
@@ -79,7 +117,10 @@ class ToyMover:
             job = self._jobs[0]
             if job.after is not None and job.after in getattr(self.worker, "_queue", ()):
                 return
-            self._move_half(job)
+            if job.move.source == REMOTE and not self._is_found(job):
+                return
+            if job.move.records:
+                self._move_half(job)
             num_halves -= 1
             if job.num_halves == 2 * len(job.move.records):
                 self._end(job)
@@ -88,13 +129,19 @@ class ToyMover:
         index, half = divmod(job.num_halves, 2)
         job.num_halves += 1
         move, record = job.move, job.move.records[index]
-        if half == 0 and move.source != DEVICE and self.fails(record):
+        if half == 0 and move.source != DEVICE and (self.fails(record) or (move.source == REMOTE and not job.kept)):
             job.missing.add(index)
         if index in job.missing:
             return
         if move.target == DISK and record.replaces is not None and half == 0:
             self.remove(DISK, record.group, record.replaces)
-        if move.source == DEVICE:
+        if move.source == REMOTE:
+            assert job.kept is not None
+            assert move.peer is not None
+            slots = {(each.group, each.block_hash): each.source for each in job.kept.records}
+            slot = slots[record.group, record.block_hash]
+            values = self.keepers[move.peer.port]._device_half(record.group, slot, half)
+        elif move.source == DEVICE:
             values = self._device_half(record.group, record.source, half)
         else:
             values = self.tiers[self._key(move.source, record, record.source, half)]
@@ -104,9 +151,27 @@ class ToyMover:
         else:
             self.tiers[self._key(move.target, record, record.target, half)] = values
 
+    def _is_found(self, job: _Job) -> bool:
+        """Whether it is known by now what another server keeps, and whether it does."""
+        assert job.move.peer is not None
+        keeper = self.keepers.get(job.move.peer.port)
+        sender = None if keeper is None else keeper.sender
+        if job.kept is None and sender is not None and (kept := sender.named(job.move.peer.key)) is not None:
+            if kept.number not in sender.readable:
+                return False
+            job.kept = kept
+        return True
+
     def _end(self, job: _Job) -> None:
         self._jobs.remove(job)
         num = job.num_halves // 2
+        if job.move.source == REMOTE:
+            assert job.move.peer is not None
+            keeper = self.keepers.get(job.move.peer.port)
+            sender = None if keeper is None else keeper.sender
+            is_whole = job.kept is not None and num == len(job.move.records)
+            if not is_whole or sender is None or not sender.take(job.kept.number):  # type: ignore[union-attr]
+                num = 0
         arrived = tuple(index < num and index not in job.missing for index in range(len(job.move.records)))
         self._done.append(
             Moved(job.move.move_id, arrived, 100 * sum(arrived), 0.001 * sum(arrived), frozenset(job.missing))

@@ -24,7 +24,7 @@ import trustme
 import yaml
 from hatchling.builders.wheel import WheelBuilder
 
-from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
+from dflash_backend.config import ENV_PREFIX, SETTINGS, EngineConfig, environment_settings
 from dflash_backend.triton.metric_specs import METRICS
 from dflash_cli.commands.serve import SAFE_TRITON
 from dflash_cli.commands.serve_options import HOST_ENV
@@ -204,6 +204,8 @@ VALUES = {
     "dflash:kv_tier_loaded_seconds_total": 0.375, "dflash:kv_tier_lost_total": 1016,
     "dflash:kv_tier_computed_total": 1017, "dflash:traffic_recorded_total": 1018,
     "dflash:traffic_dropped_total": 1019, "dflash:traffic_recorded_bytes_total": 1020,
+    "dflash:kv_kept_prompts_total": 1021, "dflash:kv_fetched_prompts_total": 1022,
+    "dflash:kv_given_up_prompts_total": 1023,
 }  # fmt: skip
 NOW, RANGE_S = 5007, 60
 SHOWN = {
@@ -229,6 +231,9 @@ SHOWN = {
     ("Time of moving KV per second", "from {{tier}} {{model}}"): 0.375,
     ("Misses of KV tiers per second", "lost before {{tier}} {{model}}"): 1016,
     ("Misses of KV tiers per second", "computed sooner than from {{tier}} {{model}}"): 1017,
+    ("Prompts for decode servers per second", "kept {{model}}"): 1021,
+    ("Prompts for decode servers per second", "fetched {{model}}"): 1022,
+    ("Prompts for decode servers per second", "given up {{model}}"): 1023,
     ("KV blocks", "{{model}} {{num_gpu_blocks}} blocks of {{block_size}} tokens"): 1,
     ("Preemptions per second", "{{model}}"): 1007,
     ("Silence of the engine", "{{model}} {{engine}}"): 2.5,
@@ -619,3 +624,14 @@ def test_the_image_copies_what_exists_and_all_that_a_wheel_is_made_of() -> None:
     packaged += re.findall(r'"([\w/]+)"', re.findall(r"^packages = \[(.*dflash_client.*)\]", project, re.MULTILINE)[0])
     assert packaged
     assert all(path.split("/")[0] in sources for path in packaged)
+
+
+def test_the_prefill_and_the_decode_server_of_compose_have_roles_and_an_address_that_is_one() -> None:
+    """What they are told are settings; the decode server finds the other one by its name."""
+    services = read("compose.disaggregation.yaml")["services"]
+    names = {setting.name for setting in SETTINGS}
+    for service in services.values():
+        assert {name.removeprefix("DFLASH_").lower() for name in service["environment"]} <= names
+    roles = {name: service["environment"]["DFLASH_KV_ROLE"] for name, service in services.items()}
+    assert roles == {name: name for name in ("prefill", "decode")}
+    assert services["prefill"]["environment"]["DFLASH_KV_TRANSFER_HOST"] == services["prefill"]["hostname"] == "prefill"

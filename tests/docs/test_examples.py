@@ -99,6 +99,12 @@ NOT_RUN = {
         "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f deploy/compose.yaml -f deploy/compose.admin.yaml "
         "--profile gpu up": CONTAINER,
     },
+    "docs/disaggregation.md": {
+        "dflash-triton serve --openai-port 9100 --http-port 0 --grpc-port 0 --metrics-port 0 --set kv_role=prefill": (
+            "serves until it is ended; checks/disaggregation.py serves both roles"
+        ),
+        "settings:": LISTING,
+    },
     "docs/training.md": {
         ".venv/bin/dflash-triton train DIR_OR_HUB_ID --out drafter": TRAINS,
         ".venv/bin/dflash-triton train MY_FINE_TUNE --from DRAFTER_OF_THE_ORIGINAL --out drafter --minutes 15": TRAINS,

@@ -51,7 +51,11 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "kv_host_gb": (0.05, lambda built: [each.name for each in built.core.config.tiers], ["host"]),
     "kv_disk_path": (Path("kv"), lambda built: [each.name for each in built.core.config.tiers], ["host", "disk"]),
     "kv_disk_gb": (0.05, lambda built: built.core.config.tiers[-1].num_slots[0] < 2000, True),
-    "kv_move_mb_s": (5, lambda built: built.runner.mover._max_bytes_s, 5e6),
+    "kv_move_mb_s": (5, lambda built: built.runner.mover._of_all.max_bytes_s, 5e6),
+    "kv_role": ("prefill", lambda built: getattr(built.core.config.transfer, "sends", False), True),
+    "kv_transfer_host": ("127.0.0.2", lambda built: built.runner.mover.sender.host, "127.0.0.2"),
+    "kv_transfer_peers": ("a, b:7", lambda built: built.runner.mover._stores["remote"].peers, {"a", "b:7"}),
+    "kv_transfer_timeout_s": (7, lambda built: built.core.config.transfer.timeout_s, 7.0),
     "max_model_len": (100, lambda built: built.core.config.max_model_len, 100),
     "max_num_seqs": (3, lambda built: built.core.config.max_num_seqs, 3),
     "max_num_batched_tokens": (77, lambda built: built.core.config.max_num_batched_tokens, 77),
@@ -81,6 +85,8 @@ ELSEWHERE = {
     "distributed_executor": "tests/parallel/test_remote_ranks.py",
     "routing": "tests/triton/test_replicas.py",
     **dict.fromkeys(("record_traffic", "record_traffic_rate", "record_traffic_gb"), "tests/triton/test_traffic.py"),
+    "kv_transfer_backend": "tests/worker/test_kv_transfer.py",
+    "kv_transfer_port": "tests/triton/test_replicas.py",
     **dict.fromkeys(
         ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"), "tests/triton/test_kv_events.py"
     ),
@@ -134,6 +140,8 @@ def test_a_setting_changes_what_it_says(
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
     company |= {"kv_disk_gb": {"kv_disk_path": str(tmp_path / "kv")}, "kv_move_mb_s": {"kv_host_gb": 0.05}}
+    company |= {name: {"kv_role": "prefill"} for name in ("kv_transfer_host", "kv_transfer_timeout_s")}
+    company["kv_transfer_peers"] = {"kv_role": "decode"}
     company["activation_quantization"] = {"quantization": "fp8"}
     company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)

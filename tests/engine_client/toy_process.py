@@ -29,6 +29,7 @@ from dflash_backend.messages import (
     EngineStats,
     GenerationRequest,
     KVEvent,
+    KVTransferParams,
     RequestRejected,
     RequestStats,
     SwapDrafter,
@@ -49,6 +50,7 @@ DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
 EVICT = 1007  # reports that all blocks have left the prefix cache
 BREAK_LATER = 1009  # once it has ended, the idle engine finds that it is broken
+KEEPS_NOTHING = 1010  # no KV is kept for another server
 SLOW = 1008  # a step with it takes a hundredth of a second
 BLOCK_SIZE = 16
 NUM_ROWS = 2  # free rows, whatever runs
@@ -77,7 +79,7 @@ def token_logprobs(token: int, num_others: int) -> TokenLogprobs:
 class ToyCore:
     """Keeps what the protocol of `EngineCore` asks for, and nothing else."""
 
-    is_moving = False
+    is_moving = is_keeping = False
 
     def __init__(self) -> None:
         self._requests: dict[str, ToyRequest] = {}
@@ -172,7 +174,11 @@ class ToyCore:
             return TokenDelta(request_id, tokens, None, stats, logprobs)
         del self._requests[request_id]
         self.broken = prompt[0] == BREAK_LATER
-        return TokenDelta(request_id, tokens, "length", state.stats(), logprobs)
+        params = state.request.sampling.kv_transfer_params
+        kept = None
+        if params is not None and params.do_remote_decode and prompt[0] != KEEPS_NOTHING:
+            kept = KVTransferParams(do_remote_prefill=True, remote_host="toy", remote_port=7, remote_num_blocks=2)
+        return TokenDelta(request_id, tokens, "length", state.stats(), logprobs, kv_transfer_params=kept)
 
 
 class EndingCore(ToyCore):

@@ -60,6 +60,7 @@ class Script:
     prompt_logprobs: tuple[Any, ...] | None = None
     encode: Callable[[str], Sequence[int]] = str.encode
     stop_reason: str | int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     stats_of: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def spec_stats(self, index: int) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class ScriptedRequest:
                 spec_stats=None if script.stats_apart else script.spec_stats(index),
                 index=index,
                 stop_reason=script.stop_reason,
+                kv_transfer_params=script.kv_transfer_params if index == 0 else None,
             )
         if script.stats_apart:
             for index in range(n):

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from dflash_backend.text.chat import SpecialTokens
 from dflash_backend.text.prompt_size import MAX_MESSAGES_CHARS, MESSAGES_CHARS_PER_TOKEN
 from dflash_client.results import Logprob
-from dflash_openai import notices
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -172,17 +171,14 @@ def test_tokens_may_be_written_as_ids(http: TestClient, pool: ScriptedPool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompts_token_ids_take_the_place_of_the_messages(
-    stream: bool, http: TestClient, pool: ScriptedPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    notices._logged.clear()
+def test_a_prompts_token_ids_take_the_place_of_the_messages(stream: bool, http: TestClient, pool: ScriptedPool) -> None:
     given = {"prompt_token_ids": [257, 120, 121], "remote_host": "other"}
     body = {"messages": HELLO, "kv_transfer_params": given, "return_token_ids": True, "stream": stream}
     text = http.post("/v1/chat/completions", json=body).text
     assert pool.asked[0].token_ids == [257, 120, 121]
     first = json.loads(text.split("\n")[0].removeprefix("data: "))
     assert first["prompt_token_ids"] == [257, 120, 121]
-    assert "'remote_host' in 'kv_transfer_params' is ignored: KV comes from no other server" in caplog.messages
+    assert pool.asked[0].sampling["kv_transfer_params"] == {"remote_host": "other"}
 
 
 @pytest.mark.parametrize(

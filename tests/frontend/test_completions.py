@@ -349,6 +349,19 @@ def test_each_choice_of_a_stream_ends_once(
     assert events[-1]["choices"] == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_parameters_of_a_transfer_go_to_the_server_and_come_back(
+    path: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    given = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_port": None}
+    kept = {"do_remote_prefill": True, "remote_host": "10.0.0.7", "remote_port": 7000, "remote_block_ids": [3, 4]}
+    pool.script = Script(kv_transfer_params=kept)
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    answer = http.post(path, json={**prompt, "max_tokens": 1, "kv_transfer_params": given}).json()
+    assert pool.asked[0].sampling["kv_transfer_params"] == given
+    assert answer["kv_transfer_params"] == kept
+
+
 def test_what_has_nothing_to_say_is_null_as_vllm_writes_it(http: TestClient) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a"}).json()
     nulls = ("service_tier", "system_fingerprint", "kv_transfer_params")

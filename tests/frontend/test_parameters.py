@@ -169,6 +169,7 @@ def test_a_wrong_type_in_a_completion_is_named(field: str, http: TestClient, poo
 
 
 OBJECTS = (
+    "kv_transfer_params",
     "logit_bias",
     "metadata",
     "prompt_cache_options",
@@ -177,7 +178,7 @@ OBJECTS = (
     "guided_json",
     "stream_options",
 )
-CHAT_OBJECTS = ("kv_transfer_params", *OBJECTS, "chat_template_kwargs", "tool_choice", "prediction")
+CHAT_OBJECTS = (*OBJECTS, "chat_template_kwargs", "tool_choice", "prediction")
 
 
 @pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ChatRequest)])

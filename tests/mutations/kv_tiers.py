@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 TIERS = "dflash_backend/core/kv/tiers.py"
+TIER = "dflash_backend/core/kv/tier.py"
+TRANSFER = "dflash_backend/core/kv/transfer.py"
+SERVER = "dflash_backend/worker/kv_transfer.py"
 GROUPS = "dflash_backend/core/kv/groups.py"
 SCHEDULER = "dflash_backend/core/scheduler.py"
 MOVER = "dflash_backend/worker/kv_mover.py"
@@ -16,6 +19,8 @@ OF_CORE = (
 )
 OF_WORKER = ("tests/worker/test_kv_tiers.py",)
 OF_DISK = ("tests/worker/test_kv_disk.py",)
+OF_TRANSFER = ("tests/core/test_kv_transfer.py",)
+OF_SERVER = ("tests/worker/test_kv_transfer.py",)
 OF_MOVER = ("tests/worker/test_kv_mover.py",)
 
 KV_TIER_MUTANTS: tuple[Mutant, ...] = (
@@ -26,11 +31,6 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "a copy of a block that left the cache meanwhile is taken",
             "arrived = arrived and key not in self._void",
             "arrived = bool(arrived)",
-        ),
-        (
-            "a record that is read may be given away",
-            "if block_hash not in self._readers:",
-            "if block_hash:",
         ),
         (
             "a load holds no lookahead for a block drafter",
@@ -59,7 +59,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what a tier could not give is found there again",
-            "elif number in moved.missing:",
+            "elif number in moved.missing and tier is not self.remote:",
             "elif number in moved.missing and not record:",
         ),
         (
@@ -81,6 +81,82 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "an event of a tier says that the device has the block",
             "self._events.moved(block_hash, MEDIUMS[tier.name], stored)",
             'self._events.moved(block_hash, "GPU", stored)',
+        ),
+    ),
+    *mutants_of(
+        TIER,
+        OF_CORE,
+        (
+            "a record that is read may be given away",
+            "if block_hash not in self._readers:",
+            "if block_hash:",
+        ),
+    ),
+    *mutants_of(
+        TIERS,
+        OF_TRANSFER,
+        (
+            "a decode server does not say what it does not need",
+            "                self._submit(REMOTE, DEVICE, (), peer)\n",
+            "                pass\n",
+        ),
+        (
+            "what is kept for another server stays when requests need its blocks",
+            "return self.kept is not None and self.kept.give_way()",
+            "return False",
+        ),
+    ),
+    *mutants_of(
+        TRANSFER,
+        OF_TRANSFER,
+        (
+            "a prompt can be read before its drafter's KV is written",
+            "        self._sender.keep(kept)\n",
+            "        self._sender.keep(kept)\n        self._sender.ready(number)\n",
+        ),
+        (
+            "what has lost a record can still be read",
+            "            self._sender.withdraw(number)\n            self._broken",
+            "            self._broken",
+        ),
+        (
+            "what is kept holds no block",
+            "slots = group.hold(-number, needed, 0)",
+            "slots = [(group.slot(each), False) for each in needed]",
+        ),
+        (
+            "what nobody fetches is kept for ever",
+            "oldest := next(iter(self._keeping.values()))).until_s <= now",
+            "oldest := next(iter(self._keeping.values()))).until_s <= 0",
+        ),
+        (
+            "the last block of a prompt is kept too, which no hit can use",
+            "end = (request.num_prompt_tokens - 1) // self._block_size\n        hashes",
+            "end = request.num_prompt_tokens // self._block_size\n        hashes",
+        ),
+    ),
+    *mutants_of(
+        SERVER,
+        OF_SERVER,
+        (
+            "what was given up while it was read is used",
+            "is_kept = self._kept.pop(one.kept.number, None) is not None",
+            "is_kept = True",
+        ),
+        (
+            "servers with other settings exchange KV",
+            "if (difference := self._facts.difference(ask.facts)) is not None:",
+            "if (difference := self._facts.difference(self._facts)) is not None:",
+        ),
+        (
+            "a server that drips holds a request for ever",
+            "        if time.monotonic() > until:\n",
+            "        if until < 0:\n",
+        ),
+        (
+            "a read that waits cannot be stopped",
+            "                connection.shutdown(socket.SHUT_RDWR)\n\n    def _fail",
+            "                pass\n\n    def _fail",
         ),
     ),
     *mutants_of(

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dflash_backend.messages import ENCODER, ENGINE_INPUT, GenerationRequest, SamplingParams
+from dflash_backend.messages import ENCODER, ENGINE_INPUT, GenerationRequest, KVTransferParams, SamplingParams
 from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.sampling_params import (
     LOWEST_TEMPERATURE,
@@ -122,6 +122,48 @@ def test_no_more_than_half_of_the_vocabulary_may_be_hidden_until_min_tokens():
 def test_a_stop_that_is_a_number_says_how_to_write_it():
     with pytest.raises(ParameterError, match='write the number as text, in JSON "5" with its quotes'):
         parse(stop=5)
+
+
+PLACE = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 7000, "remote_block_ids": [3, 9]}
+
+
+def test_parameters_of_a_transfer_are_read_as_vllms_proxies_write_them():
+    nulls = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    first = {"do_remote_decode": True, "do_remote_prefill": False, **nulls}
+    assert parse(kv_transfer_params=first).kv_transfer_params == KVTransferParams(do_remote_decode=True)
+    second = {**PLACE, "do_remote_decode": False, "remote_engine_id": "x", "tp_size": 1, "other": [{}]}
+    expected = KVTransferParams(do_remote_prefill=True, remote_host="a", remote_port=7000, remote_num_blocks=2)
+    assert parse(kv_transfer_params=second).kv_transfer_params == expected
+    assert parse(kv_transfer_params=json.dumps(second)).kv_transfer_params == expected
+    many = parse(kv_transfer_params={**second, "remote_num_blocks": 5000}).kv_transfer_params
+    assert many.num_blocks == 5000
+    assert parse(kv_transfer_params={}).kv_transfer_params == KVTransferParams()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        5,
+        "a",
+        [1],
+        {**PLACE, "do_remote_decode": True},
+        {**PLACE, "do_remote_prefill": "yes"},
+        {**PLACE, "remote_host": None},
+        {**PLACE, "remote_host": ""},
+        {**PLACE, "remote_host": "a" * 256},
+        {**PLACE, "remote_host": "\ud800"},
+        {**PLACE, "remote_port": 0},
+        {**PLACE, "remote_port": 65536},
+        {**PLACE, "remote_port": None},
+        {**PLACE, "remote_block_ids": []},
+        {**PLACE, "remote_block_ids": 3},
+        {**PLACE, "remote_num_blocks": -1},
+        {**PLACE, "remote_num_blocks": 10**30},
+    ],
+)
+def test_parameters_of_a_transfer_that_name_no_place_are_refused(given):
+    with pytest.raises(ParameterError, match="'kv_transfer_params' has the value .*; allowed: an object with either"):
+        parse(kv_transfer_params=given)
 
 
 class _Unreadable(list):

@@ -217,6 +217,20 @@ def test_the_metrics_page_has_a_cancelled_request_without_waiting_for_the_next_r
     eventually(lambda: triton.values.get(("dflash:request_errors_total", "CANCELLED")) == 1)
 
 
+def test_where_kv_is_kept_comes_with_the_last_response_to_who_asks_for_it(service):
+    asked = {"kv_transfer_params": {"do_remote_decode": True}}
+    responses = submit(service, "ab", max_tokens=9, stream=True, sampling=asked).all()
+    found = [response.outputs.get("kv_transfer_params") for response in responses]
+    assert found[:-1] == [None] * (len(found) - 1)
+    kept = json.loads(found[-1])
+    assert (kept["do_remote_prefill"], kept["remote_host"], kept["remote_port"]) == (True, "toy", 7)
+    assert kept["remote_num_blocks"] == 2
+    (without,) = submit(service, [toy_process.KEEPS_NOTHING, 9], sampling=asked).all()
+    assert without.outputs["kv_transfer_params"] == "null"
+    (other,) = submit(service, "ab", sampling={"kv_transfer_params": {}}).all()
+    assert "kv_transfer_params" not in other.outputs
+
+
 @pytest.mark.parametrize(("told", "loaded"), [(True, {"host": 32}), (True, {}), (False, {"host": 32})])
 def test_tokens_from_tiers_are_told_where_cached_tokens_are(told: bool, loaded: dict[str, int]) -> None:
     """Among requests that share the cache both would reveal what others have sent."""

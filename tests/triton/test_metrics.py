@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats, TierStats
+from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats, TierStats, TransferStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton.metric_specs import CACHE_CONFIG, METRICS
 from dflash_backend.triton.metrics import Metrics, engine_names
@@ -132,6 +132,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
         speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
         grammars=GrammarStats(131, 132, 133.5, 134, 135.5),
+        kept=TransferStats(161, 162, 163),
         tiers={"host": TierStats(141, 142, 143.5, 144, 145.5, 146, 147), "disk": TierStats(num_hit_tokens=151)},
     )
     metrics.follow(stats)
@@ -171,6 +172,9 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         ("dflash:kv_tier_lost_total", "host"): 146,
         ("dflash:kv_tier_computed_total", "host"): 147,
         ("dflash:kv_tier_hit_tokens_total", "disk"): 151,
+        ("dflash:kv_kept_prompts_total",): 161,
+        ("dflash:kv_fetched_prompts_total",): 162,
+        ("dflash:kv_given_up_prompts_total",): 163,
     }
 
 

@@ -151,6 +151,15 @@ def test_arguments_of_vllm_that_change_nothing_here_are_taken(tmp_path: Path) ->
     assert read_model_json(path) == {"target_model": "some/target"}
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
+)
+def test_a_role_of_model_json_is_one_of_ours(theirs, ours, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": theirs}}))
+    assert read_model_json(path) == {"kv_role": ours, "kv_transfer_backend": "nixl"}
+
+
 def test_an_argument_of_model_json_that_is_null_is_left_out(tmp_path):
     path = tmp_path / "model.json"
     nulls = ("speculative_config", "kv_transfer_config", "enforce_eager", "max_model_len", "load_format")
@@ -202,7 +211,11 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ("{", "it is not JSON"),
         ('{"disable_log_stats": "perhaps"}', "'disable_log_stats' is \"perhaps\"; allowed: true or false"),
         ("[]", "it must be a JSON object"),
-        ('{"kv_transfer_config": {}}', "'kv_transfer_config' has no counterpart here; remove it"),
+        ('{"kv_transfer_config": {}}', "'kv_transfer_config' has the connector None and the role None; allowed: 'Nixl"),
+        (
+            '{"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}',
+            "'kv_transfer_config' has the connector 'LMCacheConnectorV1'",
+        ),
         ('{"pipeline_parallel_size": 2}', "'pipeline_parallel_size' is 2; allowed: 1"),
         ('{"model": "a/b", "tokenizer": "c/d"}', "'tokenizer' has no counterpart here"),
         ('{"max_logprobs": 21}', "'max_logprobs' is 21; allowed: 0 to 20"),

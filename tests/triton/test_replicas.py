@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineError
-from dflash_backend.engine_client.replicas import Replicas, changed
+from dflash_backend.engine_client.replicas import Replicas, _of_engine, changed
 from dflash_backend.messages import EngineReady
 from dflash_backend.triton.service import TritonService
 from tests.engine_client import toy_process
@@ -270,6 +271,12 @@ def test_engines_seed_requests_differently(serve):
     assert len(seeds) == NUM
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert service._engines.supervisors[0]._config.seed == 2**63 - 1
+
+
+def test_each_engine_sends_kv_at_a_port_of_its_own():
+    first, third = (_of_engine(EngineConfig(kv_transfer_port=7000), index) for index in (0, 2))
+    assert (first.kv_transfer_port, third.kv_transfer_port) == (7000, 7002)
+    assert _of_engine(EngineConfig(), 2).kv_transfer_port == 0
 
 
 def test_the_engine_with_the_least_room_bounds_requests():

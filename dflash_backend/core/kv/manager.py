@@ -47,7 +47,7 @@ class KVManager:
         if config.kv_events != "off":
             self.events = KVEventLog(with_tokens=config.kv_events == "tokens")
         self.tiers: KVTiers | None = None
-        if config.tiers and config.enable_prefix_caching:
+        if (config.tiers or config.transfer is not None) and config.enable_prefix_caching:
             assert mover is not None, "tiers without a mover"
             self.tiers = KVTiers(config, mover, self.events)
         full = FullBlocks(config.num_blocks, config.block_size, self.events, self._outlet())
@@ -60,7 +60,7 @@ class KVManager:
             self._others.append(RecurrentStates(config.num_state_snapshots, config.block_size, self._outlet()))
         self.groups: list[KVGroup] = [full, *self._others]
         if self.tiers is not None:
-            self.tiers.groups = self.groups
+            self.tiers.groups.extend(self.groups)
 
     def _outlet(self) -> Outlet | None:
         """Of the next group."""

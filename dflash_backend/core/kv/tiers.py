@@ -7,7 +7,6 @@ meanwhile; what comes in is held by its load until the request that it is for st
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,214 +14,22 @@ import msgspec
 
 from dflash_backend.core.kv.events import KVEventLog
 from dflash_backend.core.kv.groups import KVGroup, Outlet
-from dflash_backend.core.moves import DEVICE, MEDIUMS, KVMover, Move, Moved, Record
+from dflash_backend.core.kv.tier import KVTier, StoredTier
+from dflash_backend.core.kv.transfer import KeptForOthers, RemoteTier
+from dflash_backend.core.moves import DEVICE, MEDIUMS, REMOTE, KVMover, Move, Moved, Peer, Record
 from dflash_backend.core.request import Request
-from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, blocks_for
-from dflash_backend.messages import TierStats
+from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
+from dflash_backend.messages import KVTransferParams, TierStats, TransferStats
 
-# Of the slots of a tier, those of records that were found may be at most this share: the rest lets new ones earn it.
-MAX_USED_SHARE = 0.75
 # Records of a move, and moves to a tier that are under way, at most: what leaves the cache before its turn is lost.
 RECORDS_PER_MOVE = 16
 MOVES_UNDER_WAY = 2
 # Requests that wait for loads at most.
 MAX_LOADS = 8
+# As many from other servers, which have computed what would be computed twice.
+MAX_REMOTE_LOADS = 64
 # Part of the rate of loads that stays after another one.
 RATE_KEPT = 0.8
-
-
-class KVTier:
-    """Where records are beside the device, by group and hash. By itself it has none, and takes none: a tier whose
-    records come from elsewhere says where they are, and how long they stay."""
-
-    def __init__(self, name: str) -> None:
-        """name: as the mover knows it."""
-        self.name = name
-
-    @property
-    def num_records(self) -> int:
-        """Records that can be found."""
-        return 0
-
-    @property
-    def most_records(self) -> int:
-        """Records that it can take."""
-        return 0
-
-    def slot(self, group: int, block_hash: bytes) -> int | None:
-        """Where a record is that can be found; None: nowhere."""
-        return None
-
-    def touch(self, group: int, block_hash: bytes, reused: bool) -> None:
-        """Let a record that can be found stay longer; reused: since it was found."""
-
-    def pin(self, group: int, block_hash: bytes) -> None:
-        """Keep a record that can be found where it is, until `unpin`: it is read."""
-
-    def unpin(self, group: int, block_hash: bytes) -> None:
-        """One reader fewer."""
-
-    def is_reserved(self, group: int, block_hash: bytes) -> bool:
-        """Whether a record is being written."""
-        return False
-
-    def reserve(self, group: int, block_hash: bytes) -> tuple[int, bytes | None] | None:
-        """A slot for a record that is to be written, and the hash of the one that gives way for it; None: there is
-        none, or the record is there, or will be."""
-        return None
-
-    def settle(self, group: int, block_hash: bytes, is_there: bool) -> None:
-        """A reserved record was written and can be found, or was not."""
-
-    def remove(self, group: int, block_hash: bytes) -> None:
-        """A record that was to be found is not there."""
-
-    def check(self) -> int:
-        """Raise AssertionError when slots are lost; how many reads are under way. For tests."""
-        return 0
-
-
-class TierSlots:
-    """Which record of one group lies at which of a tier's slots.
-
-    A slot is free, or reserved for what is being written, or has a record that can be found. Those never found since
-    they came give way before those found, the one longest unused first; those that are read do not.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._num_given = 0  # slots given out so far, the lowest first
-        self._free: list[int] = []
-        self._reserved: dict[bytes, int] = {}
-        self._unused: OrderedDict[bytes, int] = OrderedDict()
-        self._used: OrderedDict[bytes, int] = OrderedDict()
-        self._readers: dict[bytes, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._unused) + len(self._used)
-
-    def slot(self, block_hash: bytes) -> int | None:
-        """As `KVTier.slot`."""
-        return self._unused.get(block_hash, self._used.get(block_hash))
-
-    def pin(self, block_hash: bytes) -> None:
-        """As `KVTier.pin`."""
-        self._readers[block_hash] = self._readers.get(block_hash, 0) + 1
-
-    def unpin(self, block_hash: bytes) -> None:
-        """As `KVTier.unpin`."""
-        self._readers[block_hash] -= 1
-        if not self._readers[block_hash]:
-            del self._readers[block_hash]
-
-    def is_reserved(self, block_hash: bytes) -> bool:
-        """Whether a record is being written."""
-        return block_hash in self._reserved
-
-    def touch(self, block_hash: bytes, reused: bool) -> None:
-        """Let a record that can be found stay longer; reused: since it was found."""
-        records = self._unused if block_hash in self._unused else self._used
-        if not reused or records is self._used:
-            records.move_to_end(block_hash)
-            return
-        slot = records.pop(block_hash)
-        self._used[block_hash] = slot
-        if len(self._used) > MAX_USED_SHARE * self._num_slots:
-            oldest, other = self._used.popitem(last=False)
-            self._unused[oldest] = other
-
-    def reserve(self, block_hash: bytes) -> tuple[int, bytes | None] | None:
-        """As `KVTier.reserve`."""
-        if block_hash in self._reserved or self.slot(block_hash) is not None:
-            return None
-        oldest = None
-        if self._free:
-            slot = self._free.pop()
-        elif self._num_given < self._num_slots:
-            slot, self._num_given = self._num_given, self._num_given + 1
-        else:
-            oldest = self._oldest()
-            if oldest is None:
-                return None
-            slot = self._take(oldest)
-        self._reserved[block_hash] = slot
-        return slot, oldest
-
-    def settle(self, block_hash: bytes, is_there: bool) -> None:
-        """As `KVTier.settle`."""
-        slot = self._reserved.pop(block_hash)
-        if is_there:
-            self._unused[block_hash] = slot
-        else:
-            self._free.append(slot)
-
-    def remove(self, block_hash: bytes) -> None:
-        """As `KVTier.remove`."""
-        if self.slot(block_hash) is not None:
-            self._free.append(self._take(block_hash))
-
-    def _oldest(self) -> bytes | None:
-        for records in (self._unused, self._used):
-            for block_hash in records:
-                if block_hash not in self._readers:
-                    return block_hash
-        return None
-
-    def _take(self, block_hash: bytes) -> int:
-        return self._unused.pop(block_hash) if block_hash in self._unused else self._used.pop(block_hash)
-
-    def check(self) -> int:
-        """As `KVTier.check`."""
-        slots = [*self._free, *self._reserved.values(), *self._unused.values(), *self._used.values()]
-        assert sorted(slots) == list(range(self._num_given)), "a slot is lost, or is in two lists"
-        hashes = [*self._reserved, *self._unused, *self._used]
-        assert len(set(hashes)) == len(hashes), "a record has two slots"
-        assert self._num_given <= self._num_slots, "a slot too many"
-        return sum(self._readers.values())
-
-
-class StoredTier(KVTier):
-    """A tier that takes what leaves the device: host memory, or a disk."""
-
-    def __init__(self, config: TierConfig) -> None:
-        super().__init__(config.name)
-        self._groups = [TierSlots(num_slots) for num_slots in config.num_slots]
-        self._most = sum(config.num_slots)
-
-    @property
-    def num_records(self) -> int:
-        return sum(map(len, self._groups))
-
-    @property
-    def most_records(self) -> int:
-        return self._most
-
-    def slot(self, group: int, block_hash: bytes) -> int | None:
-        return self._groups[group].slot(block_hash)
-
-    def touch(self, group: int, block_hash: bytes, reused: bool) -> None:
-        self._groups[group].touch(block_hash, reused)
-
-    def pin(self, group: int, block_hash: bytes) -> None:
-        self._groups[group].pin(block_hash)
-
-    def unpin(self, group: int, block_hash: bytes) -> None:
-        self._groups[group].unpin(block_hash)
-
-    def is_reserved(self, group: int, block_hash: bytes) -> bool:
-        return self._groups[group].is_reserved(block_hash)
-
-    def reserve(self, group: int, block_hash: bytes) -> tuple[int, bytes | None] | None:
-        return self._groups[group].reserve(block_hash) if group < len(self._groups) else None
-
-    def settle(self, group: int, block_hash: bytes, is_there: bool) -> None:
-        self._groups[group].settle(block_hash, is_there)
-
-    def remove(self, group: int, block_hash: bytes) -> None:
-        self._groups[group].remove(block_hash)
-
-    def check(self) -> int:
-        return sum(slots.check() for slots in self._groups)
 
 
 @dataclass(slots=True, eq=False)
@@ -270,10 +77,21 @@ class KVTiers:
         # An autoregressive drafter writes nothing before its request runs; a block drafter's queries have their slots.
         self._lookahead = 0 if config.autoregressive else config.lookahead[-1]
         self.groups: list[KVGroup] = []
-        """The groups of layers, by their numbers in records; whoever makes this sets them."""
+        """The groups of layers, by their numbers in records; whoever makes this adds them."""
         self._num_outlets = 0
         self.tiers: list[KVTier] = [StoredTier(each) for each in config.tiers]
         self.stats = {each.name: TierStats() for each in config.tiers}
+        transfer = config.transfer
+        self.remote: RemoteTier | None = None
+        """What other servers keep for requests here."""
+        if transfer is not None and transfer.receives:
+            self.remote = RemoteTier(config.block_size)
+            self.stats[REMOTE] = TierStats()
+        self.kept: KeptForOthers | None = None
+        """What is kept for requests of other servers."""
+        if transfer is not None and transfer.sends:
+            assert mover.sender is not None, "KV is to be kept for others, and nothing sends it"
+            self.kept = KeptForOthers(mover.sender, self.groups, config.block_size, transfer.timeout_s)
         # What is to go to each tier, in order, and how much may wait for that: what is above it can have.
         self._outbox: list[dict[tuple[int, bytes], None]] = [{} for _ in self.tiers]
         on_device = config.num_blocks + config.num_window_blocks + (config.num_state_snapshots or 0)
@@ -301,7 +119,12 @@ class KVTiers:
     @property
     def is_idle(self) -> bool:
         """Whether nothing moves, and nothing is to."""
-        return not self._moves and not any(self._outbox)
+        return not self._moves and not any(self._outbox) and not (self.kept is not None and self.kept.has_new)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether KV is kept for other servers, which may take it at any time."""
+        return bool(self.kept)
 
     @property
     def is_loading(self) -> bool:
@@ -312,14 +135,26 @@ class KVTiers:
         """The counts of each tier as they are now."""
         return {
             tier.name: msgspec.structs.replace(self.stats[tier.name], num_records=tier.num_records)
-            for tier in self.tiers
+            for tier in self._sources
         }
+
+    @property
+    def kept_stats(self) -> TransferStats:
+        """The counts of what is kept for other servers, as they are now."""
+        return TransferStats() if self.kept is None else msgspec.structs.replace(self.kept.stats)
+
+    @property
+    def _sources(self) -> list[KVTier]:
+        """Where records may come from, the nearest first."""
+        return self.tiers if self.remote is None else [*self.tiers, self.remote]
 
     def advance(self) -> None:
         """Take in the moves that have ended and begin others. The steps whose results were taken in must have
         drafted: only then is what they published final."""
         if self._moves:
             self._take_finished()
+        if self.kept is not None:
+            self.kept.advance()
         for number, outbox in enumerate(self._outbox):
             while outbox and self._num_out[number] < MOVES_UNDER_WAY and self._send(number):
                 pass
@@ -339,9 +174,9 @@ class KVTiers:
             if found[1] is not None:
                 self._mover.remove(tier.name, group, found[1])
 
-    def _submit(self, source: str, target: str, records: Sequence[Record]) -> int:
+    def _submit(self, source: str, target: str, records: Sequence[Record], peer: Peer | None = None) -> int:
         self._num_moves += 1
-        move = Move(self._num_moves, source, target, tuple(records))
+        move = Move(self._num_moves, source, target, tuple(records), peer)
         self._moves[move.move_id] = move
         self._mover.submit(move)
         return move.move_id
@@ -361,6 +196,8 @@ class KVTiers:
         """A record left the device. What a copy of it has is not to be relied on: its slot may be written already."""
         if (group, block_hash) in self._leaving:
             self._void.add((group, block_hash))
+        if self.kept is not None:
+            self.kept.removed(group, block_hash)
 
     def _put_out(self, number: int, key: tuple[int, bytes]) -> None:
         outbox = self._outbox[number]
@@ -441,6 +278,15 @@ class KVTiers:
         """
         if request.has_loaded or request.wants_prompt_logprobs:
             return False
+        if self.remote is None or not self.remote.offer(request, self.groups):
+            return self._begin(request, hit, seconds_per_token, wait_s)
+        try:
+            return self._begin(request, hit, seconds_per_token, wait_s)
+        finally:
+            self.remote.withdraw()
+
+    def _begin(self, request: Request, hit: Sequence[int], seconds_per_token: float, wait_s: float) -> bool:
+        """As `begin`, with what others keep for the request."""
         num_blocks = (request.prefill_end - 1) // self._block_size
         hashes = request.block_hashes.first(num_blocks, request.token_ids)
         end = self._reach(hashes, num_blocks, len(hit))
@@ -455,7 +301,11 @@ class KVTiers:
             coming.followers.append(request)
             return True
         request.has_loaded = True
-        if len(self._load_of) >= MAX_LOADS or not self._pays(load, wanted, seconds_per_token, wait_s):
+        # Another server has computed it: it is not computed twice.
+        is_remote = REMOTE in wanted.values()
+        if len(self._load_of) >= (MAX_REMOTE_LOADS if is_remote else MAX_LOADS):
+            return False
+        if not is_remote and not self._pays(load, wanted, seconds_per_token, wait_s):
             return False
         return self._hold(load, hashes)
 
@@ -480,7 +330,7 @@ class KVTiers:
         """Where a record can be found, the nearest slot."""
         if self.groups[group].slot(block_hash) is not None:
             return DEVICE
-        return next((tier.name for tier in self.tiers if tier.slot(group, block_hash) is not None), None)
+        return next((tier.name for tier in self._sources if tier.slot(group, block_hash) is not None), None)
 
     def _wanted(self, load: KVLoad, hashes: Sequence[bytes]) -> dict[tuple[int, bytes], str]:
         """The records to load, and the tier of each. Notes where blocks come from."""
@@ -516,7 +366,7 @@ class KVTiers:
     def _hold(self, load: KVLoad, hashes: Sequence[bytes]) -> bool:
         """Hold all that the hit needs, and begin to load what is missing; False where slots run out."""
         num_more = blocks_for(self._lookahead, self._block_size)
-        tiers = {tier.name: tier for tier in self.tiers}
+        tiers = {tier.name: tier for tier in self._sources}
         records: dict[str, list[Record]] = {}
         for number, group in enumerate(self.groups):
             needed = [hashes[index] for index in group.needed(load.end)]
@@ -526,7 +376,7 @@ class KVTiers:
                 return False
             for block_hash, (slot, is_new) in zip(needed, slots, strict=True):
                 if is_new:
-                    tier = next(each for each in self.tiers if each.slot(number, block_hash) is not None)
+                    tier = next(each for each in self._sources if each.slot(number, block_hash) is not None)
                     source = tier.slot(number, block_hash)
                     assert source is not None
                     records.setdefault(tier.name, []).append(Record(number, block_hash, source, slot))
@@ -534,7 +384,11 @@ class KVTiers:
         for name, of_tier in records.items():
             for record in of_tier:
                 tiers[name].pin(record.group, record.block_hash)
-            move_id = self._submit(name, DEVICE, of_tier)
+            peer = None
+            if name == REMOTE and self.remote is not None:
+                peer = self.remote.peer(load.request)
+                load.request.has_remote_kv = False
+            move_id = self._submit(name, DEVICE, of_tier, peer)
             load.under_way.add(move_id)
             self._load_of[move_id] = load
         return True
@@ -542,7 +396,7 @@ class KVTiers:
     def _take_loaded(self, move: Move, moved: Moved) -> None:
         load = self._load_of.pop(move.move_id)
         load.under_way.remove(move.move_id)
-        tier = next(tier for tier in self.tiers if tier.name == move.source)
+        tier = next(tier for tier in self._sources if tier.name == move.source)
         hashes = load.request.block_hashes.first(load.end, load.request.token_ids)
         index_of = {block_hash: index for index, block_hash in enumerate(hashes[: load.end])}
         for number, (record, arrived) in enumerate(zip(move.records, moved.arrived, strict=True)):
@@ -551,7 +405,7 @@ class KVTiers:
             if arrived:
                 tier.touch(*key, reused=True)
                 load.arrived.append((record.group, index_of[record.block_hash], record.block_hash, record.target))
-            elif number in moved.missing:
+            elif number in moved.missing and tier is not self.remote:
                 tier.remove(*key)
                 self._report(tier, *key, stored=False)
         if load.under_way:
@@ -573,6 +427,10 @@ class KVTiers:
     def release(self, request: Request) -> KVLoad | None:
         """A request starts, holding what it has found, or is gone: let go of what its load holds. A load under way goes
         on, for others. Returns the load, where it has ended."""
+        if request.has_remote_kv and self.remote is not None:
+            if (peer := self.remote.peer(request)) is not None:
+                self._submit(REMOTE, DEVICE, (), peer)
+            request.has_remote_kv = False
         load = self._loads.pop(request, None)
         if load is None:
             return None
@@ -581,6 +439,14 @@ class KVTiers:
             return None
         self._let_go(load)
         return load
+
+    def keep(self, request: Request) -> KVTransferParams | None:
+        """Keep the KV of a prompt for another server, where its request, which has just ended and still has its blocks,
+        asks for that. Returns by what it can be fetched."""
+        params = request.sampling.kv_transfer_params
+        if self.kept is None or params is None or not params.do_remote_decode:
+            return None
+        return self.kept.keep(request)
 
     def count_hit(self, load: KVLoad, num_blocks: int) -> dict[str, int]:
         """The tokens, by tier, that the request of a load needs not compute since it was loaded, when its hit has
@@ -595,10 +461,10 @@ class KVTiers:
         return counts
 
     def give_way(self) -> bool:
-        """Let go of all that loads hold, and stop those under way; False where there are none. Their requests need not
-        wait any more."""
+        """Let go of all that loads hold, and stop those under way, or of some of what is kept for other servers; False
+        where there is neither. Requests that load need not wait any more."""
         if not self._loads and not self._load_of:
-            return False
+            return self.kept is not None and self.kept.give_way()
         if self._load_of:
             self._mover.cancel(frozenset(self._load_of))
             self._take_finished()
@@ -615,8 +481,10 @@ class KVTiers:
         for moved in self._mover.finished():
             move = self._moves.pop(moved.move_id)
             self._measure(move, moved)
-            if move.is_load:
+            if move.move_id in self._load_of:
                 self._take_loaded(move, moved)
+            elif move.is_load:
+                continue  # it told another server that nothing is needed
             else:
                 self._take_stored(move, moved)
 
@@ -642,7 +510,7 @@ class KVTiers:
     def check(self) -> None:
         """Raise AssertionError when slots or pins are lost. For tests."""
         pins = sum(tier.check() for tier in self.tiers)
-        reading = sum(len(move.records) for move in self._moves.values() if move.source != DEVICE)
+        reading = sum(len(move.records) for move in self._moves.values() if move.source not in (DEVICE, REMOTE))
         assert pins == reading + sum(map(len, self._outbox[1:])), "a record is pinned that nothing reads"
         leaving = [
             (record.group, record.block_hash)
@@ -652,6 +520,9 @@ class KVTiers:
         ]
         assert sorted(leaving) == sorted(self._leaving), "copies from the device are miscounted"
         assert self._void <= self._leaving
-        assert {load.load_id for load in (*self._loads.values(), *self._load_of.values())} == {
-            load_id for group in self.groups for load_id in getattr(group, "held", {})
-        }, "blocks are held for no load"
+        loads = {load.load_id for load in (*self._loads.values(), *self._load_of.values())}
+        if self.kept is not None:
+            loads |= self.kept.hold_ids
+        assert loads == {load_id for group in self.groups for load_id in getattr(group, "held", {})}, (
+            "blocks are held for no load"
+        )

@@ -1,0 +1,467 @@
+"""Records of KV between two servers: what is kept here is read by others, and what others keep is read here.
+
+Over TCP, a connection for each prompt (`docs/disaggregation.md`): the reader says what it is and asks for records by
+their hashes; the keeper says which it has, and either sends them or says where in its memory they lie, for NIXL
+(`kv_nixl.py`). In the end the reader says that it has them, and the keeper whether it has kept them all the while. Only
+then are they used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from dflash_backend.core.moves import Kept, Move, Peer, Record
+from dflash_backend.worker.kv_mover import DeviceRecords, RecordStore, host_memory
+
+_log = logging.getLogger(__name__)
+
+# Seconds without a byte after which the other side counts as gone, and to connect.
+IO_TIMEOUT_S, CONNECT_TIMEOUT_S = 5.0, 2.0
+# And seconds for all records of a prompt.
+MAX_READ_S = 60.0
+# A server that was not to be reached is not tried again for as long: requests that name it compute meanwhile.
+DOWN_S = 5.0
+# Readers at a time, and how many servers this one reads from at a time.
+MAX_READERS, NUM_READING = 64, 4
+# Of a message: the records of a prompt of a million tokens.
+MAX_MESSAGE_BYTES = 64 << 20
+# A line in the log for each kind of trouble, this often at most.
+LOG_EVERY_S = 60.0
+_LENGTH = struct.Struct("<Q")
+
+
+class TransferError(Exception):
+    """KV did not come; the message says why."""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What two servers must have in common: the fingerprint, 32 bytes of models and settings. The others are in it, or
+    of no importance where it is the same, and say what differs."""
+
+    fingerprint: bytes
+    kv_block_size: int
+    max_model_len: int
+    target: str
+    drafter: str
+
+    def difference(self, other: Facts) -> str | None:
+        """What differs in `other`, as a sentence; None: nothing."""
+        if self.fingerprint == other.fingerprint:
+            return None
+        for name in ("kv_block_size", "max_model_len", "target", "drafter"):
+            here, there = getattr(self, name), getattr(other, name)
+            if here != there:
+                return f"{name} is {here!r} on the server that keeps the KV, and {there!r} on the one that asks for it"
+        return "weights, dtypes or devices of the two servers differ"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Records of what is kept under `key`, by group and hash; none where nothing of it is needed. transport: how they
+    are to come."""
+
+    facts: Facts
+    key: bytes
+    records: list[tuple[int, bytes]]
+    transport: str
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The slots of the records, -1 of those that are not there; or why there are none. memory: where slots lie."""
+
+    slots: list[int] = []
+    error: str = ""
+    memory: Memory | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A tensor of records, uint8 `[layers, slots, num_bytes]`: the address of slot 0 of layer 0, and bytes from one
+    layer and from one slot to the next."""
+
+    address: int
+    num_layers: int
+    layer_stride: int
+    slot_stride: int
+    num_bytes: int
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What NIXL needs to read a server's records: its agent's metadata, the parts of each group, and what kind of
+    memory they are in."""
+
+    metadata: bytes
+    groups: list[list[Part]]
+    kind: str
+    device: int
+
+
+class HasRead(msgspec.Struct, frozen=True):
+    """The reader has all that it wants."""
+
+
+class WasKept(msgspec.Struct, frozen=True):
+    """Whether it was kept until then."""
+
+    is_kept: bool
+
+
+Message = TypeVar("Message", Ask, Found, HasRead, WasKept)
+
+
+class RegisteredMemory(Protocol):
+    """The device's records where another server's transport reads them by itself."""
+
+    memory: Memory
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. Raises `OSError`."""
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket, kind: type[Message], until: float) -> Message:
+    """The next message. until: as of `receive_into`. Raises `OSError`, or `TransferError` for anything else than one of
+    this kind."""
+    header = bytearray(_LENGTH.size)
+    receive_into(connection, memoryview(header), until)
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_MESSAGE_BYTES:
+        raise TransferError(f"a message of {length} bytes came, which is no {kind.__name__}")
+    data = bytearray(length)
+    receive_into(connection, memoryview(data), until)
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"what came is no {kind.__name__}: {error}") from None
+
+
+def receive_into(connection: socket.socket, part: memoryview, until: float) -> None:
+    """Fill `part` until a time (monotonic, s), however little comes at a time. Raises `OSError`."""
+    while len(part):
+        if time.monotonic() > until:
+            raise TimeoutError("it came too slowly")
+        count = connection.recv_into(part)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        part = part[count:]
+
+
+@dataclass
+class _Kept:
+    """What is kept, what its copies come after, and whether it can be read, and is."""
+
+    kept: Kept
+    after: torch.cuda.Event | None = None
+    is_ready: bool = False
+    is_read: bool = False
+
+
+class TransferServer:
+    """A `core.moves.KVSender`: a thread that takes connections, and one for each reader."""
+
+    def __init__(
+        self,
+        device: DeviceRecords,
+        facts: Facts,
+        address: tuple[str, int],
+        registered: RegisteredMemory | None = None,
+    ) -> None:
+        """address: where to listen, which is what others are told; port 0: any. registered: for NIXL. Raises
+        `OSError`."""
+        self._device, self._facts, self._registered = device, facts, registered
+        self.engine_id = str(uuid.uuid4())
+        self._listener = socket.create_server(address, backlog=MAX_READERS)
+        self.host, self.port = address[0], self._listener.getsockname()[1]
+        # Guards all below; readers that wait are told of changes.
+        self._changed = threading.Condition()
+        self._kept: dict[int, _Kept] = {}
+        self._taken: list[int] = []
+        self._readers: set[socket.socket] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def keep(self, kept: Kept) -> None:
+        """As `core.moves.KVSender.keep`."""
+        with self._changed:
+            self._kept[kept.number] = _Kept(kept)
+
+    def ready(self, number: int) -> None:
+        """As `core.moves.KVSender.ready`."""
+        after = self._device.after()
+        with self._changed:
+            if (one := self._kept.get(number)) is not None:
+                one.after, one.is_ready = after, True
+                self._changed.notify_all()
+
+    def withdraw(self, number: int) -> None:
+        """As `core.moves.KVSender.withdraw`."""
+        with self._changed:
+            self._kept.pop(number, None)
+            self._changed.notify_all()
+
+    def taken(self) -> list[int]:
+        """As `core.moves.KVSender.taken`."""
+        if not self._taken:
+            return []
+        with self._changed:
+            taken, self._taken = self._taken, []
+        return taken
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            for reader in self._readers:
+                with contextlib.suppress(OSError):
+                    reader.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                _log.warning("kv_transfer_port: a connection could not be taken: %s", error)
+                time.sleep(0.1)  # such as too many open files
+                continue
+            with self._changed:
+                if self._closing or len(self._readers) >= MAX_READERS:
+                    connection.close()
+                    continue
+                self._readers.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="kv-reader", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(IO_TIMEOUT_S)
+                self._answer(connection)
+        except (OSError, TransferError) as error:
+            _log.info("a reader of KV is gone: %s", error)
+        except Exception:  # noqa: BLE001 - one reader's trouble is not another's
+            _log.exception("KV could not be sent")
+        finally:
+            with self._changed:
+                self._readers.discard(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        ask = receive(connection, Ask, time.monotonic() + IO_TIMEOUT_S)
+        if (difference := self._facts.difference(ask.facts)) is not None:
+            send(connection, Found(error=difference))
+            return
+        if (one := self._take(ask.key)) is None:
+            send(connection, Found(error="it is not kept (any more)"))
+            return
+        try:
+            slots = {(record.group, record.block_hash): record.source for record in one.kept.records}
+            found = [(group, block_hash, slots.get((group, block_hash), -1)) for group, block_hash in ask.records]
+            memory = self._registered.memory if self._registered is not None and ask.transport == "nixl" else None
+            send(connection, Found([slot for _, _, slot in found], memory=memory))
+            if memory is None:
+                self._send_records(connection, one, [Record(g, h, slot, 0) for g, h, slot in found if slot >= 0])
+            receive(connection, HasRead, time.monotonic() + MAX_READ_S)
+            with self._changed:
+                is_kept = self._kept.pop(one.kept.number, None) is not None
+                if is_kept:
+                    self._taken.append(one.kept.number)
+            send(connection, WasKept(is_kept))
+        finally:
+            one.is_read = False
+
+    def _take(self, key: bytes) -> _Kept | None:
+        """What is kept under a name, once it can be read, rather one that is not read yet; None: there is none."""
+
+        def named() -> list[_Kept]:
+            return [one for one in self._kept.values() if one.kept.key == key]
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or not (found := named()) or any(one.is_ready for one in found), IO_TIMEOUT_S / 2
+            )
+            ready = sorted((one for one in named() if one.is_ready), key=lambda one: one.is_read)
+            if not ready:
+                return None
+            ready[0].is_read = True
+            return ready[0]
+
+    def _send_records(self, connection: socket.socket, one: _Kept, records: Sequence[Record]) -> None:
+        scratch = host_memory(max(self._device.sizes), pinned=self._device.device.type == "cuda")
+        self._device.wait_for(one.after)
+        for record in records:
+            data = self._device.read(record, scratch[: self._device.sizes[record.group]])
+            connection.sendall(data.data)
+
+
+class RemoteRecords(RecordStore):
+    """What other servers keep, a connection for each move."""
+
+    num_threads = NUM_READING
+
+    def __init__(
+        self,
+        facts: Facts,
+        sizes: Sequence[int],
+        transport: Transport | None = None,
+        peers: frozenset[str] = frozenset(),
+    ) -> None:
+        """sizes: bytes of a record of each group. transport: other than the connection itself. peers: the only servers
+        to connect to, as host, or host and port with a colon; empty: any."""
+        self._facts, self._sizes, self._transport = facts, list(sizes), transport
+        self.peers = peers
+        self._lock = threading.Lock()
+        self._down_until: dict[tuple[str, int], float] = {}
+        self._logged: dict[str, float] = {}
+
+    def opened(self, move: Move) -> RecordStore:
+        """The move's records, from the server that keeps them; none where it does not give them."""
+        assert move.peer is not None
+        return _Session(self, move, move.peer)
+
+    def _is_down(self, peer: Peer) -> bool:
+        with self._lock:
+            return self._down_until.get(peer[:2], 0.0) > time.monotonic()
+
+    def _note(self, peer: Peer, why: str, is_down: bool) -> None:
+        """A line for the first trouble of a kind, once a minute."""
+        now = time.monotonic()
+        with self._lock:
+            if is_down:
+                self._down_until[peer[:2]] = now + DOWN_S
+                self._down_until = {each: until for each, until in self._down_until.items() if until > now}
+            if now - self._logged.get(why, -LOG_EVERY_S) < LOG_EVERY_S:
+                return
+            self._logged = {each: at for each, at in self._logged.items() if now - at < LOG_EVERY_S}
+            self._logged[why] = now
+        _log.warning("KV of %s:%d is not used, and is computed here: %s", peer.host, peer.port, why)
+
+
+class Transport(Protocol):
+    """Another way than the connection for records to come."""
+
+    name: str
+
+    def reader(self, memory: Memory) -> RecordReader:
+        """Reads from a server's memory. Raises `TransferError`."""
+        ...
+
+
+class RecordReader(Protocol):
+    """Reads records of one server."""
+
+    def read(self, group: int, slot: int, size: int) -> np.ndarray:
+        """The record at a slot, uint8 `[size]`. Raises `TransferError`."""
+        ...
+
+
+class _Session(RecordStore):
+    """One move: asks, reads in the order of the records, and has it confirmed."""
+
+    def __init__(self, owner: RemoteRecords, move: Move, peer: Peer) -> None:
+        self._owner, self._move, self._peer = owner, move, peer
+        self._connection: socket.socket | None = None
+        self._has_begun = self._is_stopped = False
+        self._slots: deque[int] = deque()
+        self._reader: RecordReader | None = None
+        self._until = time.monotonic() + MAX_READ_S
+
+    def _begin(self) -> None:
+        """Connect and ask."""
+        self._has_begun = True
+        owner, peer = self._owner, self._peer
+        if owner.peers and owner.peers.isdisjoint((peer.host, f"{peer.host}:{peer.port}")):
+            owner._note(peer, "it is not among kv_transfer_peers", is_down=False)
+            return
+        if owner._is_down(peer):
+            return
+        records = [(record.group, record.block_hash) for record in self._move.records]
+        transport = owner._transport
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(*peer[:2], type=socket.SOCK_STREAM)[0]
+            # Before it connects, so that `interrupt` ends that too.
+            self._connection = connection = socket.socket(family, kind, protocol)
+            if self._is_stopped:
+                raise TransferError("it was stopped")
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            connection.connect(address)
+            connection.settimeout(IO_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send(connection, Ask(owner._facts, peer.key, records, "tcp" if transport is None else transport.name))
+            found = receive(connection, Found, self._until)
+            if found.error:
+                raise TransferError(found.error)
+            if len(found.slots) != len(records):
+                raise TransferError(f"{len(found.slots)} places came for {len(records)} records")
+            if found.memory is not None and transport is not None:
+                self._reader = transport.reader(found.memory)
+            self._slots.extend(found.slots)
+        except (OSError, TransferError, ValueError) as error:
+            self._fail(error)
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray | None:
+        if not self._has_begun:
+            self._begin()
+        if self._connection is None or not self._slots:
+            return None
+        slot = self._slots.popleft()
+        if slot < 0:
+            return None
+        try:
+            if self._reader is not None:
+                return self._reader.read(record.group, slot, len(into))
+            receive_into(self._connection, into.data, self._until)
+        except (OSError, TransferError) as error:
+            self._fail(error)
+            return None
+        return into
+
+    def ended(self, is_whole: bool) -> bool:
+        if is_whole and not self._has_begun:
+            self._begin()
+        connection, is_kept = self._connection, False
+        if connection is None:
+            return False
+        if is_whole:
+            try:
+                send(connection, HasRead())
+                is_kept = receive(connection, WasKept, self._until).is_kept
+                if not is_kept:
+                    self._owner._note(self._peer, "it was given up while it was read", is_down=False)
+            except (OSError, TransferError) as error:
+                self._fail(error)
+        connection.close()
+        self._connection = None
+        return is_kept
+
+    def interrupt(self) -> None:
+        self._is_stopped = True
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _fail(self, error: Exception) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if not self._is_stopped:
+            self._owner._note(self._peer, f"{error}" or type(error).__name__, is_down=isinstance(error, OSError))
