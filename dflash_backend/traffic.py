@@ -111,6 +111,8 @@ class TrafficWriter:
         self._name, self._num_files = f"{os.getpid()}-{secrets.token_hex(4)}", 0
         self._header = b""
         self._retry_at: float | None = None
+        if folder.exists() and not folder.is_dir():
+            raise TrafficError(f"{folder} is a file; name a folder")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):

@@ -215,9 +215,14 @@ class Run:
             deadline = None if options.steps is not None else self.began + 60 * DATA_SHARE * options.minutes
             had = store.num_tokens
             if had < options.data.num_tokens:
-                given = bool(options.data.files) or options.data.traffic is not None
-                what = "reading prompts" if given else "the target writes questions"
-                self._say(f"{what}, and answers them at temperature {options.data.temperature:g}")
+                what = (
+                    "prompts are read, and answered"
+                    if options.data.files
+                    else "the target writes questions and answers"
+                )
+                if options.data.traffic is not None:
+                    what = "prompts are read with this target's answers; the others are answered"
+                self._say(f"{what} at temperature {options.data.temperature:g}")
                 collect(llm, store, options.data, self._data_report, deadline)
             seconds = time.monotonic() - began
             self.record.data_seconds += seconds

@@ -140,10 +140,14 @@ def test_a_full_disk_costs_rows_and_leaves_no_half_line(
 
 def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "in it", "Not a directory")):
+    inside = tmp_path / "file" / "in it"
+    for folder, why in (
+        (tmp_path / "file", "is a file; name a folder"),
+        (inside, "cannot be written: Not a directory"),
+    ):
         with pytest.raises(TrafficError) as error:
             make(folder=folder)
-        assert str(error.value) == f"{folder} cannot be written: {why}"
+        assert str(error.value) == f"{folder} {why}"
 
 
 def test_a_file_that_was_taken_away_is_followed_by_another(make: Make, target: Path, tmp_path: Path) -> None:

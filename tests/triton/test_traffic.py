@@ -87,4 +87,4 @@ def test_a_folder_that_cannot_be_written_stops_the_start(serve: Serve, tmp_path:
     file.write_text("")
     with pytest.raises(ConfigError) as error:
         serve(record_traffic=str(file))
-    assert str(error.value) == f"setting 'record_traffic' is '{file}': {file} cannot be written: File exists"
+    assert str(error.value) == f"setting 'record_traffic' is '{file}': {file} is a file; name a folder"
