@@ -206,14 +206,19 @@ class EngineCore:
         assert result is not None
         try:
             drafts = self._worker.collect_drafts(
-                [row.request_id for row, request in rows if not self._is_in_progress(request)]
+                [row.request_id for row, request in rows if self._requests.get(row.request_id) is not request]
             )
         except StepFailed as error:
             # Blocks of the step are published, and what drafting was to write of them is missing (TOGETHER).
             self.scheduler.kv.reset_prefix_cache()
+            self._drop_in_flight()
             self._failed_step = step.plan, str(error)
             return
         finished = self._clock()
+        if drafts.next_error is not None:
+            plan = self._in_flight[0].plan
+            self._drop_in_flight()
+            self._take_error(drafts.next_error, plan, self._outputs)
         for request_id, (reason, status) in drafts.errors.items():
             request = next(request for row, request in rows if row.request_id == request_id)
             if self._is_in_progress(request):
@@ -358,21 +363,40 @@ class EngineCore:
     def _run(self, plan: SchedulerOutput, started: float, outputs: EngineCoreOutputs) -> bool:
         """Give a step to the worker; False when it could not run, and then the next one is smaller or isolates the
         requests of this one."""
-        was_idle = not self._in_flight
         try:
             self._submit(plan, started)
         except StepOutOfMemory as error:
-            if was_idle and len(plan.rows) == 1:
-                self._fail(self._requests[plan.rows[0].request_id], out_of_memory(str(error)), outputs)
-                return False
-            self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
-            if self.scheduler.running:
-                self.scheduler.shrink(plan)
+            if self._in_flight:
+                self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
+                if self.scheduler.running:
+                    self.scheduler.shrink(plan)
+            else:
+                self._take_error(error, plan, outputs)
         except StepFailed as error:
-            self._failed_step = plan, str(error)
+            self._take_error(error, plan, outputs)
         else:
             return True
         return False
+
+    def _take_error(
+        self, error: StepFailed | StepOutOfMemory, plan: SchedulerOutput, outputs: EngineCoreOutputs
+    ) -> None:
+        """Have the requests of a step isolated; where memory lacked, make the next one smaller, or end a request that
+        was alone in it. For lack of memory nothing may be in flight."""
+        if isinstance(error, StepFailed):
+            self._failed_step = plan, str(error)
+        elif len(plan.rows) > 1:
+            if self.scheduler.running:
+                self.scheduler.shrink(plan)
+        elif (request := self._requests.get(plan.rows[0].request_id)) is not None:
+            self._fail(request, out_of_memory(str(error)), outputs)
+
+    def _drop_in_flight(self) -> None:
+        """Forget the steps in flight: what they yield would follow from a step that failed."""
+        for step in self._in_flight:
+            for request in step.requests:
+                request.row_in_flight = None
+        self._in_flight.clear()
 
     def _exchange_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
         """Put a drafter in the worker, or the one before back, once nothing is in flight."""
@@ -487,9 +511,17 @@ class EngineCore:
         """Wait for the oldest steps in flight and apply their results, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             self.finish_step()
-            step = self._in_flight.popleft()
+            if not self._in_flight:
+                return  # a step that waited for those drafts did not run
+            step = self._in_flight[0]
             step.waited = self._clock()
-            step.result = result = self._worker.collect()
+            try:
+                step.result = result = self._worker.collect()
+            except StepFailed as error:
+                self._drop_in_flight()
+                self._failed_step = step.plan, str(error)
+                return
+            self._in_flight.popleft()
             step.executed = now = self._clock()
             plan = step.plan
             if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):

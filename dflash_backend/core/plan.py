@@ -207,7 +207,8 @@ class DraftOutput:
     confidences: for each row, in the plan's order, the drafter's in the drafts that it proposed; empty where it has
     none. num_kept: by request id, how many drafts the next row verifies where the worker kept fewer than it proposed.
     errors: by request id, why a request cannot go on, and a gRPC status name. phase_seconds: wall time of verify,
-    accept, inject and draft, where it was measured.
+    accept, inject and draft, where it was measured. next_error: why the step that was submitted after this one, and
+    waited for its drafts, cannot go on; as if its `submit` had raised it, that step is not in flight any more.
     """
 
     step_id: int
@@ -215,6 +216,7 @@ class DraftOutput:
     num_kept: dict[str, int] = field(default_factory=dict)
     errors: dict[str, tuple[str, ErrorStatus]] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    next_error: StepFailed | StepOutOfMemory | None = None
 
 
 class StepOutOfMemory(Exception):
@@ -246,11 +248,12 @@ class Worker(Protocol):
         ...
 
     def reset(self) -> None:
-        """Remove every request, as if none had ever been in a plan. Nothing may be in flight. The KV stays."""
+        """Remove every request, as if none had ever been in a plan. Steps in flight are dropped. The KV stays."""
         ...
 
     def collect(self) -> ModelRunnerOutput:
-        """The result of the oldest step that was submitted and not collected; waits for it. There must be one."""
+        """The result of the oldest step that was submitted and not collected; waits for it. There must be one. Raises
+        `StepFailed`."""
         ...
 
     def collect_drafts(self, ended: Collection[str]) -> DraftOutput:

@@ -163,6 +163,11 @@ class Request:
         return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether it has run before: it was preempted, or a step with it failed."""
+        return self.first_scheduled_s is not None
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output."""
         return len(self.token_ids)

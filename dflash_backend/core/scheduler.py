@@ -450,7 +450,7 @@ class Scheduler:
         """Take every request out, in order of arrival, and free all blocks: the worker has lost what it held of them.
         Nothing may be in flight. A request goes on where it was when it is added again."""
         for request in list(self.running.values()):
-            self._preempt(request)
+            self._put_back(request)
         taken = sorted((*self.waiting.values(), *self.loading.values()), key=lambda request: request.arrival)
         for request in taken:
             self.remove(request)
@@ -577,12 +577,16 @@ class Scheduler:
                 return True
 
     def _preempt(self, request: Request) -> None:
+        """Take the blocks of a running request for others; it waits again."""
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
         """Put a running request back to where it waited."""
         del self.running[request.request_id]
         self._release(request)
-        request.num_preemptions += 1
         request.has_loaded = False
-        self.num_preemptions += 1
         # Added before it leaves: its tenant keeps its counter.
         self.queue.add(request)
         self.queue.stop(request)

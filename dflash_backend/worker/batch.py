@@ -15,12 +15,10 @@ import torch
 
 from dflash_backend.attention import AttentionBatch, SharedPrefixes
 from dflash_backend.core.plan import MAX_SHARED_PREFIXES, DraftBudget, ScheduledRequest, SharedPrefix
-from dflash_backend.drafters.base import DraftQueries
 from dflash_backend.models.interface import WindowSlots
 from dflash_backend.models.recurrent_state import StateRows
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.transfers import ALIGNMENT, Uploader
-from dflash_kernels import one_row
 from dflash_kernels.shared_prefix import SharedRows
 
 # A ragged step on a GPU has a multiple of this number of rows: Triton compiles a kernel anew for a number that is 1.
@@ -101,7 +99,7 @@ class DeviceBatch:
     @staticmethod
     def buffer_size(num_rows: int, num_tokens: int) -> int:
         """Numbers in the buffer of `over`."""
-        return len(_ROW_FIELDS) * rounded(num_rows, _ALIGNMENT) + num_tokens
+        return len(_ROW_FIELDS) * (-(-num_rows // _ALIGNMENT) * _ALIGNMENT) + num_tokens
 
     @classmethod
     def over(cls, buffer: torch.Tensor, num_rows: int) -> DeviceBatch:
@@ -137,8 +135,8 @@ class Step:
     `seq_lens` never goes past a row's blocks either.
 
     `accept` fills in num_accepted int32 `[R]`, accepted drafts; new_tokens int64 `[R, k + 1]`, those drafts and the
-    token that follows, then 0, all 0 for a row that does not sample; and `results` int64 `[R * (k + 3)]`: accepted
-    drafts and verified ones of each row, then new_tokens.
+    token that follows, then 0, all 0 for a row that does not sample; and `results` int64 `[R, k + 3]`: of each row
+    its accepted drafts, its verified ones, then new_tokens.
 
     `draft` fills in `drafts`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is of the
     drafts of each row (the bits of float32).
@@ -441,22 +439,6 @@ def exact_layout(
     width = max(1, -(-int(seq_lens.max()) // state.block_size))
     tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
     return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
-
-
-def draft_of_row(
-    batch: DeviceBatch, state: StateTensors, placeholder_id: int, lookahead_base: int
-) -> DraftQueries | None:
-    """What the drafter's model runs for the single row of a step, which drafts; None where its blocks do not hold the
-    queries. As `worker.step_ops.HostStepOps.prepare_draft`."""
-    index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
-    anchor = state.computed.numpy().item(index)
-    queries = one_row.prepare_draft(
-        state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
-    )
-    if queries is None:
-        return None
-    layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
-    return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
 
 
 class LayoutBuffer:

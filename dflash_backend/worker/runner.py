@@ -196,14 +196,34 @@ class ModelRunner:
         if plan.writable_block_ids is not None and self.mover is not None:
             self.mover.check(plan)
         with step_errors(plan, self.device), torch.inference_mode():
-            for step in filter(None, (self._collected, *self._in_flight)):
-                self._draft(step)
-            self._update(plan)
-            self._in_flight.append(BatchInFlight(plan, self._run(plan) if plan.rows else []))
+            self.requests.update(plan)
+            if plan.new_requests or plan.finished_req_ids:
+                self.grammars.update(plan)
+            if self.step.pending is not None:
+                for new in plan.new_requests:
+                    self.step.pending.drop(self.requests.records[new.request_id].index)
+            if self.step.pool is not None:
+                # What the steps before have yet to write is written first.
+                first = len(self.step.state.tokens)
+                starts = [(new.snapshot_slot, new.request_id) for new in plan.new_requests]
+                self.step.pool.copy(
+                    [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
+                )
+        parts: list[PartInFlight] = []
+        with step_errors(plan, self.device, may_lack_memory=True), torch.inference_mode():
+            if self.overlaps and plan.rows:
+                parts = [self._run_part(plan, plan.rows)]
+            elif plan.rows:
+                # Until drafts are accepted; the rest waits for `collect_drafts`.
+                rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
+                of_threads = self.threads.split(rows, self.grammars.answers)
+                parts = self.threads.run(lambda rows: self._run_part(plan, rows), of_threads, plan.num_tokens)
+        self._in_flight.append(BatchInFlight(plan, parts))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
         self._collected = None
+        self._in_flight.clear()
         self.requests.clear()
         if self.step.pending is not None:
             self.step.pending.clear()
@@ -233,64 +253,70 @@ class ModelRunner:
         self._collected = step = self._in_flight.popleft()
         results: dict[str, RequestResult] = {}
         mask_seconds = 0.0
-        for part in step.parts:
-            assert part.results is not None, "the step before completes this one"
-            numbers = part.results.wait()
-            accepted, verified, tokens = self.step.unpacked_results(numbers)
-            self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
-            new_tokens = [
-                ids[: count + 1] if row.sample else []
-                for row, count, ids in zip(part.rows, accepted, tokens, strict=False)
-            ]
-            logprobs = {} if part.logprobs is None else part.logprobs.entries(new_tokens)
-            of_prompt = {} if part.prompt_logprobs is None else part.prompt_logprobs.entries
-            answers = {} if part.grammars is None else part.grammars.answers
-            for i, (row, new) in enumerate(zip(part.rows, new_tokens, strict=True)):
-                error: str | None = None
-                status: ErrorStatus = "INTERNAL"
-                if (answer := answers.get(i)) is not None:
-                    answer.advance(new)
-                    error, status = answer.error, answer.error_status
-                results[row.request_id] = RequestResult(
-                    row.request_id, new, accepted[i], logprobs.get(i), of_prompt.get(i), error, status, verified[i]
-                )
-            if part.grammars is not None:
-                mask_seconds += part.grammars.mask_seconds
+        with step_errors(step.plan, self.device):
+            for part in step.parts:
+                assert part.results is not None, "the step before completes this one"
+                # Lists, since after a step's products each call of numpy takes some microseconds.
+                numbers = part.results.wait().reshape(-1, self.step.width + 2).tolist()[: len(part.rows)]
+                self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
+                new_tokens = [
+                    ids[: num_accepted + 1] if row.sample else []
+                    for row, (num_accepted, _, *ids) in zip(part.rows, numbers, strict=True)
+                ]
+                logprobs = {} if part.logprobs is None else part.logprobs.entries(new_tokens)
+                of_prompt = {} if part.prompt_logprobs is None else part.prompt_logprobs.entries
+                answers = {} if part.grammars is None else part.grammars.answers
+                for i, (row, new, counts) in enumerate(zip(part.rows, new_tokens, numbers, strict=True)):
+                    error: str | None = None
+                    status: ErrorStatus = "INTERNAL"
+                    if (answer := answers.get(i)) is not None:
+                        answer.advance(new)
+                        error, status = answer.error, answer.error_status
+                    results[row.request_id] = RequestResult(
+                        row.request_id, new, counts[0], logprobs.get(i), of_prompt.get(i), error, status, counts[1]
+                    )
+                if part.grammars is not None:
+                    mask_seconds += part.grammars.mask_seconds
         return ModelRunnerOutput(step.plan.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
 
     def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
         step, self._collected = self._collected, None
         assert step is not None
-        with step_errors(step.plan, self.device), torch.inference_mode():
-            self._draft(step, ended)
         phases: dict[str, float] = {}
         confidences: dict[str, list[float]] = {}
         num_kept: dict[str, int] = {}
         errors: dict[str, tuple[str, ErrorStatus]] = {}
         has_confidence = step.plan.wants_confidence and self.step.wants_confidence and step.plan.drafts
-        for part in step.parts:
-            assert part.drafts is not None
-            seconds, numbers = self.step.unpacked_drafts(part.drafts.wait())
-            # Parts run side by side: the phases of the slowest one add up to no more than the step.
-            if sum(seconds) > sum(phases.values()):
-                phases = dict(zip(PHASES, seconds, strict=True))
-            sure = numbers.tolist() if has_confidence else []
-            proposed = None if part.proposed is None else part.proposed.wait()
-            for i, row in enumerate(part.rows if sure or part.grammars is not None else ()):
-                values = sure[i][: row.num_next_draft] if sure else []
-                if proposed is not None and part.grammars is not None and (answer := part.grammars.answers.get(i)):
-                    drafts = proposed[i, : row.num_next_draft].tolist()
-                    kept, values = self._with_grammar(row, answer, drafts, values)
-                    if kept is not None:
-                        num_kept[row.request_id] = kept
-                    if answer.error is not None:
-                        errors[row.request_id] = answer.error, answer.error_status
-                confidences[row.request_id] = values
-        if self._in_flight:
-            self._finish_waiting(self._in_flight[0])
+        with step_errors(step.plan, self.device), torch.inference_mode():
+            if not self.overlaps and step.parts:
+                # Rows of requests that have ended, which the core knows by now, propose nothing.
+                for part in step.parts if ended else ():
+                    num_next = part.step.batch.num_next.numpy()
+                    num_next[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
+                    part.step.traits = replace(part.step.traits, drafts=bool(num_next.any()))
+                self.threads.run(self._draft_part, step.parts, step.plan.num_tokens)
+            for part in step.parts:
+                assert part.drafts is not None
+                seconds, numbers = self.step.unpacked_drafts(part.drafts.wait())
+                # Parts run side by side: the phases of the slowest one add up to no more than the step.
+                if sum(seconds) > sum(phases.values()):
+                    phases = dict(zip(PHASES, seconds, strict=True))
+                sure = numbers.tolist() if has_confidence else []
+                proposed = None if part.proposed is None else part.proposed.wait()
+                for i, row in enumerate(part.rows if sure or part.grammars is not None else ()):
+                    values = sure[i][: row.num_next_draft] if sure else []
+                    if proposed is not None and part.grammars is not None and (answer := part.grammars.answers.get(i)):
+                        drafts = proposed[i, : row.num_next_draft].tolist()
+                        kept, values = self._with_grammar(row, answer, drafts, values)
+                        if kept is not None:
+                            num_kept[row.request_id] = kept
+                        if answer.error is not None:
+                            errors[row.request_id] = answer.error, answer.error_status
+                    confidences[row.request_id] = values
+        next_error = self._finish_waiting(self._in_flight[0]) if self._in_flight else None
         ordered = [confidences[row.request_id] for row in step.plan.rows] if has_confidence else []
-        return DraftOutput(step.plan.step_id, ordered, num_kept, errors, phases)
+        return DraftOutput(step.plan.step_id, ordered, num_kept, errors, phases, next_error)
 
     def _with_grammar(
         self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]
@@ -317,22 +343,6 @@ class ModelRunner:
         """Those of the step in flight, if there is one with any; on a CPU there never is."""
         return self._in_flight[0].parts[0].grammars if self._in_flight and self._in_flight[0].parts else None
 
-    def _update(self, plan: SchedulerOutput) -> None:
-        """Bring a plan's changes to the requests' state."""
-        self.requests.update(plan)
-        if plan.new_requests or plan.finished_req_ids:
-            self.grammars.update(plan)
-        if self.step.pending is not None:
-            for new in plan.new_requests:
-                self.step.pending.drop(self.requests.records[new.request_id].index)
-        if self.step.pool is not None:
-            # What the steps before have yet to write is written first.
-            first = len(self.step.state.tokens)
-            starts = [(new.snapshot_slot, new.request_id) for new in plan.new_requests]
-            self.step.pool.copy(
-                [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
-            )
-
     def _copied_states(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
         """The slots of the rows' recurrent states that are copied after the rows, and those that they are copied to."""
         first = len(self.step.state.tokens)
@@ -341,22 +351,6 @@ class ModelRunner:
             for row in rows
             if (slot := plan.snapshot_slots.get(row.request_id)) is not None
         ]
-
-    def _run(self, plan: SchedulerOutput) -> list[PartInFlight]:
-        """Queue a step that has rows: on a CPU until its drafts are accepted. Raises `StepOutOfMemory`."""
-        try:
-            if self.overlaps:
-                return [self._run_part(plan, plan.rows)]
-            rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
-            parts = self.threads.split(rows, self.grammars.answers)
-            return self.threads.run(lambda rows: self._run_part(plan, rows), parts, plan.num_tokens)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise StepOutOfMemory(
-                f"step {plan.step_id} with {len(plan.rows)} rows and {plan.num_tokens} tokens does not fit the memory "
-                f"of {self.device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
-                "gpu_memory_utilization if this comes often"
-            ) from None
 
     def _verified_rows(self, rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
         """Rows with the drafts that a budget has for them, on a CPU."""
@@ -409,7 +403,7 @@ class ModelRunner:
         before = StateSnapshot(self.step.state, part.step) if self.overlaps and part.runner is self.step else None
         try:
             part.runner.accept(part.step)
-            part.results = self._results.begin(part.step.results)
+            part.results = self._results.begin(part.step.results.flatten())
             if self.overlaps:
                 self._draft_part(part)
         except torch.OutOfMemoryError:
@@ -419,36 +413,26 @@ class ModelRunner:
         if part.special is not None and not self.overlaps:
             part.logprobs = part.special.logprobs(part.step, self.step.ops)  # of accepted drafts alone
 
-    def _draft(self, step: BatchInFlight, ended: Collection[str] = ()) -> None:
-        """Inject and draft, where that has not been done yet: on a CPU. Rows of requests that have ended, which the
-        core knows by then, propose nothing."""
-        if self.overlaps or not step.parts or step.parts[0].drafts is not None:
-            return
-        for part in step.parts if ended else ():
-            num_next = part.step.batch.num_next.numpy()
-            num_next[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
-            part.step.traits = replace(part.step.traits, drafts=bool(num_next.any()))
-        self.threads.run(self._draft_part, step.parts, step.plan.num_tokens)
-
     def _draft_part(self, part: PartInFlight) -> None:
         part.runner.draft(part.step, part.guard, part.copies)
         part.drafts = self._drafts.begin(part.step.drafts)
         if part.grammars is not None:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 
-    @torch.inference_mode()
-    def _finish_waiting(self, step: BatchInFlight) -> None:
+    def _finish_waiting(self, step: BatchInFlight) -> StepFailed | StepOutOfMemory | None:
         """Queue what follows the forward of a step that waited for the drafts of the one before. The device runs the
-        forward meanwhile, and the masks are filled."""
-        for part in step.parts:
-            if part.waits and part.grammars is not None:
-                part.waits = False
-                part.grammars.begin()
-                try:
-                    self._finish(part)
-                except torch.OutOfMemoryError:
-                    torch.cuda.empty_cache()
-                    self._finish(part)
+        forward meanwhile, and the masks are filled. Returns why the step cannot go on, if so; it is dropped then."""
+        try:
+            with step_errors(step.plan, self.device, may_lack_memory=True), torch.inference_mode():
+                for part in step.parts:
+                    if part.waits and part.grammars is not None:
+                        part.waits = False
+                        part.grammars.begin()
+                        self._finish(part)
+        except (StepFailed, StepOutOfMemory) as error:
+            self._in_flight.remove(step)
+            return error
+        return None
 
 
 def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
@@ -458,18 +442,26 @@ def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> l
 
 
 @contextmanager
-def step_errors(plan: SchedulerOutput, device: torch.device) -> Iterator[None]:
-    """Turn an error within the block, which runs `plan`, into `StepFailed`.
+def step_errors(plan: SchedulerOutput, device: torch.device, may_lack_memory: bool = False) -> Iterator[None]:
+    """Turn an error within the block, which runs `plan`, into `StepFailed`. may_lack_memory: where memory lacks, the
+    requests' state is as it was, so that is `StepOutOfMemory`, which the core answers otherwise.
 
-    Four kinds pass unchanged: `StepOutOfMemory`, which the core answers otherwise; `KVWriteError`, since other
-    requests' KV may be damaged; `RankLostError`, since no step can follow; and the error of a GPU whose context is
-    lost, which `torch.cuda.synchronize` raises.
+    Four kinds pass unchanged: `StepOutOfMemory`; `KVWriteError`, since other requests' KV may be damaged;
+    `RankLostError`, since no step can follow; and the error of a GPU whose context is lost, which
+    `torch.cuda.synchronize` raises.
     """
     try:
         yield
     except (StepOutOfMemory, KVWriteError, RankLostError):
         raise
     except Exception as error:
+        if may_lack_memory and isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            raise StepOutOfMemory(
+                f"step {plan.step_id} with {len(plan.rows)} rows and {plan.num_tokens} tokens does not fit the memory "
+                f"of {device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
+                "gpu_memory_utilization if this comes often"
+            ) from None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         _log.exception("step %d with the requests %s failed", plan.step_id, [row.request_id for row in plan.rows])

@@ -113,8 +113,8 @@ class ModelStep:
     def accept(self, step: Step) -> None:
         """Which drafts are the target's own tokens, and which token follows them."""
         self.ops.accept(step, self.state)
-        counts = (step.num_accepted, step.batch.num_draft, step.new_tokens.flatten())
-        step.results = torch.cat([each.long() for each in counts])
+        counts = torch.stack([step.num_accepted, step.batch.num_draft], dim=1).long()
+        step.results = torch.cat([counts, step.new_tokens], dim=1)
         record(step.timestamps, 2)
 
     def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
@@ -187,14 +187,6 @@ class ModelStep:
     def result_sizes(self, num_rows: int) -> tuple[int, int]:
         """Numbers in `Step.results` and in `Step.drafts` of that many rows, padding rows included, at most."""
         return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
-
-    def unpacked_results(self, numbers: np.ndarray) -> tuple[list[int], list[int], list[list[int]]]:
-        """The parts of `Step.results` on the host: of each row its accepted drafts, its verified ones, and k + 1
-        tokens. Lists, since after a step's products each call of numpy takes some microseconds."""
-        counts = numbers.tolist()
-        num_rows = len(counts) // (self.width + 2)
-        tokens = [counts[first : first + self.width] for first in range(2 * num_rows, len(counts), self.width)]
-        return counts[:num_rows], counts[num_rows : 2 * num_rows], tokens
 
     def unpacked_drafts(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
         """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`."""

@@ -27,7 +27,6 @@ from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, Dra
 from dflash_backend.worker.batch import (
     DeviceBatch,
     Step,
-    draft_of_row,
     exact_layout,
     window_slots,
 )
@@ -508,8 +507,15 @@ class HostStepOps(ReferenceStepOps):
     ) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, most = step.batch, state.k + lookahead_base
-        if step.num_rows == 1 and (of_row := draft_of_row(batch, state, placeholder_id, lookahead_base)) is not None:
-            return of_row
+        if step.num_rows == 1:
+            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
+            anchor = state.computed.numpy().item(index)
+            queries = one_row.prepare_draft(
+                state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
+            )
+            if queries is not None:  # its blocks hold them
+                layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
+                return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
         ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]

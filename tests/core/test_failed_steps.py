@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from dflash_backend.core.plan import SchedulerOutput
+from dflash_backend.core.plan import SchedulerOutput, StepFailed, StepOutOfMemory
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import make_config, make_request
+from tests.core.toy_worker import OverlappingToy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 MODES = pytest.mark.parametrize("lag", [None, 1, 2], ids=["no overlap", "lag 1", "lag 2"])
@@ -52,6 +53,47 @@ def test_a_step_that_fails_once_costs_no_request_anything(lag: int | None) -> No
     assert _failures(engine) == {}
     assert engine.worker.num_failed == 1
     engine.finish()
+    assert engine.core.stats().num_preemptions == 0, "no blocks were taken for others"
+    assert all(output.stats.num_preemptions == 0 for output in engine.outputs.values())
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+@MODES
+def test_a_step_whose_result_cannot_be_taken_in_costs_no_request_anything(lag: int | None, at: int) -> None:
+    """With overlap the step behind it is in flight, and follows from what is not known."""
+    engine = CheckedEngine(make_config(), lag)
+    engine.add(*[make_request(f"r{i}", [i, *PROMPT], seed=i, temperature=i % 2, max_tokens=20) for i in range(5)])
+    calls = itertools.count(1)
+    engine.worker.fails_to_collect = lambda: next(calls) == at
+    assert _failures(engine) == {}
+    assert engine.worker.num_failed == 1
+    engine.finish()
+
+
+@pytest.mark.parametrize(("error", "num_preemptions"), [(StepFailed("a mask"), 0), (StepOutOfMemory("full"), 1)])
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_step_that_cannot_go_on_with_the_drafts_it_waited_for_costs_no_request_anything(
+    error: StepFailed | StepOutOfMemory, num_preemptions: int, at: int
+) -> None:
+    engine = CheckedEngine(make_config(), 1)
+    engine.add(*[make_request(f"r{i}", [i, *PROMPT], seed=i, temperature=i % 2, max_tokens=20) for i in range(5)])
+    calls = itertools.count(1)
+    assert isinstance(engine.worker, OverlappingToy)
+    engine.worker.next_error = lambda plan: error if next(calls) == at else None
+    assert _failures(engine) == {}
+    assert engine.worker.num_failed == 1
+    assert engine.core.stats().num_preemptions == num_preemptions
+    engine.finish()
+
+
+def test_a_request_alone_for_which_memory_lacks_after_it_waited_ends() -> None:
+    engine = CheckedEngine(make_config(), 1)
+    engine.add(make_request("large", PROMPT, max_tokens=20))
+    assert isinstance(engine.worker, OverlappingToy)
+    engine.worker.next_error = lambda plan: StepOutOfMemory("full")
+    failed = _failures(engine)
+    assert list(failed) == ["large"]
+    assert failed["large"].startswith("a step of this request alone does not fit the device's memory (full)")
 
 
 @MODES

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import exp
@@ -106,6 +106,9 @@ class ToyWorker:
         self.fails: Callable[[SchedulerOutput], bool] = lambda plan: False
         # Whether injecting and drafting fail, before anything is written.
         self.fails_to_draft: Callable[[SchedulerOutput], bool] = lambda plan: False
+        # Whether a step's result cannot be taken in; steps in flight are dropped then.
+        self.fails_to_collect: Callable[[], bool] = lambda: False
+        self._has_dropped = False
         self.num_failed = 0
         # Seconds of the target's pass and of drafting, and who is told that they have passed.
         self.target_s: Callable[[SchedulerOutput], float] = lambda plan: 0.0
@@ -127,6 +130,10 @@ class ToyWorker:
 
     def collect(self) -> ModelRunnerOutput:
         self._check_drafts_were_collected()
+        if self.fails_to_collect():
+            self.num_failed += 1
+            self._has_dropped = True
+            raise StepFailed("ValueError: something about a result")
         self._is_collected = True
         return self._results.popleft()
 
@@ -139,6 +146,10 @@ class ToyWorker:
         assert not self._is_collected, "the drafts of a step were left behind"
 
     def reset(self) -> None:
+        if self._has_dropped:
+            self._has_dropped = False
+            self._results.clear()
+            self._rests.clear()
         assert not self._results, "a step is in flight"
         assert not self._rests, "the drafts of a step were left behind"
         self._held.clear()
@@ -392,6 +403,8 @@ class OverlappingToy(ToyWorker):
         self._lag = lag if callable(lag) else lambda: lag
         self._queue: deque[SchedulerOutput] = deque()
         self._uncollected: deque[SchedulerOutput] = deque()
+        # Why a step that waits for the drafts of the one before cannot go on with them.
+        self.next_error: Callable[[SchedulerOutput], StepFailed | StepOutOfMemory | None] = lambda plan: None
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._check_drafts_were_collected()
@@ -405,8 +418,24 @@ class OverlappingToy(ToyWorker):
     def collect(self) -> ModelRunnerOutput:
         if not self._results:
             self._run_queue(len(self._queue) - 1)
+        result = super().collect()
         self._uncollected.popleft()
-        return super().collect()
+        return result
+
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        drafts = super().collect_drafts(ended)
+        if not self._queue or (error := self.next_error(self._queue[0])) is None:
+            return drafts
+        self.num_failed += 1
+        self._take_deltas(self._queue.popleft())
+        self._uncollected.popleft()
+        return replace(drafts, next_error=error)
+
+    def reset(self) -> None:
+        if self._has_dropped:
+            self._run_queue(0)  # a device runs them all the same
+            self._uncollected.clear()
+        super().reset()
 
     def _take_deltas_only(self, plan: SchedulerOutput) -> None:
         self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks

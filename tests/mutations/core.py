@@ -91,10 +91,31 @@ CORE_MUTANTS = (
             "num_blocks = request.prefill_end // self._block_size",
         ),
     ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        ("tests/core/test_failed_steps.py",),
+        (
+            "rows of steps that are dropped stay in flight",
+            "for request in step.requests:\n                request.row_in_flight = None",
+            "pass",
+        ),
+        (
+            "a step that lacks memory after it has waited is run again as it is",
+            "self.scheduler.shrink(plan)\n        elif (request",
+            "pass\n        elif (request",
+        ),
+    ),
+    Mutant(
+        "a step that fails counts as preemptions",
+        f"{CORE}/scheduler.py",
+        "self._put_back(request)\n        taken",
+        "self._preempt(request)\n        taken",
+        ("tests/core/test_failed_steps.py",),
+    ),
     Mutant(
         "preempted requests make their own blocks hot",
         f"{CORE}/kv/groups.py",
-        "self.pool.touch(hit, reused=request.num_preemptions == 0)",
+        "self.pool.touch(hit, reused=not request.is_resumed)",
         "self.pool.touch(hit, reused=True)",
         SCHEDULING,
     ),

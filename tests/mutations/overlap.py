@@ -40,8 +40,8 @@ OVERLAP_MUTANTS = (
         ("tests/worker/test_runner.py",),
         (
             "the phases of a step are those of its last part",
-            "            if sum(seconds) > sum(phases.values()):\n                phases",
-            "            if True:\n                phases",
+            "                if sum(seconds) > sum(phases.values()):\n                    phases",
+            "                if True:\n                    phases",
         ),
     ),
     *mutants_of(
@@ -115,8 +115,8 @@ OVERLAP_MUTANTS = (
         ),
         (
             "a request that alone does not fit the memory is tried for ever",
-            "len(plan.rows) == 1",
-            "len(plan.rows) == 0",
+            "elif len(plan.rows) > 1:",
+            "elif len(plan.rows) > 0:",
         ),
     ),
     *mutants_of(

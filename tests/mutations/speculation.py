@@ -267,7 +267,7 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_verify_budget.py",),
         (
             "verified drafts are said to be the proposed ones",
-            "error, status, verified[i]",
+            "error, status, counts[1]",
             "error, status, row.num_draft",
         ),
     ),

@@ -153,6 +153,13 @@ WORKER_MUTANTS = (
         ("tests/worker/test_step_errors.py",),
     ),
     Mutant(
+        "a lack of memory after a step has waited for a grammar ends the engine",
+        f"{WORKER}/runner.py",
+        "self._in_flight.remove(step)\n            return error",
+        "raise",
+        ("tests/worker/test_grammars_in_flight.py",),
+    ),
+    Mutant(
         "top_p, top_k and min_p never reach the device",
         f"{WORKER}/state.py",
         "(state.top_p, self.top_p),",

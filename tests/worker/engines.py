@@ -49,7 +49,8 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
 
 def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:
     """Of each row of a step that has run: accepted and verified drafts, k + 1 tokens and confidences."""
-    results = runner.step.unpacked_results(step.results.cpu().numpy())
+    numbers = step.results.tolist()
+    results = [each[0] for each in numbers], [each[1] for each in numbers], [each[2:] for each in numbers]
     return *results, runner.step.unpacked_drafts(step.drafts.cpu().numpy())[1]
 
 

@@ -3,13 +3,17 @@ there, and the text is what it is without."""
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
+import torch
 
 from dflash_backend.core.plan import NewRequest
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams, StructuredOutputs
 from dflash_backend.structured_output import bounds
-from dflash_backend.worker.grammars import GrammarAnswer
+from dflash_backend.worker.grammars import GrammarAnswer, StepGrammars
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.slow
@@ -60,6 +64,28 @@ def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: b
     assert found.tokens == expected.tokens
     assert found.reasons == expected.reasons
     assert bool(waiting) == overlap
+
+
+def test_errors_behind_the_forward_of_steps_that_waited_are_contained(
+    expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the masks of a step are asked for: all requests yield what they yield otherwise."""
+    built = on_device_runner(engine(**SIZES, max_num_seqs=3))
+    masks, calls, preempted = StepGrammars.masks, itertools.count(1), []
+
+    def breaking(self: StepGrammars) -> Any:
+        number = next(calls) if self.waits and len(self.answers) > 1 else 0
+        if number in (2, 4):
+            preempted.append(built.core.stats().num_preemptions)
+            raise ValueError("bits") if number == 2 else torch.OutOfMemoryError("full")
+        return masks(self)
+
+    monkeypatch.setattr(StepGrammars, "masks", breaking)
+    found = run(built)
+    assert found.tokens == expected.tokens
+    assert found.reasons == expected.reasons
+    assert preempted == [0, 0], "a step that fails is run again, and takes no blocks for others"
+    assert built.core.stats().num_preemptions > 0, "less is run at a time where memory lacks"
 
 
 def test_no_row_sits_a_step_out_for_its_grammar() -> None:

@@ -214,7 +214,7 @@ class FullBlocks(BlockGroup):
 
     def start(self, request: Request, hit: Sequence[int]) -> None:
         # A preempted request that finds its own blocks does not make them protected.
-        self.pool.touch(hit, reused=request.num_preemptions == 0)
+        self.pool.touch(hit, reused=not request.is_resumed)
         request.block_ids = list(hit)
 
     def extend(self, request: Request, row: ScheduledRequest, num_blocks: int) -> None:
@@ -291,7 +291,7 @@ class WindowBlocks(BlockGroup):
 
     def start(self, request: Request, hit: Sequence[int]) -> None:
         own = self._own_hit(request, len(hit))
-        self.pool.touch(own, reused=request.num_preemptions == 0)
+        self.pool.touch(own, reused=not request.is_resumed)
         request.num_window_freed = len(hit) - len(own)
         request.window_block_ids = [0] * request.num_window_freed + own
         most = min(request.num_blocks_to_decode - request.num_window_freed, self._group.steady_blocks)
@@ -373,7 +373,7 @@ class RecurrentStates(KVGroup):
         size = self._block_size
         request.snapshot_slot = self.snapshots.use(self._hash(request, len(hit))) if hit else None
         request.snapshot_borders = ()
-        if request.num_preemptions == 0 and self.snapshots.num_slots:
+        if not request.is_resumed and self.snapshots.num_slots:
             ends = {request.num_cached_blocks * size, (request.prefill_end - 1) // size * size}
             least = max(len(hit) * size + 1, MIN_SNAPSHOT_BLOCKS * size)
             request.snapshot_borders = tuple(sorted(end for end in ends if end >= least))

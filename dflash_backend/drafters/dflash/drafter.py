@@ -7,7 +7,7 @@ runs the queries of a draft block over them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -113,6 +113,8 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
 
     lookahead_base = 1
     autoregressive = False
+    reads_block_index: ClassVar[bool] = False
+    """Whether the model asks for the place of each query in its row."""
     reads_next_tokens = False
     placeholder_id: int
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
@@ -141,14 +143,14 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
         queries = batch.queries
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
-        hidden = self.model.forward(embeddings, self._context(queries, embeddings.dtype), self.caches)
+        context = PagedContext.prepare(
+            queries.layout, queries.positions, queries.slots, self.backend, self.model.patterns, embeddings.dtype,
+            queries.padded,
+        )  # fmt: skip
+        if self.reads_block_index:
+            context = replace(context, row_index=queries.block_index())
+        hidden = self.model.forward(embeddings, context, self.caches)
         return self._choose(hidden, queries, sampler)
-
-    def _context(self, queries: DraftQueries, dtype: torch.dtype) -> PagedContext:
-        """What the pass needs beside the embeddings, of this dtype."""
-        return PagedContext.prepare(
-            queries.layout, queries.positions, queries.slots, self.backend, self.model.patterns, dtype, queries.padded
-        )
 
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""

@@ -5,7 +5,7 @@ tables of the candidate selector.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -162,10 +162,8 @@ class DFlash2Drafter(DFlashDrafter):
     """Runs a `DFlash2Model` for the worker. Context KV is DFlash's: convolutions are over a block's own queries."""
 
     model_class: ClassVar[type[DFlashModel]] = DFlash2Model
+    reads_block_index: ClassVar[bool] = True
     model: DFlash2Model
-
-    def _context(self, queries: DraftQueries, dtype: torch.dtype) -> PagedContext:
-        return replace(super()._context(queries, dtype), row_index=queries.block_index())
 
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The walk from each row's anchor. With noise the candidates are the best with it, since the target may choose
