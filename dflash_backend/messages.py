@@ -413,12 +413,14 @@ SwapOutcome = Literal["swapped", "refused", "kept", "reverted"]
 
 class DrafterSwapped(msgspec.Struct, frozen=True):
     """What came of a `SwapDrafter`: `swapped` or `refused`, then `kept` or `reverted` once the new drafter was compared
-    with the old one. message: for clients and the log. status: of a refusal."""
+    with the old one. message: for clients and the log. status: of a refusal. drafting: what drafts from now on, as of
+    `EngineReady`; empty where that stays."""
 
     swap_id: str
     outcome: SwapOutcome
     message: str
     status: ErrorStatus = "INVALID_ARGUMENT"
+    drafting: str = ""
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -454,7 +456,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks
     at all. has_drafter: whether drafts come from a drafter's checkpoint. num_tier_blocks: blocks that its tiers of KV
-    hold beside `num_kv_blocks` of the device.
+    hold beside `num_kv_blocks` of the device. drafting: the part of `description` that says what drafts.
     """
 
     max_model_len: int
@@ -467,6 +469,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     finds_blocks: bool = True
     has_drafter: bool = False
     num_tier_blocks: int = 0
+    drafting: str = ""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

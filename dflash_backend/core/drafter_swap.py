@@ -72,18 +72,18 @@ class DrafterSwap:
     """A drafter that is ready, and how it fares.
 
     exchange: puts it in the place of the worker's, and at its next call back again; to be called with no step in
-    flight. None once it is settled which of them stays. before: the acceptance of the drafter that it took the place
-    of; now: its own, without requests that began before it.
+    flight; returns what drafts then, in words. None once it is settled which of them stays. before: the acceptance of
+    the drafter that it took the place of; now: its own, without requests that began before it.
     """
 
     wanted: SwapDrafter
-    exchange: Callable[[], None] | None
+    exchange: Callable[[], str] | None
     before: Acceptance = field(default_factory=Acceptance)
     now: Acceptance = field(default_factory=Acceptance)
 
-    def says(self, outcome: SwapOutcome, message: str) -> DrafterSwapped:
-        """What the stub is told."""
-        return DrafterSwapped(self.wanted.swap_id, outcome, message)
+    def says(self, outcome: SwapOutcome, message: str, drafting: str = "") -> DrafterSwapped:
+        """What the stub is told. drafting: what `exchange` returned."""
+        return DrafterSwapped(self.wanted.swap_id, outcome, message, drafting=drafting)
 
     def is_due(self, drafting_pays: bool) -> bool:
         """Whether its acceptance is to be compared now. drafting_pays: by the policy of `adaptive_speculation`."""

@@ -410,25 +410,25 @@ class EngineCore:
         self._due_swap = None
         assert swap.exchange is not None
         try:
-            swap.exchange()
+            drafting = swap.exchange()
         except Exception as error:  # noqa: BLE001 - the drafter before goes on, whatever is wrong with the new one
             outputs.drafter_swaps.append(swap.says("refused", f"it cannot take the other's place: {error}"))
             return
         self.scheduler.begin_drafter()
         swap.before, self._acceptance, self._swap = self._acceptance, swap.now, swap
-        outputs.drafter_swaps.append(swap.says("swapped", f"{swap.wanted.draft_model} drafts now"))
+        outputs.drafter_swaps.append(swap.says("swapped", f"{swap.wanted.draft_model} drafts now", drafting))
         if not swap.wanted.window:
             swap.exchange = None
 
     def _take_out(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
         """Put the drafter before this one back, with nothing in flight."""
         assert swap.exchange is not None
-        swap.exchange()
+        drafting = swap.exchange()
         swap.exchange = self._due_swap = None
         self.scheduler.begin_drafter()
         self._acceptance = swap.before
         name = swap.wanted.draft_model
-        outputs.drafter_swaps.append(swap.says("reverted", f"the drafter before {name} is back: {reason}"))
+        outputs.drafter_swaps.append(swap.says("reverted", f"the drafter before {name} is back: {reason}", drafting))
 
     def _compare_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
         """Keep a drafter that was looked at for long enough, or have it taken out."""

@@ -35,6 +35,11 @@ class ModelPair:
         return self.draft if isinstance(self.draft, DraftModelSpec) else None
 
     @property
+    def drafting(self) -> str:
+        """What drafts, in words."""
+        return "no speculation" if self.draft is None else self.draft.summary(self.num_speculative_tokens)
+
+    @property
     def checkpoints(self) -> tuple[Path, ...]:
         """The directories of the models."""
         return (self.target.path,) if self.draft_model is None else (self.target.path, self.draft_model.path)

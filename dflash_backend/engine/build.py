@@ -501,11 +501,11 @@ def engine_ready(
         finds_blocks=scheduler.enable_prefix_caching,
         has_drafter=pair.draft_model is not None,
         num_tier_blocks=sum(tier.num_slots[0] for tier in scheduler.tiers),
+        drafting=pair.drafting,
     )
 
 
 def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtype: torch.dtype, attention: str) -> str:
-    drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
     number_type = str(dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
@@ -513,7 +513,7 @@ def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtyp
         length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
+        f"{pair.drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
         f"KV cache of {kv}; {length}"
     )
 

@@ -23,7 +23,7 @@ from dflash_backend.messages import SwapDrafter
 from dflash_backend.worker import ModelRunner
 
 
-@dataclass(frozen=True)
+@dataclass
 class DrafterLoader:
     """pair: what the engine was built with. options: how its drafter was loaded, for `max_model_len` positions."""
 
@@ -33,21 +33,29 @@ class DrafterLoader:
     max_model_len: int
     runner: ModelRunner
 
+    def __post_init__(self) -> None:
+        self.drafting = self.pair.drafting
+        """What drafts now, in words."""
+
     def load(self, wanted: SwapDrafter) -> DrafterSwap:
         """The drafter that is asked for, ready to take the other's place. Any thread may call it. Raises `ConfigError`
         or `CheckpointError` with a sentence: it is damaged, is not for this target, or needs an engine of its own."""
         try:
-            drafter = self._load(wanted)
+            drafter, words = self._load(wanted)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for a second drafter beside the first ({first_line(error)})") from None
-        spare: list[Drafter[Any]] = [drafter]
+        spare: list[tuple[Drafter[Any], str]] = [(drafter, words)]
 
-        def exchange() -> None:
-            spare[0] = self.runner.use_drafter(spare[0])
+        def exchange() -> str:
+            other, drafting = spare[0]
+            spare[0] = self.runner.use_drafter(other), self.drafting
+            self.drafting = drafting
+            return drafting
 
         return DrafterSwap(wanted, exchange)
 
-    def _load(self, wanted: SwapDrafter) -> Drafter[Any]:
+    def _load(self, wanted: SwapDrafter) -> tuple[Drafter[Any], str]:
+        """The drafter, and what it is in words."""
         present = self.pair.draft_model
         step = self.runner.step
         if present is None or step.drafter is None:
@@ -75,7 +83,7 @@ class DrafterLoader:
                     f"the drafter in {directory} differs from the one that CUDA graphs were captured with ({error}); "
                     "restart the server with it as draft_model"
                 ) from None
-        return drafter
+        return drafter, spec.summary(self.pair.num_speculative_tokens)
 
     def _difference(self, present: DraftModelSpec, spec: DraftModelSpec) -> str | None:
         """What of another drafter this engine is not made for: its plans, blocks and KV follow the present one."""

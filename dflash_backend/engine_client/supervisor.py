@@ -19,6 +19,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
+
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
 from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineFailed, EngineInput, EngineReady
@@ -130,9 +132,13 @@ class EngineSupervisor:
         """The settings draft_model and draft_revision with which the next process starts."""
         return self._config.draft_model, self._config.draft_revision
 
-    def use_drafter(self, draft_model: str | None, draft_revision: str) -> None:
-        """Start the next process with this drafter, which has taken the other's place in the one that runs."""
+    def use_drafter(self, draft_model: str | None, draft_revision: str, drafting: str = "") -> None:
+        """Start the next process with this drafter, which has taken the other's place in the one that runs. drafting:
+        as of `EngineReady`; empty: that is as it was."""
         self._config = replace(self._config, draft_model=draft_model, draft_revision=draft_revision)
+        if drafting:
+            text = self.ready.description.replace(self.ready.drafting or drafting, drafting)
+            self._ready = msgspec.structs.replace(self.ready, description=text, drafting=drafting)
 
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.kv_publisher import event_endpoints
 from dflash_backend.messages import EngineReady
 from dflash_backend.text.request import RequestRules
-
-
-def asks_for_description(request: Any) -> bool:
-    """Whether a Triton request has the input `describe` with the value true."""
-    for tensor in request.inputs():
-        if tensor.name() == "describe":
-            return bool(tensor.as_numpy().any())
-    return False
 
 
 def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, rules: RequestRules) -> str:

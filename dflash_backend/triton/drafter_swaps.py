@@ -47,16 +47,13 @@ class _Waiting:
     said: dict[int, DrafterSwapped] = field(default_factory=dict)
 
 
-def swap_text(request: Any) -> str | None:
-    """The input of a Triton request; None where it has none. Raises `Refused` where it is no text."""
-    for tensor in request.inputs():
-        if tensor.name() == INPUT:
-            values = tensor.as_numpy().reshape(-1).tolist()
-            try:
-                return values[0].decode() if isinstance(values[0], bytes) else str(values[0])
-            except (UnicodeDecodeError, IndexError):
-                raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is no text; it is one JSON object") from None
-    return None
+def swap_text(tensor: Any) -> str:
+    """The text of the input, a tensor of Triton's. Raises `Refused` where it is none."""
+    values = tensor.as_numpy().reshape(-1).tolist()
+    try:
+        return values[0].decode() if isinstance(values[0], bytes) else str(values[0])
+    except (UnicodeDecodeError, IndexError):
+        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is no text; it is one JSON object") from None
 
 
 def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
@@ -158,7 +155,7 @@ class DrafterSwaps:
         if said.outcome == "kept":
             self._before.pop((said.swap_id, index), None)
         elif said.outcome == "reverted":
-            supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter))
+            supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter), said.drafting)
         with self._lock:
             waiting = self._waiting.get(said.swap_id)
             if waiting is None:
@@ -170,7 +167,7 @@ class DrafterSwaps:
         if said.outcome == "swapped":
             # An engine that is started anew has it, too.
             self._before[said.swap_id, index] = supervisor.drafter
-            supervisor.use_drafter(waiting.wanted.draft_model, waiting.wanted.draft_revision)
+            supervisor.use_drafter(waiting.wanted.draft_model, waiting.wanted.draft_revision, said.drafting)
         if not waiting.engines:
             self._answer(waiting)
 

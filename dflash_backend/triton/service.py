@@ -33,7 +33,8 @@ from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.traffic import TrafficError, TrafficWriter
-from dflash_backend.triton.description import asks_for_description, describe_model
+from dflash_backend.triton.description import describe_model
+from dflash_backend.triton.drafter_swaps import INPUT as SWAP_DRAFTER
 from dflash_backend.triton.drafter_swaps import DrafterSwaps, swap_text
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
@@ -179,18 +180,19 @@ class TritonService:
         responder = Responder(
             request.get_response_sender(), self._responses.error, self._responses.final, self._fits_shared_memory
         )
+        special = special_input(request)
+        describes = special is not None and special.name() != SWAP_DRAFTER
         # The output thread may not have noticed yet that an engine is dead.
         if (refusal := self._refusal()) is not None or not self._engines.any_alive:
             # Who asks whether requests are taken, over and over, has had none refused.
-            counted = not asks_for_description(request)
-            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=counted)
+            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=not describes)
             return
-        if asks_for_description(request):
+        if describes:
             self._describe(responder)
             return
         try:
-            if (swap := swap_text(request)) is not None:
-                self._swaps.begin(swap, responder)
+            if special is not None:
+                self._swaps.begin(swap_text(special), responder)
                 return
             parsed, full = self._reader.read(request, self._engines)
             state = RequestState(next(self._ids), parsed, self._tokenizer)
@@ -331,3 +333,12 @@ class TritonService:
             if self._publishers:
                 self._publishers[lost.index].clear()
             return []
+
+
+def special_input(request: Any) -> Any | None:
+    """The input of a Triton request that asks for something else than tokens, if there is one: `describe`, where it is
+    true, or `swap_drafter`."""
+    for tensor in request.inputs():
+        if (name := tensor.name()) == SWAP_DRAFTER or (name == "describe" and tensor.as_numpy().any()):
+            return tensor
+    return None

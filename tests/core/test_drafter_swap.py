@@ -29,11 +29,12 @@ class Swapping:
         self.engine.core.swap_drafter(swap)
         return swap
 
-    def exchange(self) -> None:
+    def exchange(self) -> str:
         core = self.engine.core
         assert not core._in_flight, "a step is in flight"
         assert core._drafting is None, "a step has not drafted"
         self.exchanges.append(core._num_steps)
+        return f"drafter {len(self.exchanges) % 2}"
 
     def step(self) -> list[str]:
         """A step, and the outcomes that it reported."""

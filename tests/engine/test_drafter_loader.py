@@ -47,10 +47,14 @@ def test_it_drafts_what_it_would_in_an_engine_of_its_own_and_the_text_stays(dire
     assert alone["d"] != alone["other"], "both drafters guess alike"
     llm = engine(directory, "d")
     assert answers(llm) == alone["d"]
+    assert llm.engine.drafters is not None
+    assert llm.engine.drafters.drafting in llm.engine.ready.description
     llm.swap_drafter(str(directory / "other"))
+    assert llm.engine.drafters.drafting.startswith("drafter other (")
     # Prompts that were cached with the context KV of the other drafter are computed anew.
     assert answers(llm) == alone["other"]
     llm.swap_drafter(str(directory / "d"))
+    assert llm.engine.drafters.drafting == llm.engine.ready.drafting
     assert answers(llm) == alone["d"]
 
 

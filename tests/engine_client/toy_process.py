@@ -86,6 +86,7 @@ class ToyCore:
         self._num_generated = 0
         self._hashes: list[bytes] = []
         self._swaps: list[DrafterSwapped] = []
+        self._drafter = "the first"
         self.broken = False
 
     def add_request(self, request: GenerationRequest) -> None:
@@ -116,9 +117,11 @@ class ToyCore:
         name = swap.wanted.draft_model
         if name == "too early":
             raise RequestError("UNAVAILABLE", "the toy compares another one")
-        self._swaps.append(swap.says("swapped", f"{name} drafts now"))
+        self._swaps.append(swap.says("swapped", f"{name} drafts now", name))
         if name in ("kept", "reverted"):
-            self._swaps.append(swap.says(name, "the toy has compared it"))
+            self._swaps.append(swap.says(name, "the toy has compared it", self._drafter if name == "reverted" else ""))
+        if name != "reverted":
+            self._drafter = name
 
     @property
     def num_waiting(self) -> int:
@@ -224,7 +227,10 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBu
     if config.max_model_len == DIE_AT or life == "die":
         os._exit(7)
     length = config.max_model_len or 512
-    core, ready = EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy")
+    core, ready = (
+        EndingCore() if life == "end" else ToyCore(),
+        EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy, drafter the first; KV", drafting="the first"),
+    )
     return ToyBuilt(core, ready, drafters=None if config.draft_model == "" else ToyDrafters())
 
 

@@ -6,6 +6,20 @@ from tests.mutations.mutant import mutants_of
 
 DRAFTER_SWAP_MUTANTS = (
     *mutants_of(
+        "dflash_backend/engine_client/supervisor.py",
+        ("tests/triton/test_drafter_swaps.py",),
+        (
+            "a front end is told of the drafter that drafted first",
+            "description=text, drafting=drafting)",
+            "drafting=drafting)",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/drafter_loader.py",
+        ("tests/engine/test_drafter_loader.py",),
+        ("the first drafter is never told of again", "self.drafting = drafting\n            return", "return"),
+    ),
+    *mutants_of(
         "dflash_backend/core/engine.py",
         ("tests/core/test_drafter_swap.py",),
         (
@@ -79,7 +93,7 @@ DRAFTER_SWAP_MUTANTS = (
         ),
         (
             "a new engine has the drafter that was put back",
-            "supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter))",
+            "supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter), said.drafting)",
             "self._before.pop((said.swap_id, index), None)",
         ),
     ),

@@ -112,6 +112,23 @@ def test_an_engine_that_is_started_anew_has_the_drafter_that_drafted(service: Tr
     assert eventually(lambda: supervisor.drafter == ("kept", "v2"))
 
 
+def test_what_is_described_is_the_drafter_that_drafts_now(service: TritonService) -> None:
+    def described() -> str:
+        request = Request(describe=[True])
+        service.submit(request)
+        description: str = json.loads(only(request.sender).outputs["text_output"])["description"]
+        return description
+
+    assert described() == "toy, drafter the first; KV"
+    only(ask(service, "kept"))
+    assert described() == "toy, drafter kept; KV"
+    only(ask(service, "reverted"))
+    assert eventually(lambda: described() == "toy, drafter kept; KV")
+    only(ask(service, "die"))
+    assert eventually(lambda: bool(service._engines.up))
+    assert described() == "toy, drafter the first; KV", "the toy starts as it was"
+
+
 def test_an_engine_that_dies_of_a_drafter_is_back_without_it(service: TritonService) -> None:
     error = only(ask(service, "die")).error
     assert error is not None
