@@ -279,7 +279,7 @@ class RequestRejected(msgspec.Struct, frozen=True):
     message: str
 
 
-class SpeculationStats(msgspec.Struct):
+class AdaptiveSpeculationStats(msgspec.Struct):
     """What `adaptive_speculation` has decided and expected, since the start; all 0 without it.
 
     num_steps: steps in which requests decoded that may draft; num_steps_without_drafts: those of them in which none
@@ -298,11 +298,11 @@ class SpeculationStats(msgspec.Struct):
     confidence_weight: float = 0.0
 
     @classmethod
-    def zeros(cls, k: int) -> SpeculationStats:
+    def zeros(cls, k: int) -> AdaptiveSpeculationStats:
         """Nothing yet, with blocks of at most `k` drafts."""
         return cls(num_draft_tokens_per_pos=[0] * k, num_expected_tokens_per_pos=[0.0] * k)
 
-    def copy(self) -> SpeculationStats:
+    def copy(self) -> AdaptiveSpeculationStats:
         """These counts as they are now."""
         drafts, expected = self.num_draft_tokens_per_pos, self.num_expected_tokens_per_pos
         return msgspec.structs.replace(
@@ -360,7 +360,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
-    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
+    speculation: AdaptiveSpeculationStats = msgspec.field(default_factory=AdaptiveSpeculationStats)
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_steps: int = 0

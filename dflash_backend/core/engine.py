@@ -38,7 +38,7 @@ from dflash_backend.core.plan import (
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.spec_counts import SpeculationCounts
+from dflash_backend.core.spec_counts import SpecDecodingCounts
 from dflash_backend.core.trace import StepTrace, TraceTimes
 from dflash_backend.messages import (
     EngineCoreOutputs,
@@ -121,7 +121,7 @@ class EngineCore:
         self._num_arrived = 0
         self._deadlines = Deadlines(self._requests)
         self._grammars = GrammarQueue(grammars, config.max_queue_size)
-        self._spec_counts = SpeculationCounts(config.num_speculative_tokens)
+        self._spec_counts = SpecDecodingCounts(config.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -392,7 +392,7 @@ class EngineCore:
             self._fail(request, out_of_memory(str(error)), outputs)
 
     def _drop_in_flight(self) -> None:
-        """Forget the steps in flight: what they yield would follow from a step that failed."""
+        """Drop the steps in flight: what they yield would follow from a step that failed."""
         for step in self._in_flight:
             for request in step.requests:
                 request.row_in_flight = None

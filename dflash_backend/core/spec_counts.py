@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dflash_backend.messages import SpeculationStats
+from dflash_backend.messages import AdaptiveSpeculationStats
 from dflash_backend.spec_stats import SpecDecodingStats
 
 # Steps of ended requests that are remembered, some megabytes.
@@ -70,7 +70,7 @@ class LateStops:
         return None
 
 
-class SpeculationCounts:
+class SpecDecodingCounts:
     """The counts of all requests, as metrics want them: a reported count never decreases."""
 
     def __init__(self, k: int) -> None:
@@ -96,7 +96,7 @@ class SpeculationCounts:
             for position in range(num_draft):
                 self._removed_drafts_per_pos[position] += 1
 
-    def report(self, policy: SpeculationStats | None) -> tuple[SpecDecodingStats, SpeculationStats]:
+    def report(self, policy: AdaptiveSpeculationStats | None) -> tuple[SpecDecodingStats, AdaptiveSpeculationStats]:
         """The counts for a metrics page, both without what was taken back. policy: the counts of the draft policy;
         None: there is none. A count that was taken back waits until others have come at its position; that is in the
         sums as well."""
@@ -104,7 +104,7 @@ class SpeculationCounts:
         reported.num_accepted_tokens = sum(reported.num_accepted_tokens_per_pos)
         self._reported = reported
         if policy is None:
-            return reported, SpeculationStats()
+            return reported, AdaptiveSpeculationStats()
         now = zip(
             policy.num_draft_tokens_per_pos, self._removed_drafts_per_pos, self._reported_drafts_per_pos, strict=True
         )

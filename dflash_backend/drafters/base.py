@@ -243,15 +243,19 @@ class DraftSampler:
     seeds: torch.Tensor | None = None
     wants_confidence: bool = False
 
-    def choose(self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> Drafts:
+    def choose(
+        self, logits: torch.Tensor, positions: torch.Tensor | None, token_ids: torch.Tensor | None = None
+    ) -> Drafts:
         """Drafts in the target's ids, `[num_drafts]`, for `logits` `[num_drafts, draft vocab]`.
 
-        positions: int64 `[num_drafts]`, of each token. token_ids: int64 `[draft vocab]`, the target's id of each draft
-        id; None where they are the same. What padding gets has no meaning.
+        positions: int64 `[num_drafts]`, of each token; None for the argmax, which reads none. token_ids: int64
+        `[draft vocab]`, the target's id of each draft id; None where they are the same. What padding gets has no
+        meaning.
         """
         if self.temperature is None or self.seeds is None:
             chosen = self.ops.argmax(logits)
         else:
+            assert positions is not None
             chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
         confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
         return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)

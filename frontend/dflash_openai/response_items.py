@@ -69,11 +69,6 @@ class ResponseItems:
         self._open, self._texts, self._logprobs = None, [], []
         yield self._finished(item)
 
-    @property
-    def has_content(self) -> bool:
-        """Whether some item is text or a call."""
-        return any(item["type"] != "reasoning" for item in self.output)
-
     def _begin(self, kind: str) -> Iterator[Fields]:
         if kind == "reasoning":
             self._open = {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": []}

@@ -11,6 +11,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 
 from tests.lint.source_files import definitions
 
@@ -43,6 +44,7 @@ IN_IDENTIFIERS = {
     "deck": "shuffled",
     "uncertain": "num_unverified",
     "strange": "invalid",
+    "speculation counts": "spec_decoding_counts",
 }
 # Identifiers in which such a word is the field's.
 ALLOWED_IDENTIFIERS = re.compile(r"in_?flight|cut_?off|best_of(?!_)|best_fit|race_condition|best_effort", re.I)
@@ -82,7 +84,8 @@ def wrong_words(source: str) -> Iterator[str]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.NAME:
-            for word in _words(ALLOWED_IDENTIFIERS.sub("", token.string)):
+            words = _words(ALLOWED_IDENTIFIERS.sub("", token.string))
+            for word in (*words, *map(" ".join, pairwise(words))):
                 if word in IN_IDENTIFIERS:
                     yield f"{line}: {token.string} -> {IN_IDENTIFIERS[word]}"
         elif token.type == tokenize.COMMENT or (token.type == tokenize.STRING and line in docstrings):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats, TierStats, TransferStats
+from dflash_backend.messages import AdaptiveSpeculationStats, EngineStats, GrammarStats, TierStats, TransferStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton.metric_specs import CACHE_CONFIG, METRICS
 from dflash_backend.triton.metrics import Metrics, engine_names
@@ -130,7 +130,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         prefix_cache_queries=105,
         prefix_cache_hits=106,
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
-        speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
+        speculation=AdaptiveSpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
         grammars=GrammarStats(131, 132, 133.5, 134, 135.5),
         kept=TransferStats(161, 162, 163),
         tiers={"host": TierStats(141, 142, 143.5, 144, 145.5, 146, 147), "disk": TierStats(num_hit_tokens=151)},

@@ -34,7 +34,7 @@ from dflash_backend.core.scheduler_config import ONE_PASS, DrafterWork, Schedule
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.budget import UnevenDrafts, optimal_budget
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepCosts, StepLine, StepShape
-from dflash_backend.messages import SpeculationStats
+from dflash_backend.messages import AdaptiveSpeculationStats
 
 # Drafts of a row that probes, and how many of the rows do at a time.
 PROBE_DRAFTS = 2
@@ -194,7 +194,7 @@ class AdaptiveSpeculation:
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
-        self._stats = SpeculationStats.zeros(k)
+        self._stats = AdaptiveSpeculationStats.zeros(k)
         self._num_pending_steps = 0  # whose drafts were not taken in
         self._shapes = shapes
         self._work = work
@@ -226,7 +226,7 @@ class AdaptiveSpeculation:
         return policy
 
     @property
-    def stats(self) -> SpeculationStats:
+    def stats(self) -> AdaptiveSpeculationStats:
         """The counts, all steps so far in them."""
         self._update_acceptance()
         return self._stats

@@ -155,7 +155,8 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
         logits = self._head(queries.of_drafts(outputs))
-        return sampler.choose(logits, queries.draft_positions(), self.model.id_map)
+        positions = None if sampler.temperature is None else queries.draft_positions()
+        return sampler.choose(logits, positions, self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,

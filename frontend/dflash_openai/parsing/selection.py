@@ -25,8 +25,6 @@ _F = TypeVar("_F")
 AUTO, NONE = "auto", "none"
 _TOOL_PARSERS = TOOL_FORMATS | {harmony.TOOLS.name: harmony.TOOLS}
 _REASONING_PARSERS = REASONING_FORMATS | {harmony.REASONING.name: harmony.REASONING}
-TOOL_PARSER_NAMES = (AUTO, NONE, *_TOOL_PARSERS)
-REASONING_PARSER_NAMES = (AUTO, NONE, *_REASONING_PARSERS)
 
 
 @dataclass(frozen=True, slots=True)
