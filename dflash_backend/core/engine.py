@@ -184,7 +184,7 @@ class EngineCore:
             self._exchange_drafters(self._due_swap, outputs)
         else:
             plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
-            submitted = plan is not None and self._run(plan, started, outputs)
+            submitted = plan is not None and self._submit(plan, started, outputs)
             self._collect_down_to(1 if self._overlap and submitted else 0, outputs)
         if (events := self.scheduler.kv.events) is not None:
             outputs = msgspec.structs.replace(outputs, kv_events=events.take())
@@ -360,24 +360,6 @@ class EngineCore:
                 self._remove(request, "error", self._clock(), queued=False)
                 outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
 
-    def _run(self, plan: SchedulerOutput, started: float, outputs: EngineCoreOutputs) -> bool:
-        """Give a step to the worker; False when it could not run, and then the next one is smaller or isolates the
-        requests of this one."""
-        try:
-            self._submit(plan, started)
-        except StepOutOfMemory as error:
-            if self._in_flight:
-                self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
-                if self.scheduler.running:
-                    self.scheduler.shrink(plan)
-            else:
-                self._take_error(error, plan, outputs)
-        except StepFailed as error:
-            self._take_error(error, plan, outputs)
-        else:
-            return True
-        return False
-
     def _take_error(
         self, error: StepFailed | StepOutOfMemory, plan: SchedulerOutput, outputs: EngineCoreOutputs
     ) -> None:
@@ -438,16 +420,30 @@ class EngineCore:
             outputs.drafter_swaps.append(swap.says("kept", f"{swap.wanted.draft_model} stays: {swap.comparison()}"))
             swap.exchange = None
 
-    def _submit(self, plan: SchedulerOutput, started: float) -> None:
-        """Put a step in flight. When this raises, it is not in flight."""
+    def _submit(self, plan: SchedulerOutput, started: float, outputs: EngineCoreOutputs) -> bool:
+        """Put a step in flight; False when it could not run, and then the next one is smaller or isolates the requests
+        of this one."""
         planned = self._clock()
         running = self.scheduler.running
         requests = [running[row.request_id] for row in plan.rows]
-        self._worker.submit(plan)
+        try:
+            self._worker.submit(plan)
+        except StepOutOfMemory as error:
+            if self._in_flight:
+                self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
+                if self.scheduler.running:
+                    self.scheduler.shrink(plan)
+            else:
+                self._take_error(error, plan, outputs)
+            return False
+        except StepFailed as error:
+            self._take_error(error, plan, outputs)
+            return False
         if self._overlap:
             for row, request in zip(plan.rows, requests, strict=True):
                 request.row_in_flight = row
         self._in_flight.append(_StepInFlight(plan, requests, started, planned, self._clock()))
+        return True
 
     def _isolate(self, plan: SchedulerOutput, message: str, outputs: EngineCoreOutputs) -> None:
         """After a failed step, with nothing in flight: end the requests that fail alone too; the others go on.
@@ -478,17 +474,17 @@ class EngineCore:
         self.scheduler.add(request)
         alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
         num_decodes = 0
-        try:
-            while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
-                self._finish_or_raise()
-                now = self._clock()
-                plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
-                if plan is not None:
-                    num_decodes += not request.in_prefill
-                    self._submit(plan, now)
-                self._collect_down_to(1 if self._overlap and plan is not None else 0, alone)
-        except (StepFailed, StepOutOfMemory) as error:
-            self._fail(request, failed(str(error)), alone)
+        while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
+            self.finish_step()
+            if self._failed_step is not None:
+                self._fail(request, failed(self._failed_step[1]), alone)
+                break
+            now = self._clock()
+            plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
+            decodes = not request.in_prefill
+            submitted = plan is not None and self._submit(plan, now, alone)
+            num_decodes += submitted and decodes
+            self._collect_down_to(1 if self._overlap and submitted else 0, alone)
         self._collect_down_to(0, alone)
         self.finish_step()
         self._failed_step = None
@@ -499,13 +495,6 @@ class EngineCore:
 
     def _is_in_progress(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
-
-    def _finish_or_raise(self) -> None:
-        """As `finish_step`. Raises `StepFailed`."""
-        self.finish_step()
-        if self._failed_step is not None:
-            message, self._failed_step = self._failed_step[1], None
-            raise StepFailed(message)
 
     def _collect_down_to(self, num_left: int, outputs: EngineCoreOutputs) -> None:
         """Wait for the oldest steps in flight and apply their results, until `num_left` are in flight."""

@@ -189,12 +189,12 @@ CORE_MUTANTS = (
         FAILED_STEPS,
         (
             "a request that fails alone is tried for ever",
-            "self._fail(request, failed(str(error)), alone)",
-            "del error",
+            "self._fail(request, failed(self._failed_step[1]), alone)\n                break",
+            "self._failed_step = None",
         ),
         (
             "a request that fails only in a decode row is cleared by its prefill",
-            "+= not request.in_prefill",
+            "+= submitted and decodes",
             "+= 2",
         ),
         (

@@ -107,7 +107,7 @@ OVERLAP_MUTANTS = (
             "if request.row_in_flight is row:",
             "if row is not None:",
         ),
-        ("a step waits for the one ahead of it", "1 if self._overlap and submitted else 0", "0"),
+        ("a step waits for the one ahead of it", "1 if self._overlap and submitted else 0, outputs", "0, outputs"),
         (
             "what is in flight is lost when a step does not fit the memory",
             "self._collect_down_to(0, outputs)  # no request",
