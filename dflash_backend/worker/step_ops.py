@@ -1,9 +1,10 @@
 """The operations of a step on the requests' state: prepare, sample, accept, draft. `dflash_kernels` says beside each
 kernel what it computes.
 
-`DeviceStepOps` launches kernels. None of them waits for the device or has a shape that depends on a value, so they can
-be captured in a graph; rows are padded, and the host knows bounds of their lengths. `HostStepOps` is the form of a CPU:
-the kernels' references, on exact lengths, so that nothing is padded.
+`HostStepOps` is the form of a CPU: the kernels' references on exact lengths, so that nothing is padded.
+`ReferenceStepOps` is that of a GPU, and `DeviceStepOps` the same by kernels: none of them waits for the device or has a
+shape that depends on a value, so they can be captured in a graph; rows are padded, and the host knows bounds of their
+lengths.
 
 On a CPU a request that does not draft needs its context KV only when a block is full, or when it drafts, and injecting
 one token costs nearly as much as injecting sixteen, since the operations are small. So `PendingContext` keeps the
@@ -237,27 +238,29 @@ class StateSnapshot:
         self._state.computed[self._index] = self._computed
 
 
-class DeviceStepOps:
-    """Triton kernels, a launch or a few for each operation. Needs a GPU, or Triton's interpreter.
+class CommonStepOps:
+    """What a CPU and a GPU have in common, with the kernels' references.
 
     No two rows of a step have the same request.
     """
 
-    on_host = False
-
-    _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out)
-    _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
-    argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(argmax.argmax)
-    log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(log_odds.log_odds)
-    _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
-    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores)
-    _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
-    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
-    apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
-    _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise)
-    _inject_slots = staticmethod(prepare_draft.inject_slots)
-    _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
-    _store_drafts = staticmethod(prepare_draft.store_drafts)
+    _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out_reference)
+    _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare_reference)
+    argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
+        cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference
+    )
+    log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(log_odds.log_odds_reference)
+    _sample: Callable[..., torch.Tensor] = staticmethod(
+        cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference
+    )
+    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
+    _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
+    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept_reference)
+    apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
+    _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise_reference)
+    _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
+    _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft_reference)
+    _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
 
     def lay_out(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
@@ -287,13 +290,6 @@ class DeviceStepOps:
         step.attention, step.padded = self._attention(step, state)
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
-
-    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
-        """The rows as attention runs them, and whether slots may be -1."""
-        batch, bounds = step.batch, step.bounds
-        rows = DeviceLengths(batch.query_start, batch.query_lens, step.seq_lens)
-        layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
-        return replace(layout, shared=step.shared, exact=bounds.exact), True
 
     def sample(
         self,
@@ -349,6 +345,149 @@ class DeviceStepOps:
             batch.req_idx, step.starts, batch.num_new, batch.num_draft, batch.logits_start,
         )  # fmt: skip
 
+    def draft_sampler(
+        self, step: Step, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
+    ) -> DraftSampler:
+        """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
+        its noise."""
+        if temperature_ratio == 0.0 or not step.traits.sampled:
+            return DraftSampler(self, wants_confidence=wants_confidence)
+        req_idx = self._draft_req_idx(step.batch, step.draft_width)
+        temperature = state.temperature[req_idx] * temperature_ratio
+        return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
+
+    def penalise(self, logits: torch.Tensor, rows: penalties.PenalisedRows, state: StateTensors) -> None:
+        """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
+        self._penalise(logits, state.token_counts, state.num_counted, state.tokens, state.penalties, rows)
+
+    def _prepared_draft(
+        self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, width: int, lookahead_base: int
+    ) -> Tensors:
+        return self._prepare_draft(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.num_next, width, placeholder_id, lookahead_base,
+        )  # fmt: skip
+
+    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+        """The rows as attention runs them, and whether slots may be -1."""
+        raise NotImplementedError
+
+    def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
+        """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
+        raise NotImplementedError
+
+
+class HostStepOps(CommonStepOps):
+    """The operations of a CPU, on exact lengths: only what is needed is run."""
+
+    on_host = True
+
+    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+        batch = step.batch
+        layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
+        return layout, bool((step.slots.numpy() < 0).any())
+
+    def known_counts(self, step: Step) -> np.ndarray | None:
+        counts: np.ndarray = step.num_accepted.numpy()
+        return counts
+
+    def pending_context(self, state: StateTensors) -> PendingContext | None:
+        return PendingContext(len(state.tokens), state.block_size)
+
+    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
+        token_row = step.batch.token_row
+        if step.num_rows == 1 and not step.padded:
+            end = state.computed.numpy().item(one_row.number(step.batch.req_idx))
+            final = slice(end - one_row.number(step.starts))
+            return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
+        slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
+        is_final = slots.numpy() >= 0
+        if is_final.all():
+            return ContextBatch(features, step.positions, slots, token_row=token_row)
+        index = torch.from_numpy(is_final.nonzero()[0])
+        return ContextBatch(features[index], step.positions[index], slots[index], token_row=token_row[index])
+
+    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
+        """As `ReferenceStepOps.features_before_anchors`, of the rows that draft."""
+        last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
+        return features[last[torch.from_numpy(step.batch.num_next.numpy().nonzero()[0])]]
+
+    def prepare_draft(
+        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+    ) -> DraftQueries:
+        """As `ReferenceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
+        batch, most = step.batch, state.k + lookahead_base
+        if step.num_rows == 1:
+            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
+            anchor = state.computed.numpy().item(index)
+            queries = one_row.prepare_draft(
+                state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
+            )
+            if queries is not None:  # its blocks hold them
+                layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
+                return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
+        query_lens = lens.numpy()
+        rows = query_lens.nonzero()[0]
+        query_lens = query_lens[rows]
+        layout = exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
+        width = int(query_lens.max())
+        draft_index = None
+        if len(rows) < step.num_rows or width < most or (query_lens < width).any():
+            flat = (np.arange(most) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
+            draft_index = torch.from_numpy((flat % most >= lookahead_base).nonzero()[0])
+            ids, positions, slots = (
+                torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
+            )
+        padded = bool((slots.numpy() < 0).any())
+        return DraftQueries(
+            ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded, lookahead_base == 0
+        )
+
+    def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+        """As `ReferenceStepOps.drafts`; by numpy, in half the time."""
+        index = batch.req_idx.numpy()
+        positions = state.computed.numpy()[index][:, None] + np.arange(1, state.k + 1)
+        return torch.from_numpy(state.tokens.numpy()[index[:, None], np.minimum(positions, state.max_len - 1)])
+
+    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
+        """As `ReferenceStepOps.store_drafts`."""
+        self._store_drafts(
+            state.tokens, state.computed, batch.req_idx, batch.num_next,
+            drafts.token_ids, drafts.confidence, state.confidence,
+        )  # fmt: skip
+
+    @staticmethod
+    def verified_lens(
+        budget: DraftBudget, req_idx: np.ndarray, num_draft: np.ndarray, state: StateTensors
+    ) -> np.ndarray:
+        """How many of the drafts of each of a plan's rows are verified: int64 `[n]`. req_idx: of each row. num_draft:
+        the drafts that it has."""
+        return verify_budget.verified_lens_reference(
+            state.confidence.numpy()[req_idx],
+            num_draft,
+            budget.weight,
+            np.array(budget.offsets, dtype=np.float32),
+            np.array(budget.effects, dtype=np.float32),
+            budget.num_drafts,
+        )
+
+    def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))
+
+
+class ReferenceStepOps(CommonStepOps):
+    """The steps of a GPU, on any device."""
+
+    on_host = False
+
+    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+        """The rows as attention runs them, and whether slots may be -1."""
+        batch, bounds = step.batch, step.bounds
+        rows = DeviceLengths(batch.query_start, batch.query_lens, step.seq_lens)
+        layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
+        return replace(layout, shared=step.shared, exact=bounds.exact), True
+
     def known_counts(self, step: Step) -> np.ndarray | None:
         """The accepted drafts of each row, if the host knows them."""
         return None
@@ -390,17 +529,6 @@ class DeviceStepOps:
             padded=True, from_anchor=lookahead_base == 0,
         )  # fmt: skip
 
-    def draft_sampler(
-        self, step: Step, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
-    ) -> DraftSampler:
-        """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
-        its noise."""
-        if temperature_ratio == 0.0 or not step.traits.sampled:
-            return DraftSampler(self, wants_confidence=wants_confidence)
-        req_idx = self._draft_req_idx(step.batch, step.draft_width)
-        temperature = state.temperature[req_idx] * temperature_ratio
-        return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
-
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
         """Write `num_next` of each row's drafts, as `Drafter.propose` gives them, behind its anchor, and how sure the
         drafter is of them."""
@@ -418,21 +546,9 @@ class DeviceStepOps:
         positions = state.computed.index_select(0, index)[:, None] + columns
         return state.tokens[index[:, None], positions.clamp(max=state.max_len - 1)]
 
-    def penalise(self, logits: torch.Tensor, rows: penalties.PenalisedRows, state: StateTensors) -> None:
-        """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
-        self._penalise(logits, state.token_counts, state.num_counted, state.tokens, state.penalties, rows)
-
     def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
         return batch.req_idx.clamp(min=0).long().repeat_interleave(width)
-
-    def _prepared_draft(
-        self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, width: int, lookahead_base: int
-    ) -> Tensors:
-        return self._prepare_draft(
-            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next, width, placeholder_id, lookahead_base,
-        )  # fmt: skip
 
     @staticmethod
     def _layout(
@@ -449,124 +565,25 @@ class DeviceStepOps:
         return AttentionBatch(query_lens, seq_lens, tables, rows, max_overestimate)
 
 
-class ReferenceStepOps(DeviceStepOps):
-    """The kernels' references in place of the kernels: the steps of a GPU on any device."""
+class DeviceStepOps(ReferenceStepOps):
+    """The same by Triton kernels, a launch or a few for each operation. Needs a GPU, or Triton's interpreter."""
 
-    _lay_out = staticmethod(verify_budget.lay_out_reference)
-    _prepare = staticmethod(prepare_step.prepare_reference)
-    argmax = staticmethod(cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference)
-    log_odds = staticmethod(log_odds.log_odds_reference)
-    _sample = staticmethod(cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference)
-    _noisy_scores = staticmethod(sample.noisy_scores_reference)
-    _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
-    _accept = staticmethod(accept.accept_reference)
-    apply_token_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
-    _penalise = staticmethod(penalties.count_and_penalise_reference)
-    _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
-    _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
-    _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
-
-
-class HostStepOps(ReferenceStepOps):
-    """The references on exact lengths: only what is needed is run."""
-
-    on_host = True
-
-    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
-        batch = step.batch
-        layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
-        return layout, bool((step.slots.numpy() < 0).any())
-
-    def known_counts(self, step: Step) -> np.ndarray | None:
-        counts: np.ndarray = step.num_accepted.numpy()
-        return counts
-
-    def pending_context(self, state: StateTensors) -> PendingContext | None:
-        return PendingContext(len(state.tokens), state.block_size)
-
-    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
-        token_row = step.batch.token_row
-        if step.num_rows == 1 and not step.padded:
-            end = state.computed.numpy().item(one_row.number(step.batch.req_idx))
-            final = slice(end - one_row.number(step.starts))
-            return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
-        context = super().context(step, state, features)
-        is_final = context.slots.numpy() >= 0
-        if is_final.all():
-            return replace(context, padded=False)
-        index = torch.from_numpy(is_final.nonzero()[0])
-        return ContextBatch(features[index], step.positions[index], context.slots[index], token_row=token_row[index])
-
-    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
-        """As `DeviceStepOps.features_before_anchors`, of the rows that draft."""
-        last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
-        return features[last[torch.from_numpy(step.batch.num_next.numpy().nonzero()[0])]]
-
-    def prepare_draft(
-        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
-    ) -> DraftQueries:
-        """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
-        batch, most = step.batch, state.k + lookahead_base
-        if step.num_rows == 1:
-            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
-            anchor = state.computed.numpy().item(index)
-            queries = one_row.prepare_draft(
-                state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
-            )
-            if queries is not None:  # its blocks hold them
-                layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
-                return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
-        query_lens = lens.numpy()
-        rows = query_lens.nonzero()[0]
-        query_lens = query_lens[rows]
-        layout = exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
-        width = int(query_lens.max())
-        draft_index = None
-        if len(rows) < step.num_rows or width < most or (query_lens < width).any():
-            flat = (np.arange(most) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
-            draft_index = torch.from_numpy((flat % most >= lookahead_base).nonzero()[0])
-            ids, positions, slots = (
-                torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
-            )
-        padded = bool((slots.numpy() < 0).any())
-        return DraftQueries(
-            ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded, lookahead_base == 0
-        )
-
-    def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
-        """As `DeviceStepOps.drafts`; by numpy, in half the time."""
-        index = batch.req_idx.numpy()
-        positions = state.computed.numpy()[index][:, None] + np.arange(1, state.k + 1)
-        return torch.from_numpy(state.tokens.numpy()[index[:, None], np.minimum(positions, state.max_len - 1)])
-
-    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
-        """As `DeviceStepOps.store_drafts`."""
-        self._store_drafts(
-            state.tokens, state.computed, batch.req_idx, batch.num_next,
-            drafts.token_ids, drafts.confidence, state.confidence,
-        )  # fmt: skip
-
-    @staticmethod
-    def verified_lens(
-        budget: DraftBudget, req_idx: np.ndarray, num_draft: np.ndarray, state: StateTensors
-    ) -> np.ndarray:
-        """How many of the drafts of each of a plan's rows are verified: int64 `[n]`. req_idx: of each row. num_draft:
-        the drafts that it has."""
-        return verify_budget.verified_lens_reference(
-            state.confidence.numpy()[req_idx],
-            num_draft,
-            budget.weight,
-            np.array(budget.offsets, dtype=np.float32),
-            np.array(budget.effects, dtype=np.float32),
-            budget.num_drafts,
-        )
-
-    def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))
+    _lay_out = staticmethod(verify_budget.lay_out)
+    _prepare = staticmethod(prepare_step.prepare)
+    argmax = staticmethod(argmax.argmax)
+    log_odds = staticmethod(log_odds.log_odds)
+    _sample = staticmethod(sample.sample)
+    _noisy_scores = staticmethod(sample.noisy_scores)
+    _lowest_kept = staticmethod(logits_filter.lowest_kept)
+    _accept = staticmethod(accept.accept)
+    apply_token_bitmask = staticmethod(token_bitmask.apply_token_bitmask)
+    _penalise = staticmethod(penalties.count_and_penalise)
+    _inject_slots = staticmethod(prepare_draft.inject_slots)
+    _prepare_draft = staticmethod(prepare_draft.prepare_draft)
+    _store_drafts = staticmethod(prepare_draft.store_drafts)
 
 
-StepOps = DeviceStepOps
+StepOps = HostStepOps | ReferenceStepOps
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:

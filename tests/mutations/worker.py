@@ -288,17 +288,17 @@ WORKER_MUTANTS = (
     Mutant(
         "TOGETHER: prefill chunks bring no drafter KV",
         f"{WORKER}/step_ops.py",
-        "is_final = context.slots.numpy() >= 0",
-        "is_final = (context.slots.numpy() >= 0) & (step.batch.logits_start.numpy() >= 0)[token_row.numpy()]",
+        "is_final = slots.numpy() >= 0",
+        "is_final = (slots.numpy() >= 0) & (step.batch.logits_start.numpy() >= 0)[token_row.numpy()]",
         ("tests/worker/test_context_kv.py",),
     ),
     Mutant(
         "requests without speculation leave no drafter KV in the blocks that they publish",
         f"{WORKER}/step_ops.py",
-        "is_final = context.slots.numpy() >= 0",
+        "is_final = slots.numpy() >= 0",
         "plain = (step.batch.num_next.numpy() == 0) & (step.batch.logits_start.numpy() "
         ">= 0)\n"
-        "        is_final = (context.slots.numpy() >= 0) & ~plain[token_row.numpy()]",
+        "        is_final = (slots.numpy() >= 0) & ~plain[token_row.numpy()]",
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(
