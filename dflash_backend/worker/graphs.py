@@ -34,7 +34,7 @@ from dflash_backend.core.plan import MIN_SHARING_ROWS, MeasuredStep
 from dflash_backend.models.peers import ALONE
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, Step
 from dflash_backend.worker.logits import PromptLogprobs
-from dflash_backend.worker.step import ModelStep, Slots
+from dflash_backend.worker.step import ModelStep, StateCopies
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
@@ -82,7 +82,7 @@ class StepRunner(Protocol):
         """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
         ...
 
-    def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
+    def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
         ...
 

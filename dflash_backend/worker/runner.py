@@ -50,7 +50,7 @@ from dflash_backend.worker.graphs import (
 from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
-from dflash_backend.worker.step import PHASES, ModelStep, Slots
+from dflash_backend.worker.step import PHASES, ModelStep, StateCopies
 from dflash_backend.worker.step_ops import HostStepOps, StateSnapshot
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
@@ -73,7 +73,7 @@ class PartInFlight:
     runner: StepRunner
     step: Step
     guard: WriteGuard | None = None
-    copies: Slots = ()
+    copies: StateCopies = ()
     special: SpecialRows | None = None
     prompt_logprobs: PromptLogprobs | None = None
     grammars: StepGrammars | None = None

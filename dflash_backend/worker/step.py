@@ -30,7 +30,7 @@ from dflash_kernels import timestamp
 PHASES = ("verify", "accept", "inject", "draft")
 # Recorded as the step begins and as verify and accept end, then as inject begins and as inject and draft end.
 NUM_TIMESTAMPS = 6
-Slots = Sequence[tuple[int, int]]
+StateCopies = Sequence[tuple[int, int]]
 
 
 @dataclass
@@ -147,7 +147,7 @@ class ModelStep:
             context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
         drafter.inject(context)
 
-    def draft(self, step: Step, guard: WriteGuard | None = None, copies: Slots = ()) -> None:
+    def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Inject, propose the next step's drafts and leave them in the state, after the anchor. Then bring the states
         of recurrent layers to the accepted drafts: they come last, so that what fails before leaves them as they were.
         copies: slots of recurrent states that are copied after that, and where to."""
@@ -175,7 +175,7 @@ class ModelStep:
         step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
 
     @staticmethod
-    def _commit(states: StateRows, num_kept: torch.Tensor, copies: Slots) -> None:
+    def _commit(states: StateRows, num_kept: torch.Tensor, copies: StateCopies) -> None:
         """Raises `RuntimeError` where memory does not suffice: some states may be ahead of others then, so the step
         must not be tried again, and its requests are computed anew."""
         try:
