@@ -62,10 +62,10 @@ _ALIGNMENT = 4
 _ROW_FIELDS = (
     "req_idx",
     "start",
-    "num_unverified",
+    "num_unverified_drafts",
     "num_new",
     "num_draft",
-    "num_next",
+    "num_next_draft",
     "query_start",
     "query_lens",
     "logits_start",
@@ -76,21 +76,21 @@ _ROW_FIELDS = (
 class DeviceBatch:
     """The layout of a step as its operations read it: R rows with T tokens.
 
-    int32 `[R]`: req_idx (index of the request's state, -1 for padding), start (where `num_unverified`, the drafts in
-    flight, is not 0, an upper bound of `StateTensors.computed`, the real one), num_new (known tokens), num_draft
-    (drafts behind them), num_next (drafts to propose), query_start (index of the first token), query_lens
-    (`num_new + num_draft`), logits_start (index of the first of the row's `num_draft + 1` logits, -1 for a row that
-    does not sample). token_row: int32 `[T]`, the row of each token, -1 for padding tokens.
+    int32 `[R]`: req_idx (index of the request's state, -1 for padding), start (where `num_unverified_drafts`, the
+    drafts in flight, is not 0, an upper bound of `StateTensors.computed`, the real one), num_new (known tokens),
+    num_draft (drafts behind them), num_next_draft (drafts to propose), query_start (index of the first token),
+    query_lens (`num_new + num_draft`), logits_start (index of the first of the row's `num_draft + 1` logits, -1 for a
+    row that does not sample). token_row: int32 `[T]`, the row of each token, -1 for padding tokens.
 
     A padding row has req_idx and logits_start -1 and all its numbers 0.
     """
 
     req_idx: torch.Tensor
     start: torch.Tensor
-    num_unverified: torch.Tensor
+    num_unverified_drafts: torch.Tensor
     num_new: torch.Tensor
     num_draft: torch.Tensor
-    num_next: torch.Tensor
+    num_next_draft: torch.Tensor
     query_start: torch.Tensor
     query_lens: torch.Tensor
     logits_start: torch.Tensor
@@ -192,10 +192,10 @@ class HostBatch:
     request_ids: list[str]
     req_idx: np.ndarray
     start: np.ndarray
-    num_unverified: np.ndarray
+    num_unverified_drafts: np.ndarray
     num_new: np.ndarray
     num_draft: np.ndarray
-    num_next: np.ndarray
+    num_next_draft: np.ndarray
     sample: np.ndarray
     traits: BatchTraits
     budget: DraftBudget | None = None
@@ -223,13 +223,13 @@ class HostBatch:
             )
             for row in rows
         ]
-        req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
+        req_idx, start, unverified, num_new, num_draft, num_next_draft, sample = np.array(fields, dtype=np.int64).T
         drafts, chooses = any(row.num_next_draft for row in rows), any(row.sample for row in rows)
         sampled = bool(requests.temperature[req_idx].any())
         traits = BatchTraits(sampled, drafts, chooses, wants_confidence)
         return cls(
             [row.request_id for row in rows],
-            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget, shared,
+            req_idx, start, unverified, num_new, num_draft, num_next_draft, sample.astype(bool), traits, budget, shared,
         )  # fmt: skip
 
     @property
@@ -269,8 +269,8 @@ class HostBatch:
         lens = self.query_lens
         ends = self.start + lens
         # The anchor of the drafts follows the last draft of now if all of these are accepted.
-        drafts = (ends + 1 + self.num_next) * (self.num_next > 0)
-        unknown = self.num_unverified + self.num_draft
+        drafts = (ends + 1 + self.num_next_draft) * (self.num_next_draft > 0)
+        unknown = self.num_unverified_drafts + self.num_draft
         return LengthBounds(
             query_lens=padded(lens, num_rows),
             seq_lens=padded(ends, num_rows),
@@ -325,19 +325,19 @@ class HostBatch:
 
     def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], k: int) -> Step:
         """As `ragged`, of a single row, in plain numbers: a tenth of the calls of numpy."""
-        each = self.req_idx, self.start, self.num_unverified, self.num_new, self.num_draft, self.num_next
-        index, start, unverified, num_new, num_draft, num_next = (values.item() for values in each)
+        each = self.req_idx, self.start, self.num_unverified_drafts, self.num_new, self.num_draft, self.num_next_draft
+        index, start, unverified, num_new, num_draft, num_next_draft = (values.item() for values in each)
         samples, num_tokens = self.traits.chooses, num_new + num_draft
         num_fields = DeviceBatch.buffer_size(1, 0)
         numbers = np.zeros(num_fields + num_tokens, dtype=np.int32)
-        fields = index, start, unverified, num_new, num_draft, num_next, 0, num_tokens, 0 if samples else -1
+        fields = index, start, unverified, num_new, num_draft, num_next_draft, 0, num_tokens, 0 if samples else -1
         numbers[: num_fields : num_fields // len(fields)] = fields
         first, num_logits = (num_new - 1, num_draft + 1) if samples else (0, 1)
         logits_token = np.arange(first, first + num_logits, dtype=np.int32)
         logits_row = np.full(num_logits, 0 if samples else -1, dtype=np.int32)
         layout, tokens, rows = send([numbers, logits_token, logits_row])
         end = start + num_tokens
-        draft_end = end + 1 + num_next if num_next else 0
+        draft_end = end + 1 + num_next_draft if num_next_draft else 0
         lens, ends, draft_ends = np.array([[num_tokens], [end], [draft_end]])
         unknown = unverified + num_draft
         bounds = LengthBounds(lens, ends, draft_ends, unknown, exact=np.array([unknown == 0]))
@@ -353,13 +353,13 @@ class HostBatch:
         numbers = np.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=np.int32)
         num_fields = len(numbers) - len(token_row)
         fields = numbers[:num_fields].reshape(len(_ROW_FIELDS), -1)
-        req_idx, start, unverified, num_new, num_draft, num_next, query_start, lens, logits = fields
+        req_idx, start, unverified, num_new, num_draft, num_next_draft, query_start, lens, logits = fields
         req_idx[:] = logits[:] = -1
         # Ascending, also where padding rows come last.
         query_start[:] = len(token_row)
         query_start[:count] = first
-        req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified
-        num_new[:count], num_draft[:count], num_next[:count] = self.num_new, self.num_draft, self.num_next
+        req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified_drafts
+        num_new[:count], num_draft[:count], num_next_draft[:count] = self.num_new, self.num_draft, self.num_next_draft
         lens[:count], logits[:count] = self.query_lens, logits_start
         numbers[num_fields:] = token_row
         return numbers

@@ -316,7 +316,7 @@ class GraphRunner:
         if not steps:
             return None
         count = len(batch.req_idx)
-        num_tokens, draft_width = count + batch.num_verified, int(batch.num_next.max())
+        num_tokens, draft_width = count + batch.num_verified, int(batch.num_next_draft.max())
         widest = int(batch.query_lens.max())
         most_rows, most_tokens = max(2 * count, count + ALWAYS_WORTH_PADDING), max(2 * num_tokens, CHEAP_TOKENS)
         fitting = [
@@ -486,7 +486,7 @@ def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
     most = max(MOST_PADDING * num_tokens, CHEAP_TOKENS)
     # A step that proposes nothing, as where drafting does not pay, must not run the drafter; and one in which no row
     # chooses a token needs no logits.
-    drafts = bool(batch.num_next.any())
+    drafts = bool(batch.num_next_draft.any())
     fitting = [
         (inputs.num_tokens, number)
         for number, inputs in enumerate(steps)

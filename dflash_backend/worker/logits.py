@@ -48,7 +48,7 @@ class SpecialRows:
         self.first = np.cumsum(sizes) - sizes
         num_logits = batch.num_logits
         _, flat = spans((np.cumsum(num_logits) - num_logits)[rows], sizes)
-        start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified[rows]
+        start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified_drafts[rows]
         self.lowest = start + num_new - unverified
         row, number = spans(np.zeros_like(sizes), sizes)
         self.flat, of_row, number, self._req_idx = put(
@@ -175,7 +175,7 @@ def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray
 def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     """The rows that sample and whose requests change their logits or want log-probabilities: int64 `[n]`."""
     index = batch.req_idx
-    hides = hides_stops(requests, index, batch.start + batch.num_new - batch.num_unverified)
+    hides = hides_stops(requests, index, batch.start + batch.num_new - batch.num_unverified_drafts)
     changes = hides | requests.biased[index] | requests.masked[index] | requests.penalised[index]
     asks = changes | (requests.num_logprobs[index] >= 0)
     rows: np.ndarray = (batch.sample & asks).nonzero()[0]

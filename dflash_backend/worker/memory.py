@@ -230,9 +230,9 @@ def _row(config: SchedulerConfig, request_id: str, start: int, num_new: int, num
     """A row that samples, and drafts where that fits (WINDOW)."""
     k = config.num_speculative_tokens
     end = start + num_new + num_draft
-    num_next = k if k and end + 1 + k <= config.max_drafting_len else 0
-    num_blocks = blocks_for(end + config.lookahead[num_next], config.block_size)
-    return ScheduledRequest(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
+    num_next_draft = k if k and end + 1 + k <= config.max_drafting_len else 0
+    num_blocks = blocks_for(end + config.lookahead[num_next_draft], config.block_size)
+    return ScheduledRequest(request_id, start, num_new, num_draft, True, num_next_draft, [0] * num_blocks)
 
 
 def _request(row: ScheduledRequest) -> NewRequest:

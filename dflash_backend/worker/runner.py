@@ -292,9 +292,9 @@ class ModelRunner:
             if not self.overlaps and step.parts:
                 # Rows of requests that have ended, which the core knows by now, propose nothing.
                 for part in step.parts if ended else ():
-                    num_next = part.step.batch.num_next.numpy()
-                    num_next[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
-                    part.step.traits = replace(part.step.traits, drafts=bool(num_next.any()))
+                    num_next_draft = part.step.batch.num_next_draft.numpy()
+                    num_next_draft[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
+                    part.step.traits = replace(part.step.traits, drafts=bool(num_next_draft.any()))
                 self.threads.run(self._draft_part, step.parts, step.plan.num_tokens)
             for part in step.parts:
                 assert part.drafts is not None

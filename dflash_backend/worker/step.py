@@ -159,11 +159,11 @@ class ModelStep:
                 lookahead_base = drafter.lookahead_base or 0
                 queries = self.ops.prepare_draft(step, state, drafter.placeholder_id, lookahead_base)
                 if guard is not None:
-                    guard.check_draft(queries, batch.num_next, lookahead_base)
+                    guard.check_draft(queries, batch.num_next_draft, lookahead_base)
             if drafter.reads_next_tokens and step.features is not None:
                 before = self.ops.features_before_anchors(step, step.features)
             draft = DraftBatch(
-                state.tokens, state.computed, batch.req_idx, batch.num_next, step.draft_width, queries, before
+                state.tokens, state.computed, batch.req_idx, batch.num_next_draft, step.draft_width, queries, before
             )
             asked = self.wants_confidence and step.traits.wants_confidence
             sampler = self.ops.draft_sampler(step, state, self.draft_temperature_ratio, asked)

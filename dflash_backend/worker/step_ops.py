@@ -121,11 +121,11 @@ class PendingContext:
         if num_rows == 1:
             index = one_row.number(batch.req_idx)
             full = state.computed.numpy().item(index) % state.block_size == 0
-            if full or one_row.number(batch.num_next):
+            if full or one_row.number(batch.num_next_draft):
                 return False
             self._keep_token(index, as_integers(features), one_row.number(step.positions), one_row.number(step.slots))
             return True
-        if batch.num_next.numpy().any():
+        if batch.num_next_draft.numpy().any():
             return False
         req_idx = batch.req_idx.numpy()
         if not (state.computed.numpy()[req_idx] % state.block_size).all():
@@ -140,7 +140,7 @@ class PendingContext:
         may_wait = len(req_idx) <= MAX_WAITING_ROWS
         if not may_wait and not counts.any():
             return context
-        rests = (batch.num_next.numpy() == 0) & (batch.num_new.numpy() == 1) & may_wait
+        rests = (batch.num_next_draft.numpy() == 0) & (batch.num_new.numpy() == 1) & may_wait
         if not rests.any() and not counts.any():
             return context
         # Where the block begins that is not full yet.
@@ -285,7 +285,8 @@ class CommonStepOps:
         batch = step.batch
         step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
+            batch.req_idx, batch.start, batch.num_unverified_drafts, batch.query_start, batch.query_lens,
+            batch.token_row,
         )  # fmt: skip
         step.attention, step.padded = self._attention(step, state)
         if state.window_blocks is not None:
@@ -365,7 +366,7 @@ class CommonStepOps:
     ) -> Tensors:
         return self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next, width, placeholder_id, lookahead_base,
+            batch.req_idx, batch.num_next_draft, width, placeholder_id, lookahead_base,
         )  # fmt: skip
 
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
@@ -410,7 +411,7 @@ class HostStepOps(CommonStepOps):
     def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """As `ReferenceStepOps.features_before_anchors`, of the rows that draft."""
         last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
-        return features[last[torch.from_numpy(step.batch.num_next.numpy().nonzero()[0])]]
+        return features[last[torch.from_numpy(step.batch.num_next_draft.numpy().nonzero()[0])]]
 
     def prepare_draft(
         self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
@@ -418,7 +419,7 @@ class HostStepOps(CommonStepOps):
         """As `ReferenceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, most = step.batch, state.k + lookahead_base
         if step.num_rows == 1:
-            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
+            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next_draft) + lookahead_base
             anchor = state.computed.numpy().item(index)
             queries = one_row.prepare_draft(
                 state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
@@ -453,7 +454,7 @@ class HostStepOps(CommonStepOps):
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
         """As `ReferenceStepOps.store_drafts`."""
         self._store_drafts(
-            state.tokens, state.computed, batch.req_idx, batch.num_next,
+            state.tokens, state.computed, batch.req_idx, batch.num_next_draft,
             drafts.token_ids, drafts.confidence, state.confidence,
         )  # fmt: skip
 
@@ -473,7 +474,7 @@ class HostStepOps(CommonStepOps):
         )
 
     def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))
+        return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next_draft.numpy()))
 
 
 class ReferenceStepOps(CommonStepOps):
@@ -530,13 +531,13 @@ class ReferenceStepOps(CommonStepOps):
         )  # fmt: skip
 
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
-        """Write `num_next` of each row's drafts, as `Drafter.propose` gives them, behind its anchor, and how sure the
-        drafter is of them."""
+        """Write `num_next_draft` of each row's drafts, as `Drafter.propose` gives them, behind its anchor, and how sure
+        the drafter is of them."""
         token_ids, confidence = drafts.token_ids.view(len(batch.req_idx), -1), drafts.confidence
         if confidence is not None:
             confidence = confidence.view(token_ids.shape)
         self._store_drafts(
-            state.tokens, state.computed, batch.req_idx, batch.num_next, token_ids, confidence, state.confidence
+            state.tokens, state.computed, batch.req_idx, batch.num_next_draft, token_ids, confidence, state.confidence
         )
 
     def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:

@@ -77,12 +77,12 @@ class WriteGuard:
         """`check` for layers with a window that have block ids of their own."""
         self.check("verify, layers with a window", row_of_slot, slots, allowed=self._allowed_of_windows)
 
-    def check_draft(self, draft: DraftQueries, num_next: torch.Tensor, lookahead_base: int) -> None:
-        """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row, for which the drafter writes
-        `num_next + lookahead_base` positions."""
-        queries = torch.where(num_next > 0, num_next + draft.queries_beside_drafts, 0)
-        expected = torch.where(num_next > 0, num_next + lookahead_base, 0)
-        rows = torch.arange(len(num_next), dtype=torch.int32, device=num_next.device)
+    def check_draft(self, draft: DraftQueries, num_next_draft: torch.Tensor, lookahead_base: int) -> None:
+        """`check` for the draft phase; num_next_draft: int32 `[R]`, the drafts of each row, for which the drafter
+        writes `num_next_draft + lookahead_base` positions."""
+        queries = torch.where(num_next_draft > 0, num_next_draft + draft.queries_beside_drafts, 0)
+        expected = torch.where(num_next_draft > 0, num_next_draft + lookahead_base, 0)
+        rows = torch.arange(len(num_next_draft), dtype=torch.int32, device=num_next_draft.device)
         per_row = queries if draft.layout.device is None else torch.full_like(queries, draft.width)
         self.check("draft", rows.repeat_interleave(per_row), draft.slots, expected)
 

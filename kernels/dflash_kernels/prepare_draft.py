@@ -35,15 +35,15 @@ def prepare_draft_reference(
     computed: torch.Tensor,
     block_size: int,
     req_idx: torch.Tensor,
-    num_next: torch.Tensor,
+    num_next_draft: torch.Tensor,
     width: int,
     placeholder_id: int,
     lookahead_base: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[anchor, placeholder, placeholder, ...]` for each row that drafts (`num_next` > 0): ids, positions, slots int64
-    `[R, width]`, query_lens (`num_next + lookahead_base`, else 0), seq_lens int32 `[R]`. State as in
+    """`[anchor, placeholder, placeholder, ...]` for each row that drafts (`num_next_draft` > 0): ids, positions, slots
+    int64 `[R, width]`, query_lens (`num_next_draft + lookahead_base`, else 0), seq_lens int32 `[R]`. State as in
     `prepare_reference`."""
-    rows, lens = req_idx.numpy(), num_next.numpy()
+    rows, lens = req_idx.numpy(), num_next_draft.numpy()
     index = np.maximum(rows, 0)
     drafts = (rows >= 0) & (lens > 0)
     query_lens = np.where(drafts, lens + lookahead_base, 0).astype(np.int32)
@@ -64,16 +64,16 @@ def store_drafts_reference(
     tokens: torch.Tensor,
     computed: torch.Tensor,
     req_idx: torch.Tensor,
-    num_next: torch.Tensor,
+    num_next_draft: torch.Tensor,
     drafts: torch.Tensor,
     confidence: torch.Tensor | None = None,
     confidences: torch.Tensor | None = None,
 ) -> None:
-    """Write `num_next` (int32 `[R]`) of each row's `drafts` behind its anchor in `tokens`; what would lie past the
-    width of `tokens` is dropped. State as in `prepare_reference`; no request occurs twice.
+    """Write `num_next_draft` (int32 `[R]`) of each row's `drafts` behind its anchor in `tokens`; what would lie past
+    the width of `tokens` is dropped. State as in `prepare_reference`; no request occurs twice.
 
-    drafts: int64 `[R, width]`, or without padding `[sum(num_next)]`. confidence: float32 of the same shape, written to
-    the first columns of the requests' rows of `confidences`, float32 `[S, k]`; None where there is none.
+    drafts: int64 `[R, width]`, or without padding `[sum(num_next_draft)]`. confidence: float32 of the same shape,
+    written to the first columns of the requests' rows of `confidences`, float32 `[S, k]`; None where there is none.
     """
     if len(req_idx) == 1 and drafts.dim() == 1 and (only := one_row.number(req_idx)) >= 0:
         first, most = computed.numpy().item(only) + 1, len(drafts)
@@ -81,7 +81,7 @@ def store_drafts_reference(
             confidences.numpy()[only, :most] = confidence.numpy()
         tokens.numpy()[only, first : first + most] = drafts.numpy()[: max(tokens.shape[1] - first, 0)]
         return
-    rows, columns = _draft_indices(req_idx, num_next)
+    rows, columns = _draft_indices(req_idx, num_next_draft)
     if confidence is not None and confidences is not None:
         sure = confidence.numpy() if confidence.dim() == 1 else confidence.numpy()[rows, columns]
         confidences.numpy()[req_idx.numpy()[rows], columns] = sure
@@ -92,9 +92,9 @@ def store_drafts_reference(
     tokens.numpy()[index[within], positions[within]] = values[within]
 
 
-def _draft_indices(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _draft_indices(req_idx: torch.Tensor, num_next_draft: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each draft, row by row: int64 `[n]`."""
-    lens = np.where(req_idx.numpy() >= 0, num_next.numpy(), 0)
+    lens = np.where(req_idx.numpy() >= 0, num_next_draft.numpy(), 0)
     rows = np.repeat(np.arange(len(lens)), lens)
     first = np.cumsum(lens) - lens
     return rows, np.arange(len(rows)) - first[rows]
@@ -143,9 +143,9 @@ def _prepare_draft_kernel(
     """One program prepares one row's WIDTH queries."""
     row = tl.program_id(0)
     req_idx = tl.load(req_idx_ptr + row)
-    num_next = tl.load(num_next_ptr + row)
-    drafts = (req_idx >= 0) & (num_next > 0)
-    query_len = tl.where(drafts, num_next + LOOKAHEAD_BASE, 0)
+    num_next_draft = tl.load(num_next_ptr + row)
+    drafts = (req_idx >= 0) & (num_next_draft > 0)
+    query_len = tl.where(drafts, num_next_draft + LOOKAHEAD_BASE, 0)
     anchor = tl.load(computed_ptr + req_idx, mask=drafts, other=0)
     capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
 
@@ -172,7 +172,7 @@ def prepare_draft(
     computed: torch.Tensor,
     block_size: int,
     req_idx: torch.Tensor,
-    num_next: torch.Tensor,
+    num_next_draft: torch.Tensor,
     width: int,
     placeholder_id: int,
     lookahead_base: int,
@@ -183,7 +183,7 @@ def prepare_draft(
     query_lens, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
     if num_rows > 0:
         _prepare_draft_kernel[(num_rows,)](
-            tokens, blocks, num_blocks, computed, req_idx, num_next,
+            tokens, blocks, num_blocks, computed, req_idx, num_next_draft,
             ids, positions, slots, query_lens, seq_lens,
             placeholder_id, block_size, tokens.shape[1], blocks.shape[1],
             WIDTH=width, LOOKAHEAD_BASE=lookahead_base, COLUMNS=triton.next_power_of_2(width),
@@ -202,13 +202,13 @@ def _store_drafts_kernel(
     req_idx = tl.load(req_idx_ptr + row)
     if req_idx >= 0:
         column = tl.arange(0, COLUMNS)
-        num_next = tl.minimum(tl.load(num_next_ptr + row), width)
+        num_next_draft = tl.minimum(tl.load(num_next_ptr + row), width)
         positions = tl.load(computed_ptr + req_idx) + 1 + column
-        kept = (column < num_next) & (positions < max_len)
+        kept = (column < num_next_draft) & (positions < max_len)
         drafts = tl.load(drafts_ptr + row * width + column, mask=kept, other=0)
         tl.store(tokens_ptr + req_idx.to(tl.int64) * max_len + positions, drafts, mask=kept)
         if CONFIDENT:
-            there = column < num_next
+            there = column < num_next_draft
             sure = tl.load(confidence_ptr + row * width + column, mask=there, other=0.0)
             tl.store(confidences_ptr + req_idx.to(tl.int64) * k + column, sure, mask=there)
 
@@ -217,7 +217,7 @@ def store_drafts(
     tokens: torch.Tensor,
     computed: torch.Tensor,
     req_idx: torch.Tensor,
-    num_next: torch.Tensor,
+    num_next_draft: torch.Tensor,
     drafts: torch.Tensor,
     confidence: torch.Tensor | None = None,
     confidences: torch.Tensor | None = None,
@@ -227,6 +227,6 @@ def store_drafts(
     k = width if confidences is None else confidences.shape[1]
     if num_rows > 0 and width > 0:
         _store_drafts_kernel[(num_rows,)](
-            tokens, computed, req_idx, num_next, drafts, confidence, confidences, width, k, tokens.shape[1],
+            tokens, computed, req_idx, num_next_draft, drafts, confidence, confidences, width, k, tokens.shape[1],
             CONFIDENT=confidence is not None, COLUMNS=triton.next_power_of_2(width),
         )  # fmt: skip

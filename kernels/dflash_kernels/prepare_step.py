@@ -54,7 +54,7 @@ def prepare_reference(
     block_size: int,
     req_idx: torch.Tensor,
     start: torch.Tensor,
-    num_unverified: torch.Tensor,
+    num_unverified_drafts: torch.Tensor,
     query_start: torch.Tensor,
     query_lens: torch.Tensor,
     token_row: torch.Tensor,
@@ -62,19 +62,19 @@ def prepare_reference(
     """What the target runs: ids, positions, slots int64 `[T]`; starts, seq_lens int32 `[R]`, 0 for padding rows.
 
     tokens: int64 `[S, max_len]`. blocks: int32 `[S, max_blocks]`. num_blocks, computed: int32 `[S]`. req_idx, start,
-    num_unverified, query_start, query_lens: int32 `[R]`. token_row: int32 `[T]`, -1 for padding.
+    num_unverified_drafts, query_start, query_lens: int32 `[R]`. token_row: int32 `[T]`, -1 for padding.
 
-    A row starts at `start`, or at its `computed` where `num_unverified` is not 0. A row's length stops at its blocks,
-    which hold at least `query_lens` positions (RESERVE), so each of its queries sees a key.
+    A row starts at `start`, or at its `computed` where `num_unverified_drafts` is not 0. A row's length stops at its
+    blocks, which hold at least `query_lens` positions (RESERVE), so each of its queries sees a key.
     """
     rows = req_idx.numpy()
     if len(rows) == 1 and (only := rows.item()) >= 0 and len(token_row) == one_row.number(query_lens):
-        first = computed.numpy().item(only) if one_row.number(num_unverified) else one_row.number(start)
+        first = computed.numpy().item(only) if one_row.number(num_unverified_drafts) else one_row.number(start)
         prepared = one_row.prepare(tokens, blocks, num_blocks, block_size, only, first, len(token_row))
         if prepared is not None:
             return prepared
     index = np.maximum(rows, 0)
-    starts = np.where(num_unverified.numpy() > 0, computed.numpy()[index], start.numpy())
+    starts = np.where(num_unverified_drafts.numpy() > 0, computed.numpy()[index], start.numpy())
     starts = np.where(rows >= 0, starts, 0)
     covered = covered_lens(tokens, num_blocks, block_size, req_idx)
     seq_lens = np.minimum(starts + query_lens.numpy(), covered).astype(np.int32)
@@ -113,9 +113,9 @@ def _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside
     """Where a row really starts; 0 for padding (`req_idx` -1)."""
     real = inside & (req_idx >= 0)
     start = tl.load(start_ptr + row, mask=real, other=0)
-    num_unverified = tl.load(num_unverified_ptr + row, mask=real, other=0)
-    computed = tl.load(computed_ptr + req_idx, mask=real & (num_unverified > 0), other=0)
-    return tl.where(num_unverified > 0, computed, start)
+    num_unverified_drafts = tl.load(num_unverified_ptr + row, mask=real, other=0)
+    computed = tl.load(computed_ptr + req_idx, mask=real & (num_unverified_drafts > 0), other=0)
+    return tl.where(num_unverified_drafts > 0, computed, start)
 
 
 @cached_launches
@@ -163,7 +163,7 @@ def prepare(
     block_size: int,
     req_idx: torch.Tensor,
     start: torch.Tensor,
-    num_unverified: torch.Tensor,
+    num_unverified_drafts: torch.Tensor,
     query_start: torch.Tensor,
     query_lens: torch.Tensor,
     token_row: torch.Tensor,
@@ -178,7 +178,7 @@ def prepare(
     if grid[0] > 0:
         _prepare_kernel[grid](
             tokens, blocks, num_blocks, computed,
-            req_idx, start, num_unverified, query_start, query_lens, token_row,
+            req_idx, start, num_unverified_drafts, query_start, query_lens, token_row,
             ids, positions, slots, starts, seq_lens,
             num_tokens, num_rows, block_size, tokens.shape[1], blocks.shape[1], BLOCK=block,
         )  # fmt: skip

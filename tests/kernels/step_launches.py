@@ -44,4 +44,4 @@ def launches() -> None:
     ops.noisy_scores(logits[: len(positions)], temperature, seeds, positions)
     ops.log_odds(logits[: len(positions)], positions)
     ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)
-    prompt_lookup(state.tokens, state.computed, rows.req_idx, rows.num_next, K, 2, 5)
+    prompt_lookup(state.tokens, state.computed, rows.req_idx, rows.num_next_draft, K, 2, 5)

@@ -46,13 +46,13 @@ indices = st.integers(0, REQUESTS - 1)
 
 
 @given(seeds, indices, st.integers(0, MAX_LEN - 1), st.integers(1, 9), st.integers(0, 2))
-def test_prepare(seed: int, index: int, start: int, num_tokens: int, num_unverified: int) -> None:
+def test_prepare(seed: int, index: int, start: int, num_tokens: int, num_unverified_drafts: int) -> None:
     state = State(seed)
     row = torch.zeros(num_tokens, dtype=torch.int32)
 
     def prepared(*padding: int) -> list[torch.Tensor]:
         behind = [0] * len(padding)
-        columns = (start, num_unverified, 0, num_tokens)
+        columns = (start, num_unverified_drafts, 0, num_tokens)
         fields = [numbers(index, *padding), *(numbers(column, *behind) for column in columns)]
         return list(prepare_reference(*state.of_blocks, state.computed, BLOCK_SIZE, *fields, row))
 
@@ -81,22 +81,22 @@ def test_accept(seed: int, index: int, start: int, num_draft: int, samples: bool
 
 @pytest.mark.parametrize("sure", [False, True])
 @given(seeds, indices, st.integers(1, K))
-def test_drafts_are_stored(sure: bool, seed: int, index: int, num_next: int) -> None:
-    drafts = torch.arange(100, 100 + num_next)
-    confidence = torch.rand(num_next) if sure else None
+def test_drafts_are_stored(sure: bool, seed: int, index: int, num_next_draft: int) -> None:
+    drafts = torch.arange(100, 100 + num_next_draft)
+    confidence = torch.rand(num_next_draft) if sure else None
     alone, beside = State(seed), State(seed)
     for state, padding in ((alone, ()), (beside, (-1,))):
-        rows, lens = numbers(index, *padding), numbers(num_next, *(0 for _ in padding))
+        rows, lens = numbers(index, *padding), numbers(num_next_draft, *(0 for _ in padding))
         store_drafts_reference(state.tokens, state.computed, rows, lens, drafts, confidence, state.confidence)
     assert alone == beside
 
 
 @given(seeds, indices, st.integers(1, K), st.sampled_from([0, 1]))
-def test_what_the_drafter_runs(seed: int, index: int, num_next: int, lookahead_base: int) -> None:
+def test_what_the_drafter_runs(seed: int, index: int, num_next_draft: int, lookahead_base: int) -> None:
     state = State(seed)
-    anchor, width = int(state.computed[index]), num_next + lookahead_base
+    anchor, width = int(state.computed[index]), num_next_draft + lookahead_base
     beside = prepare_draft_reference(
-        *state.of_blocks, state.computed, BLOCK_SIZE, numbers(index), numbers(num_next), width, 77, lookahead_base
+        *state.of_blocks, state.computed, BLOCK_SIZE, numbers(index), numbers(num_next_draft), width, 77, lookahead_base
     )
     alone = one_row.prepare_draft(*state.of_blocks, BLOCK_SIZE, index, anchor, width, 77)
     assert state == State(seed)  # the placeholders are not written to the request's tokens

@@ -42,7 +42,7 @@ IN_IDENTIFIERS = {
     "shots": "requests",
     "shoot": "send",
     "deck": "shuffled",
-    "uncertain": "num_unverified",
+    "uncertain": "num_unverified_drafts",
     "strange": "invalid",
     "speculation counts": "spec_decoding_counts",
 }

@@ -156,8 +156,8 @@ DSPARK_MUTANTS = (
         QUERIES,
         (
             "kernel: a drafter that drafts from the anchor is given a query too many",
-            "query_len = tl.where(drafts, num_next + LOOKAHEAD_BASE, 0)",
-            "query_len = tl.where(drafts, num_next + 1, 0)",
+            "query_len = tl.where(drafts, num_next_draft + LOOKAHEAD_BASE, 0)",
+            "query_len = tl.where(drafts, num_next_draft + 1, 0)",
         ),
     ),
     Mutant(

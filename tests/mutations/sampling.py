@@ -63,8 +63,8 @@ SAMPLING_MUTANTS = (
     Mutant(
         "a draft has the seed of another row's request",
         STEP_OPS_FILE,
-        "np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy())",
-        "np.resize(batch.req_idx.numpy().astype(np.int64), int(batch.num_next.sum()))",
+        "np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next_draft.numpy())",
+        "np.resize(batch.req_idx.numpy().astype(np.int64), int(batch.num_next_draft.sum()))",
         STEP_OPS,
     ),
     Mutant(

@@ -198,7 +198,7 @@ WORKER_MUTANTS = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(queries, batch.num_next, lookahead_base)",
+        "guard.check_draft(queries, batch.num_next_draft, lookahead_base)",
         "pass",
         ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),
@@ -296,7 +296,7 @@ WORKER_MUTANTS = (
         "requests without speculation leave no drafter KV in the blocks that they publish",
         f"{WORKER}/step_ops.py",
         "is_final = slots.numpy() >= 0",
-        "plain = (step.batch.num_next.numpy() == 0) & (step.batch.logits_start.numpy() "
+        "plain = (step.batch.num_next_draft.numpy() == 0) & (step.batch.logits_start.numpy() "
         ">= 0)\n"
         "        is_final = (slots.numpy() >= 0) & ~plain[token_row.numpy()]",
         ("tests/worker/test_mixed_speculation.py",),

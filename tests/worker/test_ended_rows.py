@@ -37,7 +37,7 @@ class Watched:
         store = HostStepOps.store_drafts
 
         def note(ops: HostStepOps, drafts: Any, batch: Any, state: Any) -> None:
-            self.made |= zip(batch.req_idx.tolist(), batch.num_next.tolist(), strict=True)
+            self.made |= zip(batch.req_idx.tolist(), batch.num_next_draft.tolist(), strict=True)
             store(ops, drafts, batch, state)
 
         self.monkeypatch.setattr(HostStepOps, "store_drafts", note)

@@ -22,7 +22,7 @@ def test_each_row_that_drafts_gets_those_of_the_position_before_its_anchor(
     rows, state = step.rows, step.state
     accepted = accepted_step(ReferenceStepOps(), step, state, random_target(step, seed))
     found = ops.features_before_anchors(accepted, accepted.positions[:, None].float())
-    drafting = [r for r in range(len(rows.req_idx)) if int(rows.num_next[r])]
+    drafting = [r for r in range(len(rows.req_idx)) if int(rows.num_next_draft[r])]
     assert len(found) == (len(drafting) if ops.on_host else len(rows.req_idx))
     expected = [int(state.computed[int(rows.req_idx[r])]) - 1 for r in drafting]
     assert (found if ops.on_host else found[drafting])[:, 0].tolist() == expected

@@ -178,7 +178,7 @@ def test_up_to_the_last_size_every_number_of_tokens_has_a_step() -> None:
             req_idx=[0],
             num_new=np.array([tokens]),
             num_verified=0,
-            num_next=np.array([15]),
+            num_next_draft=np.array([15]),
             traits=SimpleNamespace(chooses=True),
         )
         number = smallest_mixed(steps, batch)

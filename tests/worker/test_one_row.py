@@ -22,11 +22,11 @@ counts = st.integers(0, 9)
 
 @given(counts, counts, counts, st.integers(1, 9), counts, counts, st.booleans())
 def test_the_layout(
-    index: int, start: int, unverified: int, num_new: int, num_draft: int, num_next: int, samples: bool
+    index: int, start: int, unverified: int, num_new: int, num_draft: int, num_next_draft: int, samples: bool
 ) -> None:
     num_draft = num_draft if samples else 0
-    columns = (np.array([number]) for number in (index, start, unverified, num_new, num_draft, num_next))
-    batch = HostBatch(["a"], *columns, np.array([samples]), BatchTraits(False, num_next > 0, samples))
+    columns = (np.array([number]) for number in (index, start, unverified, num_new, num_draft, num_next_draft))
+    batch = HostBatch(["a"], *columns, np.array([samples]), BatchTraits(False, num_next_draft > 0, samples))
     alone, beside = batch.ragged(share, 0), batch.ragged(share, 0, row_multiple=2)
     assert (alone.num_rows, beside.num_rows) == (1, 2)
     assert alone.logits_row.tolist() == beside.logits_row.tolist()

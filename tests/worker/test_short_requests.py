@@ -51,7 +51,7 @@ def test_a_short_request_beside_one_with_a_bias_is_not_special() -> None:
         req_idx=np.arange(2),
         start=np.array([1, 9]),
         num_new=np.ones(2, np.int64),
-        num_unverified=np.array([K, 0]),
+        num_unverified_drafts=np.array([K, 0]),
         sample=np.ones(2, bool),
     )
     biased = np.array([False, True])

@@ -41,7 +41,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 def real_starts(step: RandomStep) -> np.ndarray:
     rows = step.rows
     computed = host(step.state.computed)[host(rows.req_idx).clip(min=0)]
-    return np.where(host(rows.num_unverified) > 0, computed, host(rows.start))
+    return np.where(host(rows.num_unverified_drafts) > 0, computed, host(rows.start))
 
 
 @pytest.mark.parametrize(("seed", "k"), GRID)
@@ -150,11 +150,11 @@ def test_a_draft_is_chosen_with_the_noise_by_which_the_target_will_choose(
     drafts = sampler.choose(logits.to(DEVICE), positions, ids.to(DEVICE)).token_ids.tolist()
     owners = [(r, j) for r in range(len(rows.req_idx)) for j in range(k)]
     if ops.on_host:
-        owners = [(r, j) for r, j in owners if j < int(rows.num_next[r])]
+        owners = [(r, j) for r, j in owners if j < int(rows.num_next_draft[r])]
     assert len(owners) == len(drafts)
     for (r, j), row, draft in zip(owners, logits, drafts, strict=True):
         req_idx = int(rows.req_idx[r])
-        if req_idx >= 0 and j < int(rows.num_next[r]):
+        if req_idx >= 0 and j < int(rows.num_next_draft[r]):
             position = int(state.computed[req_idx]) + 1 + j
             assert draft == int(ids[chosen_by_hand(row, state, req_idx, position, ratio, ids)]), (r, j)
 
@@ -244,20 +244,20 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
     assert (queries.width, queries.from_anchor) == (width, lookahead_base == 0)
     assert found.query_start.tolist() == [r * width for r in range(len(rows.req_idx))]
     draft_positions = queries.draft_positions().view(-1, k)
-    for r, (req_idx, num_next) in enumerate(
-        zip(host(rows.req_idx).tolist(), host(rows.num_next).tolist(), strict=True)
+    for r, (req_idx, num_next_draft) in enumerate(
+        zip(host(rows.req_idx).tolist(), host(rows.num_next_draft).tolist(), strict=True)
     ):
-        drafts = req_idx >= 0 and num_next > 0
-        size = lookahead_base + num_next if drafts else 0
+        drafts = req_idx >= 0 and num_next_draft > 0
+        size = lookahead_base + num_next_draft if drafts else 0
         anchor = int(state.computed[req_idx])
         capacity = covered(state, req_idx)
         assert int(found.query_lens[r]) == size
         assert int(found.seq_lens[r]) == (min(anchor + size, capacity) if drafts else 0)
-        if drafts and anchor + num_next < capacity:
+        if drafts and anchor + num_next_draft < capacity:
             # The bound is for the most that can be accepted, so it is as far behind the bound of the drafts.
             behind_last_draft = int(step.inputs.bounds.draft_lens[r])
             assert queries.layout.seq_lens[r] == behind_last_draft - (1 - lookahead_base) >= anchor + size
-            assert draft_positions[r, :num_next].tolist() == [anchor + 1 + j for j in range(num_next)]
+            assert draft_positions[r, :num_next_draft].tolist() == [anchor + 1 + j for j in range(num_next_draft)]
         for column in range(width):
             position, expected = anchor + column, (0, 0, -1)
             if column < size and position < capacity:
@@ -276,7 +276,7 @@ def test_drafts_lie_behind_the_anchor(ops: StepOps, seed: int, k: int) -> None:
     drafts = torch.randint(VOCAB, (len(rows.req_idx), k), generator=generator).to(DEVICE)
     confidence = torch.randn(drafts.shape, generator=generator).to(DEVICE)
     for r, req_idx in enumerate(host(rows.req_idx).tolist()):
-        for j in range(int(rows.num_next[r]) if req_idx >= 0 else 0):
+        for j in range(int(rows.num_next_draft[r]) if req_idx >= 0 else 0):
             expected.confidence[req_idx, j] = confidence[r, j]
             position = int(expected.computed[req_idx]) + 1 + j
             if position < expected.max_len:
