@@ -215,10 +215,6 @@ class EngineCore:
             self._failed_step = step.plan, str(error)
             return
         finished = self._clock()
-        if drafts.next_error is not None:
-            plan = self._in_flight[0].plan
-            self._drop_in_flight()
-            self._take_error(drafts.next_error, plan, self._outputs)
         for request_id, (reason, status) in drafts.errors.items():
             request = next(request for row, request in rows if row.request_id == request_id)
             if self._is_in_progress(request):
@@ -238,6 +234,10 @@ class EngineCore:
         self._last_finished = finished
         self._step_seconds += finished - begun
         self.scheduler.observe(step.plan, result, seconds, drafts.phase_seconds.get("draft", 0.0))
+        if drafts.next_error is not None:
+            plan = self._in_flight[0].plan
+            self._drop_in_flight()
+            self._take_error(drafts.next_error, plan, self._outputs)
         if self._trace is not None:
             drafted_from = None if self._overlap else begun
             times = TraceTimes(
