@@ -125,7 +125,10 @@ def test_a_log_that_triton_does_not_take_stops_nothing(serve, triton, capsys):
     service = serve()
     assert submit(service, "ab", max_tokens=2).all()[0].error is None
     service.close()
-    assert "dflash: ready: toy (not in the log: no shared memory is left for a line)" in capsys.readouterr().err
+    assert (
+        "dflash: ready: toy, drafter the first; KV (not in the log: no shared memory is left for a line)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_fault_in_one_requests_text_ends_that_request_alone(service, monkeypatch):

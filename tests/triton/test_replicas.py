@@ -262,7 +262,7 @@ def test_gauges_are_by_engine_and_counters_of_the_model(serve, triton):
     for sender in senders:
         sender.cancelled = True
         sender.all()
-    assert "dflash: ready: 2 engines, each: toy" in triton.lines
+    assert "dflash: ready: 2 engines, each: toy, drafter the first; KV" in triton.lines
 
 
 def test_engines_seed_requests_differently(serve):
