@@ -62,7 +62,7 @@ CPU_OPS_MUTANTS = (
             "if _compiled(compiler, made) else None",
             "if _compiled(compiler, made) or made.exists() else None",
         ),
-        ("a library of another source is taken", "for path in (SOURCE, *sorted(", "for path in (*sorted("),
+        ("a library of another source is taken", "for path in (SOURCE, *sorted(", "for path in (*(), *sorted("),
         ("a library of other headers is taken", '(SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h")))', "(SOURCE,)"),
     ),
     *mutants_of(
