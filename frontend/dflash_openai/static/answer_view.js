@@ -29,6 +29,8 @@ export class AnswerView {
     this._frame = null;
     this._step = -1;
     this._timer = null;
+    this._shown = { runs: true, numbers: false };
+    this._isCompared = label !== null;
     this.reasoning = element("div", { class: "runs" });
     this.thoughts = element("details", { class: "reasoning", open: answer.isOpen, hidden: true }, element("summary", {}, "Reasoning"), this.reasoning);
     this.body = element("div", {
@@ -89,7 +91,7 @@ export class AnswerView {
   _finish() {
     clearInterval(this._timer);
     const { state, finishReason, toolCalls, error } = this.answer;
-    this.format(this._isFormatted);
+    this.format(this._shown);
     this.extra.replaceChildren();
     if (toolCalls.length) this.extra.append(...this._toolCalls());
     const note = STATES[state] ?? (state === "done" ? FINISHES[finishReason] : null);
@@ -145,10 +147,15 @@ export class AnswerView {
     return retry;
   }
 
-  /** Shows the text formatted in place of its steps, once it is complete, or the steps again. */
-  format(isFormatted) {
-    this._isFormatted = isFormatted;
-    const shows = isFormatted && !this.answer.isOpen && this.answer.content !== "";
+  /**
+   * Shows the text formatted in place of its steps, once it is complete, or the steps again. Steps without drafts have
+   * no colours: such a text is formatted unless their numbers are asked for, or it stands beside one with drafts.
+   */
+  format(shown) {
+    this._shown = shown;
+    const { steps, isOpen, content } = this.answer;
+    const isPlain = !this._isCompared && !shown.numbers && steps.every(([, drafts]) => drafts === 0);
+    const shows = (isPlain || !shown.runs) && !isOpen && content !== "";
     if (shows && !this.formatted.childElementCount) this.formatted.append(...render(this.answer.content));
     this.formatted.hidden = !shows;
     this._mark();

@@ -14,7 +14,7 @@ export class ChatView {
     this.log = byId("log");
     this.views = new Map(); // of answers
     this.nodes = new Map(); // of turns
-    this._isFormatted = false;
+    this._shown = { runs: true, numbers: false };
     this._followsEnd = true;
     this._lastTop = 0;
     this._scroll = byId("scroll");
@@ -56,10 +56,10 @@ export class ChatView {
   }
 
   /** Shows coloured steps or formatted text, and the numbers of the steps or not. */
-  show({ runs, numbers }) {
-    this._isFormatted = !runs;
-    this.log.classList.toggle("numbers", numbers);
-    for (const view of this.views.values()) view.format(this._isFormatted);
+  show(shown) {
+    this._shown = shown;
+    this.log.classList.toggle("numbers", shown.numbers);
+    for (const view of this.views.values()) view.format(shown);
   }
 
   toEnd() {
@@ -152,7 +152,7 @@ export class ChatView {
         },
         label,
       );
-      view.format(this._isFormatted);
+      view.format(this._shown);
       this.views.set(answer, view);
       columns.append(view.node);
     }

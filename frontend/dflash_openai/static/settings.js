@@ -74,7 +74,7 @@ export class Settings {
   }
 
   get compares() {
-    return byId("compare").checked;
+    return byId("compare").checked && this.maxDrafts !== 0;
   }
 
   /** What the page shows of answers. */
@@ -86,8 +86,9 @@ export class Settings {
     return byId("temperature").value === "" || Number(byId("temperature").value) > 0;
   }
 
-  /** The largest k that the server takes, where it says so. */
+  /** The largest k that the server takes, where it says so; of one that takes none nothing of drafts is asked. */
   setMaxDrafts(k) {
+    for (const node of document.querySelectorAll(".of-drafts")) node.hidden = k === 0;
     const isServers = this._k() === null;
     this.maxDrafts = k;
     byId("k").max = k ?? MOST_DRAFTS;

@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.playground.chromium import chromium
 from tests.frontend.playground.page import Playground
-from tests.frontend.playground.standin import Control, running_standin
+from tests.frontend.playground.standin import Control, K, running_standin
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +34,7 @@ def shared_standin() -> Iterator[Control]:
 
 @pytest.fixture
 def standin(shared_standin: Control) -> Control:
-    shared_standin.set(requests=[], num_left=0, api_key=None, num_busy=0)
+    shared_standin.set(requests=[], num_left=0, api_key=None, num_busy=0, k=K)
     return shared_standin
 
 

@@ -77,6 +77,7 @@ class Standin:
         self.api_key: str | None = None
         self.num_left = 0  # streams that their client has left
         self.num_busy = 0  # requests to answer with 429
+        self.k = K  # 0: as a server that drafts nothing
         self.app = Starlette(
             routes=[
                 *playground_routes(),
@@ -102,7 +103,7 @@ class Standin:
         return None
 
     def models(self, request: Request) -> Response:
-        card = {"id": MODEL, "object": "model", "max_model_len": MAX_MODEL_LEN, "num_speculative_tokens": K}
+        card = {"id": MODEL, "object": "model", "max_model_len": MAX_MODEL_LEN, "num_speculative_tokens": self.k}
         return self._refused(request) or JSONResponse({"object": "list", "data": [card]})
 
     async def chat(self, request: Request) -> Response:
@@ -119,7 +120,7 @@ class Standin:
         return StreamingResponse(self._stream(script, rest, body), media_type="text/event-stream")
 
     async def _stream(self, script: str, rest: str, body: dict[str, Any]) -> AsyncIterator[str]:
-        speculative = body.get("num_speculative_tokens") != 0
+        speculative = body.get("num_speculative_tokens", self.k) != 0
         delay = {"slow": 0.05, "long": 0.0, "oneline": 0.0}.get(script, STEP_S)
         tokens, kind = words(self._text(script, rest, body, speculative)), "content"
         numbers = Numbers(speculative)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.frontend.playground.page import Playground
@@ -198,6 +200,22 @@ def test_an_answer_is_formatted_where_its_steps_are_not_coloured(page: Playgroun
     page.page.locator("label", has_text="Colour steps").click()
     assert page.answer == MARKDOWN
     assert page.page.locator(".body").is_visible()
+
+
+def test_of_a_server_without_drafts_answers_are_formatted_and_nothing_of_drafts_is_asked(
+    open_page: Any, standin: Control
+) -> None:
+    standin.set(k=0)
+    page = open_page()
+    page.send("markdown")
+    assert (
+        page.page.locator(".formatted-text pre code").text_content() == MARKDOWN.split("```")[1].partition("\n")[2][:-1]
+    )
+    for selector in (".body", "#k", "label[for=k]", "#k-help", "label:has(#compare)"):
+        assert page.page.locator(selector).is_hidden(), selector
+    page.page.locator("label", has_text="Show their tokens").click()
+    assert page.page.locator(".body").is_visible()
+    assert page.answer == MARKDOWN
 
 
 def test_reasoning_is_apart_from_the_answer(page: Playground) -> None:
