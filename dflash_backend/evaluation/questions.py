@@ -20,8 +20,8 @@ class Question:
 
     Either `prompt` (text, continued as it is) or `messages` (a conversation, through the chat template). `follow_ups`
     are what the user says next, each after the model's answer to what came before, as in MT-Bench. `answer` is the
-    right one of the last turn, where it is known. `category` begins with the name of the data set. `max_tokens`: for
-    each turn, where the caller asks for nothing else.
+    right one of the last turn, where it is known, or a right one has one of the texts in `mentions`. `category` begins
+    with the name of the data set. `max_tokens`: for each turn, where the caller asks for nothing else.
     """
 
     id: str
@@ -31,6 +31,7 @@ class Question:
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
     answer: str | None = None
+    mentions: tuple[str, ...] = ()
     max_tokens: int = DEFAULT_MAX_TOKENS
 
     @property
@@ -75,6 +76,15 @@ class Row:
         if isinstance(value, bool) or not (_is_text(value) or isinstance(value, int | float)):
             raise self.fail(field, "text or a number")
         return str(value)
+
+    def mentions(self, field: str) -> tuple[str, ...]:
+        """A text or a number, or a list of such; none where the field is missing or null."""
+        value = self.data.get(field)
+        listed = [value] if not isinstance(value, list) else value
+        rows = [Row({field: each}, self.where).text_or_number(field) for each in listed]
+        if value == [] or (isinstance(value, list) and None in rows):
+            raise self.fail(field, "text or a number, or a list of such")
+        return tuple(row for row in rows if row is not None)
 
     def texts(self, field: str) -> tuple[str, ...]:
         """A list of strings, at least one."""
@@ -135,6 +145,8 @@ def read_question(row: Row, dataset: str, number: int) -> Question:
     """
     if row.has("messages") and row.has("turns"):
         raise EvaluationError(f"{row.where}: there are both 'messages' and 'turns'; give one of them")
+    if row.has("answer") and row.has("mentions"):
+        raise EvaluationError(f"{row.where}: there are both 'answer' and 'mentions'; give one of them")
     prompt: str | None = None
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
@@ -155,6 +167,7 @@ def read_question(row: Row, dataset: str, number: int) -> Question:
         messages=messages,
         follow_ups=follow_ups,
         answer=row.text_or_number("answer"),
+        mentions=row.mentions("mentions"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dflash_backend.evaluation.figures import mean_acceptance_length
 from dflash_backend.evaluation.questions import Message, Question
-from dflash_backend.evaluation.scoring import is_correct
+from dflash_backend.evaluation.scoring import is_correct, is_mentioned
 from dflash_backend.spec_stats import SpecDecodingStats
 
 Progress = Callable[[int, int], None]
@@ -74,6 +74,8 @@ class QuestionResult:
     def correct(self) -> bool | None:
         """Whether the last answer is the right one."""
         expected = self.question.answer
+        if self.question.mentions:
+            return any(is_mentioned(self.answers[-1].text, words) for words in self.question.mentions)
         return None if expected is None else is_correct(self.answers[-1].text, expected)
 
 

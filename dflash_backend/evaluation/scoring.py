@@ -28,6 +28,12 @@ def is_correct(text: str, answer: str) -> bool:
     return _words(stated) == _words(answer)
 
 
+def is_mentioned(text: str, words: str) -> bool:
+    """Whether these words, or this number, are in `text`: whole, in this order, apart from case and white space."""
+    expected = r"\s+".join(re.escape(word) for word in words.casefold().split())
+    return re.search(rf"(?<!\w)(?<!\d[.,]){expected}(?!\w|[.,]\d)", text.casefold()) is not None
+
+
 def is_number(text: str) -> bool:
     """Whether `text` is a number, a currency or per cent sign aside."""
     return _as_number(text) is not None

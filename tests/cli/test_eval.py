@@ -172,6 +172,7 @@ def test_what_cannot_be_run_is_one_sentence_and_1(cli, tmp_path: Path) -> None:
     for argv, words in [
         (["--dataset", bad], f"{bad}, line 2: field 'prompt' is 3"),
         (["--limit", "1", "--target", "/no/such/model"], "target_model is '/no/such/model'"),
+        (["/no/such/model", "--limit", "1"], "target_model is '/no/such/model'"),
         (["--limit", "1", "--out", bad / "folder"], "cannot be made"),
         (["--limit", "1", "--url", "localhost", "--target", "/no/such/model"], "/no/such/model"),
     ]:
@@ -311,7 +312,7 @@ def test_a_quantised_mixture_of_experts_is_held_against_its_plain_checkpoint(
         shutil.copy(file, source)
     copies = write(source, tmp_path, packer, config)
     (text := tmp_path / "text").write_text("Sam fills 4 bags with 6 marbles each.")
-    options = ["--target", copies.plain, "--draft", "ngram", "--against", copies.quantised, "--dataset", "math"]
+    options = [copies.plain, "--draft", "ngram", "--against", copies.quantised, "--dataset", "math"]
     ended = cli("eval", *FAST, *options, "--limit", "2", "--max-tokens", "48", "--text", text, "--json")
     assert ended.status == 0, ended.err
     compared = json.loads(ended.out)["comparison"]

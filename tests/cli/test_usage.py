@@ -60,6 +60,7 @@ from tests.support.servers import PORT_OPTIONS
         (["serve", "--set", "sede=1"], "did you mean 'seed'"),
         (["serve", "--model-name", "a/b"], "model name"),
         (["serve", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
+        (["eval", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
         (["serve", "--grpc-tls-cert", "cert.pem"], "needs both --grpc-tls-cert and --grpc-tls-key"),
         (["serve", "--allow-api", "health"], "'health' is no API that is restricted"),
         (["serve", "--", "--http-port=1"], "tritonserver's --http-port cannot be passed on: use --http-port"),

@@ -47,6 +47,13 @@ def test_every_turn_is_answered_with_the_history() -> None:
     assert model.asked[-1].messages == (user("one"), said[0], user("two"), said[1], user("3"))
 
 
+def test_an_answer_is_right_that_mentions_one_of_the_texts() -> None:
+    asked = [
+        Question(text, "own", "own", prompt=text, mentions=("seven", "7")) for text in ("It is 7.", "17", "Seven!")
+    ]
+    assert [result.correct for result in evaluate(Parrot(), asked, Sampling()).results] == [True, False, True]
+
+
 def test_results_are_summed_by_data_set_and_category() -> None:
     found = evaluate(Parrot(), QUESTIONS, Sampling())
     assert found.overall.counts == SpecDecodingStats(6, 12, 6, [6, 0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.evaluation.scoring import is_correct
+from dflash_backend.evaluation.scoring import is_correct, is_mentioned
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,23 @@ def test_right_answers_are_seen(text: str, answer: str) -> None:
 )
 def test_wrong_answers_are_not(text: str, answer: str) -> None:
     assert not is_correct(text, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("The capital of France is **Paris**.", "paris", True),
+        ("A Parisian said so.", "Paris", False),
+        ("They take in carbon\n dioxide (CO2).", "Carbon Dioxide", True),
+        ("It boils at 100°C.", "100", True),
+        ("Of 7, 8 are left", "7", True),
+        ("1,100", "100", False),
+        ("100.5", "100", False),
+        ("0.100", "100", False),
+        ("1100", "100", False),
+        ("100 (or 1.5)", "1.5", True),
+        ("", "Paris", False),
+    ],
+)
+def test_what_a_text_mentions_is_whole(text: str, words: str, expected: bool) -> None:
+    assert is_mentioned(text, words) == expected

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import Any, Self
 
 # What a request can carry: integers of 64 bits, with or without a sign.
 MAX_INT = 2**64 - 1
+
+
+class ModelParser(argparse.ArgumentParser):
+    """Of a command that takes a `model` first or none: the value of an option that does not exist is not taken for
+    it."""
+
+    @classmethod
+    def added_to(cls, commands: Any, name: str, **options: Any) -> Self:
+        """A sub-command with a parser of this class."""
+        usual, commands._parser_class = commands._parser_class, cls
+        try:
+            parser: Self = commands.add_parser(name, **options)
+        finally:
+            commands._parser_class = usual
+        return parser
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As the method of `ArgumentParser`."""
+        given = list(args)
+        namespace, unknown = super().parse_known_args(given, namespace)
+        if namespace.model in given:
+            before = given[given.index(namespace.model) - 1] if given.index(namespace.model) else ""
+            if before in unknown:
+                unknown.insert(unknown.index(before) + 1, namespace.model)
+                namespace.model = None
+        return namespace, unknown
 
 
 def assignment(text: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
+    ModelParser,
     add_settings_option,
     assignment,
     json_object,
@@ -39,16 +40,22 @@ ADAPTIVE = (
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command."""
-    parser = commands.add_parser(
+    parser = ModelParser.added_to(
+        commands,
         "eval",
         help="measure acceptance length and accuracy on data sets",
         description="Measure how many tokens a step of speculative decoding yields, and how many answers are right. "
-        "The models run in this process; with --url a running server is measured instead. Without --target it is the "
+        "The models run in this process; with --url a running server is measured instead. Without MODEL it is the "
         "demo pair, without --dataset the embedded sets math, code and chat (docs/evaluation.md).",
     )
     parser.add_argument(
-        "--target", metavar="DIR|ID", help="target model; with --url: whose tokenizer renders conversations"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="target model: directory, hub id, file in GGUF or smollm2; with --url: whose tokenizer renders "
+        "conversations",
     )
+    parser.add_argument("--target", metavar="DIR|ID", help="the same, as an option")
     parser.add_argument(
         "--draft", metavar="DIR|ID|ngram", help="DFlash drafter, or prompt lookup; '' for no speculation"
     )
@@ -84,7 +91,7 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     """What else is measured."""
     parser.add_argument(
         "--against",
-        metavar="DIR|ID",
+        metavar="MODEL",
         help="measure this target too, after the first, with the same drafter and settings, and show both side by side",
     )
     parser.add_argument(
@@ -136,6 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from dflash_backend.evaluation.measure import EvaluationSettings, measure
 
     _check_usage(arguments)
+    arguments.target = arguments.target if arguments.model is None else arguments.model
     sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
     settings = EvaluationSettings(arguments.datasets, arguments.limit, arguments.shuffle, sampling)
     if arguments.against is not None or arguments.against_settings:
@@ -185,6 +193,8 @@ def _check_usage(arguments: argparse.Namespace) -> None:
     from dflash_backend.evaluation import InvalidSetting
 
     EngineConfig.from_values(dict(arguments.against_settings), "command line")
+    if arguments.model is not None and arguments.target is not None:
+        raise InvalidSetting(f"the model is given twice: {arguments.model} and --target {arguments.target}")
     if arguments.url is not None and (arguments.draft is not None or arguments.settings):
         option = "--set" if arguments.settings else "--draft"
         raise InvalidSetting(f"{option} is for an engine in this process, --url names one that runs; give one of them")

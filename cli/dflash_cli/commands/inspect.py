@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "checkpoint",
         metavar="DIR|ID",
         nargs="?",
-        help="model directory or hub id, or the config.json of a drafter alone",
+        help="model directory, hub id, file in GGUF or smollm2, or the config.json of a drafter alone",
     )
     parser.add_argument("--draft", metavar="DIR|ID|ngram", help="a drafter for it")
     parser.add_argument(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import (
+    ModelParser,
     add_answer_options,
     add_settings_option,
     non_negative_float,
@@ -32,9 +33,8 @@ LOOPBACK = "127.0.0.1"
 SETTING_OPTIONS = ("max_model_len", "max_num_seqs", "dtype")
 
 
-class _ServeParser(argparse.ArgumentParser):
-    """Takes what follows `--` apart before anything else is read, since it is not ours, and does not take for the
-    model what is the value of an option that does not exist."""
+class _ServeParser(ModelParser):
+    """Takes what follows `--` apart before anything else is read, since it is not ours."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As the method of `ArgumentParser`; `tritonserver_options` becomes a list."""
@@ -45,27 +45,19 @@ class _ServeParser(argparse.ArgumentParser):
             own, extra = given[:at], given[at + 1 :]
         namespace, unknown = super().parse_known_args(own, namespace)
         namespace.tritonserver_options = extra
-        if namespace.model in own:
-            before = own[own.index(namespace.model) - 1] if own.index(namespace.model) else ""
-            if before in unknown:
-                unknown.insert(unknown.index(before) + 1, namespace.model)
-                namespace.model = None
         return namespace, unknown
 
 
 def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the sub-command with its options."""
-    usual, commands._parser_class = commands._parser_class, _ServeParser
-    try:
-        parser: argparse.ArgumentParser = commands.add_parser(
-            "serve",
-            help="run a Triton server with a DFlash model",
-            description=DESCRIPTION,
-            usage="dflash-triton serve [MODEL] [options] [-- options of tritonserver]",
-            allow_abbrev=False,
-        )
-    finally:
-        commands._parser_class = usual
+    parser = _ServeParser.added_to(
+        commands,
+        "serve",
+        help="run a Triton server with a DFlash model",
+        description=DESCRIPTION,
+        usage="dflash-triton serve [MODEL] [options] [-- options of tritonserver]",
+        allow_abbrev=False,
+    )
     _add_model(parser)
     add_answer_options(parser)
     _add_network(parser)
@@ -82,13 +74,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="target model, or a drafter that names its target: directory or hub id",
+        help="target model, or a drafter that names its target: directory, hub id, file in GGUF or smollm2",
     )
     group.add_argument("--target", metavar="DIR|ID", help="the same, as an option")
     group.add_argument(
         "--draft",
         metavar="DIR|ID|ngram",
-        help="DFlash drafter: directory or hub id; ngram: prompt lookup, without one; '' for no speculation",
+        help="DFlash drafter: directory, hub id or file in GGUF; ngram: prompt lookup, without one; '' for no "
+        "speculation",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
     group.add_argument("--draft-revision", metavar="REV", help="the same of the drafter")

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "command goes on from the last checkpoint (docs/training.md). Several GPUs: torchrun --no-python "
         "--nproc-per-node N dflash-triton train ...",
     )
-    parser.add_argument("target", metavar="TARGET", help="directory or hub id of the target model")
+    parser.add_argument("target", metavar="TARGET", help="target model: directory, hub id, file in GGUF or smollm2")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the drafter and of the run")
     parser.add_argument("--kind", choices=KINDS, help="kind of drafter (dflash)")
     parser.add_argument(
