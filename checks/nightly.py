@@ -29,7 +29,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "smollm2": (
         ("checks.smollm2",),
-        "SmolLM2: ids, scores, 100 greedy answers as transformers', and drafts change none",
+        "SmolLM2: weights, ids, scores, 100 greedy answers as transformers', and drafts change none",
+    ),
+    "llama_gguf": (
+        ("checks.llama_gguf",),
+        "the demo pair in GGUF: texts and drafts as in safetensors, texts as llama.cpp's, where that is installed",
     ),
     "sampled_text": (("checks.sampled_text",), "sampled text by seed, 100 prompts, 5 seeds, 9 ways to run"),
     "structured": (

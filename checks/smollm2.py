@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct, which `make smollm2` installs, beside `transformers` with the same weights in float32.
+"""SmolLM2-135M-Instruct, which `make smollm2` installs, beside `transformers`' own loader of the same GGUF, in float32.
 
-`python -m checks.smollm2` compares token ids and log-probabilities of texts (perplexity too), greedy answers, which may
-part where the two best scores are within 1e-4, and greedy and sampled answers with n-gram drafts and without. The exit
-status is 1 when any differs. Without the package it says so and ends with 0.
+`python -m checks.smollm2` compares weights bit by bit, token ids, chat prompts, log-probabilities of texts (of each
+token and the 20 most likely), the perplexity that `eval --text LICENSE` shows, greedy answers, which may part where the
+two best scores are within 1e-4, and greedy and sampled answers with n-gram drafts and without. `--only` runs some of
+it. The exit status is 1 when any differs. Without the package it says so and ends with 0.
 """
 
 from __future__ import annotations
@@ -17,19 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model
+from dflash_backend.checkpoints.named import named_file
 from dflash_backend.config import NGRAM
+from dflash_backend.evaluation.engine import TEXT_PIECE, perplexity
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
+TEXT = Path(__file__).parents[1] / "LICENSE"
 TIE = 1e-4
+MOST_LIKELY = 20
+PARTS = ("tokens", "scores", "greedy", "drafts")
 TEXTS = (
     "The lighthouse keeper wrote the date in his book, lit the lamp, and watched the fog roll in from the west.",
     "def area(radius):\n    # of a circle\n    return 3.14159 * radius ** 2\n",
     "Naïve café owners in Zürich paid 1,234.50 francs for 3 machines. They'll arrive on Friday, won't they?",
     "Water freezes at 0 degrees Celsius and boils at 100 degrees at sea level; salt lowers the first.",
+)
+# What tokenizers read differently: runs of spaces, other scripts, marks, and special tokens within a text.
+ODD_TEXTS = (
+    "  two  spaces,\ttabs\n\n\nand lines \r\n",
+    "1234567890 3.14 1,000,000 x^2",
+    "e\u0301 \u00e9 \u4f60\u597d \u041f\u0440\u0438\u0432\u0435\u0442 \U0001f600\u200d\U0001f4bb",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "I'LL we're DON'T it's",
 )
 INSTRUCTIONS = ("Answer in one sentence.", "Answer with a list.", "Explain it to a child.", "Answer at length.")
 
@@ -50,13 +65,22 @@ class Outcome:
 
 
 class Reference:
-    """The same weights in `transformers`."""
+    """The same file in `transformers`."""
 
-    def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, file: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        self.tokenizer = AutoTokenizer.from_pretrained(**source)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32).eval()
+        # What `from_pretrained` calls, which has the package accelerate besides.
+        read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=self.model)
+        self.tensors: dict[str, torch.Tensor] = read["tensors"]
+        missing, unexpected = self.model.load_state_dict(self.tensors, strict=False)
+        self.model.tie_weights()
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"transformers read other tensors: {missing} are missing, {unexpected} unknown")
 
     def scores(self, ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities `[num_tokens, vocab]` of what follows each token, float32."""
@@ -107,24 +131,50 @@ def chat_prompts(llm: Any, count: int) -> list[list[int]]:
     return [llm.tokenizer.encode(text) for text in texts]
 
 
-def compare_texts(llm: Any, reference: Any, outcome: Outcome) -> None:
-    """Token ids, log-probabilities of each token of the texts, and perplexity."""
-    same, largest, sums = 0, 0.0, [0.0, 0.0]
-    count = 0
-    for text in TEXTS:
-        ids = llm.tokenizer.encode(text)
-        same += ids == reference.tokenizer(text)["input_ids"]
-        (output,) = llm.generate([ids], max_tokens=1, temperature=0, prompt_logprobs=0)
+def compare_tokens(llm: Any, reference: Any, directory: Path, outcome: Outcome) -> None:
+    """Weights, token ids, and conversations as the chat template renders them."""
+    ours = load_file(directory / "model.safetensors")
+    same = sum(name in ours and torch.equal(ours[name], tensor) for name, tensor in reference.tensors.items())
+    outcome.compare("tensors of the file with the bits of transformers", same, max(len(ours), len(reference.tensors)))
+    texts = [*TEXTS, *ODD_TEXTS, *read_questions()]
+    same = sum(llm.tokenizer.encode(text) == reference.tokenizer(text)["input_ids"] for text in texts)
+    outcome.compare("texts with the token ids of transformers", same, len(texts))
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    chats += [[{"role": "system", "content": "Be brief."}, *chat] for chat in chats]
+    chats += [[*chat, {"role": "assistant", "content": "Yes."}, *chats[0]] for chat in chats]
+    same = 0
+    for chat in chats:
+        expected = reference.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        same += llm.tokenizer.render_chat(chat).text == expected
+    outcome.compare("chat prompts as those of transformers", same, len(chats))
+
+
+def compare_scores(llm: Any, reference: Any, prompts: list[list[int]], outcome: Outcome) -> None:
+    """Log-probabilities of each token of the texts and of those most likely there."""
+    largest, count = 0.0, 0
+    for ids in [*(llm.tokenizer.encode(text) for text in TEXTS), *prompts]:
+        (output,) = llm.generate([ids], max_tokens=1, temperature=0, prompt_logprobs=MOST_LIKELY)
         expected = reference.scores(ids)
         for at, entry in enumerate(output.prompt_logprobs[1:]):
-            ours, theirs = entry.logprobs[0], float(expected[at, ids[at + 1]])
-            largest = max(largest, abs(ours - theirs))
-            sums = [sums[0] - ours, sums[1] - theirs]
+            ours, theirs = torch.tensor(entry.logprobs), expected[at, entry.token_ids]
+            largest = max(largest, float((ours - theirs).abs().max()))
             count += 1
-    outcome.compare("texts with the token ids of transformers", same, len(TEXTS))
-    perplexity = [math.exp(each / count) for each in sums]
-    more = f" (largest distance {largest:.1e}; perplexity {perplexity[0]:.4f} and {perplexity[1]:.4f})"
-    outcome.compare(f"log-probabilities of {count} tokens within {TIE:g}", int(largest <= TIE), 1, more)
+    more = f" (largest distance {largest:.1e})"
+    outcome.compare(f"log-probabilities after {count} tokens within {TIE:g}", int(largest <= TIE), 1, more)
+
+
+def compare_perplexity(llm: Any, reference: Any, text: str, outcome: Outcome) -> None:
+    """The perplexity of a text, read in pieces as `eval` does."""
+    ours, _ = perplexity(llm, text)
+    ids, scores = llm.tokenizer.encode(text), []
+    for first in range(0, len(ids), TEXT_PIECE):
+        piece = ids[first : first + TEXT_PIECE]
+        scores += reference.scores(piece)[torch.arange(len(piece) - 1), piece[1:]].tolist()
+    theirs = math.exp(-math.fsum(scores) / len(scores))
+    more = f" ({ours:.5f} and {theirs:.5f})"
+    outcome.compare(
+        f"perplexity of {len(ids)} tokens within {TIE:g} of its size", abs(ours / theirs - 1) <= TIE, 1, more
+    )
 
 
 def compare_greedy(llm: Any, reference: Any, prompts: list[list[int]], max_tokens: int, outcome: Outcome) -> None:
@@ -157,20 +207,28 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100, help="%(default)s")
+    parser.add_argument("--first", type=int, default=0, help="the first of them, to go on from there (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts (all)")
     args = parser.parse_args()
     try:
-        directory = find_model("smollm2", "target_model")
+        directory, file = find_model("smollm2", "target_model"), named_file("smollm2")
     except CheckpointError as error:
         print(f"skipped: {error}")
         return 0
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 1}
     plain = LLM(target="smollm2", draft="", **settings)
-    outcome = Outcome([], [])
-    reference, prompts = Reference(directory), chat_prompts(plain, args.prompts)
-    compare_texts(plain, reference, outcome)
-    compare_greedy(plain, reference, prompts, args.max_tokens, outcome)
-    compare_drafts(plain, LLM(target="smollm2", draft=NGRAM, **settings), prompts, args.max_tokens, outcome)
+    outcome, prompts = Outcome([], []), chat_prompts(plain, args.prompts)[args.first :]
+    reference = None if set(args.only) == {"drafts"} else Reference(file)
+    if "tokens" in args.only:
+        compare_tokens(plain, reference, directory, outcome)
+    if "scores" in args.only:
+        compare_scores(plain, reference, prompts, outcome)
+        compare_perplexity(plain, reference, TEXT.read_text(encoding="utf-8"), outcome)
+    if "greedy" in args.only:
+        compare_greedy(plain, reference, prompts, args.max_tokens, outcome)
+    if "drafts" in args.only:
+        compare_drafts(plain, LLM(target="smollm2", draft=NGRAM, **settings), prompts, args.max_tokens, outcome)
     print("\n".join(outcome.misses) or "nothing is missed")
     return int(bool(outcome.misses))
 

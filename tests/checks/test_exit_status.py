@@ -198,10 +198,18 @@ def of_smollm2(rounds: Rounds) -> dict[str, Any]:
         given[-1].compare("answers", int(next(rounds)), 1)
 
     return {
-        "find_model": lambda *_: "", "LLM": lambda **_: LLM, "Reference": lambda path: None,
-        "chat_prompts": lambda *_: [], "compare_texts": compared, "compare_greedy": compared,
-        "compare_drafts": compared,
+        "find_model": lambda *_: "", "named_file": lambda *_: "", "LLM": lambda **_: LLM,
+        "Reference": lambda path: None, "chat_prompts": lambda *_: [],
+        **{f"compare_{part}": compared for part in ("tokens", "scores", "perplexity", "greedy", "drafts")},
     }  # fmt: skip
+
+
+def of_llama_gguf(rounds: Rounds) -> dict[str, Any]:
+    def compared(*given: Any) -> None:
+        for _ in range(2):
+            given[-1].compare("answers", int(next(rounds)), 1)
+
+    return {"compare": compared, "LLAMA": SimpleNamespace(missing=lambda *_: "")}
 
 
 def of_drafter_swap(rounds: Rounds) -> dict[str, Any]:
@@ -303,7 +311,8 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "training": (1, ["--work", "FOLDER"], of_training),
     "adapting": (1, ["--work", "FOLDER"], of_adapting),
     "vllm_drafts": (2, ["--python", "FOLDER"], of_vllm_drafts),
-    "smollm2": (3, [], of_smollm2),
+    "smollm2": (5, [], of_smollm2),
+    "llama_gguf": (2, [], of_llama_gguf),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
     "tensor_parallel": (1, [], of_check),
     "ray_ranks": (1, [], of_check),

@@ -1,0 +1,55 @@
+"""What the comparison of a pair in GGUF with llama.cpp takes for equal, on made-up answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checks import llama_gguf
+from checks.smollm2 import Outcome
+
+END = 9
+OURS = [[1, 2, END, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("of_gguf", "counts", "theirs", "missed"),
+    [
+        (OURS, 1, [[1, 2, 8, 8], [4, 5, 6, 7]], []),  # llama.cpp bars the end
+        (OURS, 1, [[1, 8, 8, 8], [4, 5, 6, 7]], ["answers of llama.cpp with"]),
+        (OURS, 1, [[1, 2, END, 3], [4, 5, 6]], ["answers of llama.cpp with"]),
+        ([[1, 2, END, 4], OURS[1]], 1, OURS, ["answers of 4 tokens"]),
+        (OURS, 2, OURS, ["counts of drafts"]),
+    ],
+)
+def test_texts_count_up_to_their_end(
+    of_gguf: list[list[int]], counts: int, theirs: list[list[int]], missed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ours(target: Path, drafter: Path, *_: Any) -> Any:
+        is_file = target.suffix == ".gguf"
+        return of_gguf if is_file else OURS, SimpleNamespace(acceptance_length=1.0 * (counts if is_file else 1)), {END}
+
+    stand_ins = {
+        "our_answers": ours,
+        "llama_answers": lambda context, pair, drafts, *_: theirs if drafts == llama_gguf.DFLASH else OURS,
+        "prompts": lambda *_: [[0], [0]],
+        "target_file": lambda *_: Path("t.gguf"),
+        "drafter_file": lambda *_: Path("d.gguf"),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(llama_gguf, name, stand_in)
+    outcome, pair = Outcome([], []), SimpleNamespace(target=Path("t"), drafter=Path("d"))
+    llama_gguf.compare(SimpleNamespace(peers=Path()), pair, 2, 4, outcome)  # type: ignore[arg-type]
+    assert len(outcome.lines) == 4
+    assert [miss[: len(words)] for miss, words in zip(outcome.misses, missed, strict=True)] == missed
+
+
+def test_without_llama_cpp_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["llama_gguf", "--peers", str(tmp_path)])
+    assert llama_gguf.main() == 0
+    assert "skipped: llama.cpp is not installed: there is no" in capsys.readouterr().out
