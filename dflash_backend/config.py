@@ -49,7 +49,8 @@ _NOT_READ = (
 )
 _FROM_FILES = "a checkpoint in {0} says so itself: leave the setting on auto"
 _OTHER_QUANTIZATION = {
-    **{name: _NOT_READ.format(name.upper()) for name in ("nvfp4", "mxfp8", "gguf")},
+    **{name: _NOT_READ.format(name.upper()) for name in ("nvfp4", "mxfp8")},
+    "gguf": "a file in GGUF is given as the model itself, and says its types: leave the setting on auto",
     "mxfp4": "MXFP4 is for gpt-oss alone, whose checkpoint says so itself: leave the setting on auto. Of other targets "
     "take a checkpoint in FP8, in INT4 or in bfloat16, the last one also with fp8",
     "modelopt": _NOT_READ.format("modelopt's formats"),
@@ -69,13 +70,14 @@ class EngineConfig:
 
     target_model: str = setting(
         "",
-        "directory or hub id of the target, or of a speculators drafter that names its target; empty: the demo target",
+        "directory, hub id or file in GGUF of the target, or of a speculators drafter that names its target; empty: "
+        "the demo target",
     )
     draft_model: str | None = setting(
         None,
-        f"directory or hub id of the drafter; {NGRAM}: prompt lookup, for any target, without a drafter's checkpoint "
-        f"(a directory of that name is ./{NGRAM}); auto: the demo drafter with the demo target, else what the target's "
-        "checkpoint names; empty: no speculation",
+        f"directory, hub id or file in GGUF of the drafter; {NGRAM}: prompt lookup, for any target, without a "
+        f"drafter's checkpoint (a directory of that name is ./{NGRAM}); auto: the demo drafter with the demo target, "
+        "else what the target's checkpoint names; empty: no speculation",
     )
     target_revision: str = setting("", "branch, tag or commit of a target from the hub; empty: its main branch")
     draft_revision: str = setting("", "branch, tag or commit of a drafter from the hub; empty: its main branch")

@@ -1,12 +1,14 @@
-"""Parts of error messages: another error's first line, and a value from a file or a client."""
+"""Parts of error messages: another error's first line, a value from a file or a client, and what ails a file."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 MAX_SHOWN = 120
 MAX_REASON_CHARS = 200
+LFS_POINTER = b"version https://git-lfs"
 
 # How a comment of a grammar begins that says what its next line is about: an error of that line tells it.
 ABOUT_NEXT_LINE = "# about "
@@ -15,6 +17,18 @@ ABOUT_NEXT_LINE = "# about "
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most `MAX_REASON_CHARS` of it; the error's type when it has none."""
     return str(error).strip().partition("\n")[0].strip()[:MAX_REASON_CHARS] or type(error).__name__
+
+
+def what_ails(path: Path) -> str:
+    """Of a file that cannot be read as what it should be: what it is, and what to do about it."""
+    try:
+        with open(path, "rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        is_pointer = False
+    if is_pointer:
+        return "it is a pointer of Git LFS in place of the file, which `git lfs pull` fetches"
+    return "it is truncated or damaged, download or copy it again"
 
 
 def shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, NameLayout, name_here, name_layout
-from dflash_backend.error_text import MAX_REASON_CHARS, shown
+from dflash_backend.error_text import MAX_REASON_CHARS, shown, what_ails
 
 # What we and the tokenizer read, as patterns of a hub download.
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -32,6 +32,7 @@ SINGLE = "model.safetensors"
 # Bytes of an element of the types that are loaded, by their names in safetensors.
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
 FLOATS = {"F32", "BF16", "F16"}
+MAX_NAMED = 4  # of files, in an error
 COMPARED_NUMBERS = 1 << 22  # at once
 
 
@@ -64,8 +65,9 @@ def check_files(directory: Path) -> None:
     home = directory.resolve()
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     if gguf and not any(directory.glob("*.safetensors")):
+        names = ", ".join(gguf[:MAX_NAMED]) + (" and others" if len(gguf) > MAX_NAMED else "")
         raise CheckpointError(
-            f"{directory} has weights in GGUF alone: give the file itself, as in {directory / gguf[0]}"
+            f"{directory} has weights in GGUF alone ({names}): give the file itself, as in {directory / gguf[0]}"
         )
     for path in _readable(directory):
         try:
@@ -203,9 +205,7 @@ def broken_file(file: Path, error: Exception) -> CheckpointError:
     reason = str(error).removeprefix("Error while deserializing header: ")
     if len(reason) > MAX_REASON_CHARS:  # it may repeat a name of the header
         reason = reason[:MAX_REASON_CHARS] + "..."
-    return CheckpointError(
-        f"{file} cannot be read as safetensors: {reason}; it is truncated or damaged, download or copy it again"
-    )
+    return CheckpointError(f"{file} cannot be read as safetensors: {reason}; {what_ails(file)}")
 
 
 def code_files(directory: Path) -> list[str]:

@@ -39,8 +39,18 @@ def from_hub(
         of = f" in revision '{revision}'" if revision else ""
         raise CheckpointError(
             f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} "
-            f"({first_line(error)}); check the name, or download the model and give its directory"
+            f"({_reason(error)}); check the name, or download the model and give its directory or file"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not isinstance(error, LocalEntryNotFoundError):
+        return first_line(error)
+    cause = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub is not reached"
+    return f"the local cache has not all of it, and {cause}"
 
 
 class DownloadProgress:

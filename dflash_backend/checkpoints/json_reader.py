@@ -40,7 +40,9 @@ class JsonReader:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} holds {type(data).__name__}; expected a JSON object")
-        return cls(data, str(path))
+        made_of = data.get("gguf")
+        of = f"{made_of['file']}, converted to " if isinstance(made_of, dict) and "file" in made_of else ""
+        return cls(data, f"{of}{path}")
 
     def __contains__(self, field: str) -> bool:
         """Whether the field is there at all, null included."""

@@ -137,7 +137,7 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
         published = tuple(each.name for each in published_for(name, directory))
         return Inspection((inspect_target(read_target(directory)),), published=published)
     if first_is_drafter:
-        raise CheckpointError(f"{directory} is a drafter; give the target first and the drafter with --draft")
+        raise CheckpointError(f"'{name}' is a drafter; give the target first and the drafter with --draft")
     target = read_target(directory)
     if draft_name == NGRAM:
         ngram = read_ngram(EngineConfig())

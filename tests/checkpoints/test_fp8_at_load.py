@@ -152,7 +152,7 @@ def test_a_target_that_cannot_be_made_fp8_is_refused_with_what_would_work(tmp_pa
     [
         ("nvfp4", "weights in NVFP4 are not supported: take a checkpoint in FP8, in INT4 or in bfloat16"),
         ("mxfp4", "MXFP4 is for gpt-oss alone"),
-        ("gguf", "weights in GGUF are not supported"),
+        ("gguf", "a file in GGUF is given as the model itself, and says its types: leave the setting on auto"),
         ("GPTQ", "a checkpoint in gptq says so itself: leave the setting on auto"),
         ("int3", "allowed: auto or fp8$"),
     ],
@@ -163,6 +163,14 @@ def test_other_values_are_refused_with_what_would_work(value: str, expected: str
 
 
 def test_a_folder_of_gguf_is_refused_with_what_would_work(tmp_path: Path) -> None:
-    (tmp_path / "model-q4_k_m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"weights in GGUF alone: give the file itself.*/model-q4_k_m.gguf"):
+    for name in ("model-q4_k_m.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights in GGUF alone \(b.gguf, model-q4_k_m.gguf\): give the file itself, as in .*/b.gguf",
+    ):
+        check_files(tmp_path)
+    for name in "cdef":
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"\(b.gguf, c.gguf, d.gguf, e.gguf and others\)"):
         check_files(tmp_path)

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from dflash_backend.checkpoints.spec import CheckpointError
-from dflash_backend.error_text import shown
+from dflash_backend.error_text import shown, what_ails
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -61,6 +61,17 @@ class GgufModel:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is in this format, by its name, or as those that have none of their own by how it begins."""
+    if path.suffix.lower() == SUFFIX:
+        return True
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def shards(path: Path) -> tuple[Path, ...]:
@@ -121,7 +132,7 @@ class _Parser:
         """The metadata and the tensors."""
         magic, version, num_tensors, num_fields = self._struct("<4sIQQ")
         if magic != MAGIC:
-            raise self._fail(f"begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file")
+            raise self._fail(f"begins with {magic!r}, not with {MAGIC!r}, as GGUF does: {what_ails(self._file)}")
         if version not in VERSIONS:
             raise self._fail(
                 f"is of version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are read, little-endian"
@@ -142,19 +153,20 @@ class _Parser:
         return metadata, self._place(entries, -(-self._at // alignment) * alignment)
 
     def _value(self, name: str, kind: int) -> Any:
+        what = f"the field {shown(name)}"  # once: there are a hundred thousand tokens and merges
         if kind == STRING:
-            return self._string(f"the field {shown(name)}")
+            return self._string(what)
         if kind != ARRAY:
             return self._numbers(name, kind, 1)[0]
         kind, count = self._struct("<IQ")
         self._items += count
         if self._items > MAX_ITEMS:
-            raise self._damaged(f"the field {shown(name)} says that it has {count} values")
+            raise self._damaged(f"{what} says that it has {count} values")
         if kind != STRING:
             return self._numbers(name, kind, count)
         if 8 * count > self._size - self._at:
-            raise self._damaged(f"the field {shown(name)} ends after the file")
-        return [self._string(f"the field {shown(name)}") for _ in range(count)]
+            raise self._damaged(f"{what} ends after the file")
+        return [self._string(what) for _ in range(count)]
 
     def _numbers(self, name: str, kind: int, count: int) -> list[Any]:
         dtype = SCALARS.get(kind)
@@ -213,7 +225,7 @@ class _Parser:
         return data
 
     def _damaged(self, reason: str) -> CheckpointError:
-        return self._fail(f"cannot be read as GGUF: {reason}; it is truncated or damaged, download or copy it again")
+        return self._fail(f"cannot be read as GGUF: {reason}; {what_ails(self._file)}")
 
     def _fail(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._file} {reason}")
