@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
+import re
+import resource
 import shutil
 import time
 import tracemalloc
@@ -20,6 +21,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -31,6 +33,7 @@ from dflash_backend.checkpoints.gguf.parts import in_order, rotation_of_neighbou
 from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.named import NAMED, named_file
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.inspection import inspect
 from dflash_backend.models import load_target
@@ -39,7 +42,6 @@ from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import PackedLinear
 from dflash_backend.models.mlp import DenseMlp
 from dflash_backend.models.ops import CpuLayerOps
-from dflash_backend.text.tokenizer import Tokenizer
 from dflash_cli.launcher.server_options import environment_with
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.support.gguf_checkpoint import BYTES, as_converter, write_gguf
@@ -246,8 +248,37 @@ def test_a_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     directory = find_model("some/model:m-00001-of-00001.gguf", "target_model", "v1")
     assert asked == [("some/model", "v1", ["m-*-of-00001.gguf"])]
     assert numbers(directory).keys() == numbers(source).keys()
+    shutil.copy(snapshot / "m-00001-of-00001.gguf", snapshot / "B.GGUF")
+    assert numbers(find_model("some/model:B.GGUF", "target_model")).keys() == numbers(source).keys()
     with pytest.raises(CheckpointError, match="there is no file other.gguf"):
         find_model("some/model:other.gguf", "target_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("some/model:Q4_K_M", "'Q4_K_M' names no file in GGUF; expected as in some/model:FILE.gguf"),
+        ("hf.co/some/model:f.gguf", "no such directory or file; a model of the hub is named OWNER/NAME, .*:FILE.gguf"),
+        ("https://huggingface.co/some/model", "no such directory or file; a model of the hub is named OWNER/NAME"),
+        ("some/model/f.gguf", "no such directory or file; a model of the hub is named OWNER/NAME"),
+        ("./some/f.gguf", "no such directory or file; check the path"),
+        ("none", r"no such directory or file; an empty one \(''\) is for no speculation"),
+    ],
+)
+def test_a_name_of_another_kind_is_told_what_is_meant(name: str, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        find_model(name, "draft_model")
+
+
+def test_without_the_hub_the_cause_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("what the library says of it, at length")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for offline, cause in ((True, "HF_HUB_OFFLINE is set"), (False, "the hub is not reached")):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        with pytest.raises(CheckpointError, match=rf"'some/model'.*\(the local cache has not all of it, and {cause}\)"):
+            find_model("some/model:f.gguf", "target_model")
 
 
 def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path, cache: Path) -> None:
@@ -263,6 +294,33 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path, cach
     assert second != first
     assert np.all(numbers(second)["model.embed_tokens.weight"] == 1)
     assert sorted(conversions(cache)) == sorted([first, second])
+
+
+def test_a_file_that_changes_while_it_is_converted_is_not_kept(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_gguf(tmp_path / "m.gguf")
+    real = convert._write_tensors
+    monkeypatch.setattr(convert, "_write_tensors", lambda path, *more: (real(path, *more), os.utime(path, ns=(1, 1))))
+    refused(tmp_path / "m.gguf", "m.gguf has changed while it was converted; start again")
+    assert conversions(cache) == []
+
+
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One as long as a file system allows, one with spaces, and, as in other programs' stores, none of GGUF's."""
+    monkeypatch.chdir(tmp_path)
+    make_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    for name in ("n" * 250 + ".gguf", "my model (v1) é.gguf", "M.GGUF", "sha256-0a1b"):
+        (tmp_path / name).write_bytes(data)
+        directory = find_model(name, "target_model")
+        assert read_target(directory).vocab_size == VOCAB_SIZE
+        with pytest.raises(
+            CheckpointError, match=f"{re.escape(str(tmp_path / name))}, converted to .*config.json: arch"
+        ):
+            read_draft(directory)
+    (tmp_path / "link").symlink_to("nowhere.gguf")
+    refused(tmp_path / "link", "link', a link to nowhere.gguf, which does not exist")
 
 
 def test_what_fails_in_between_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +428,81 @@ def test_rotary_scaling(tmp_path: Path, fields: dict[str, Any], expected: tuple[
     assert (rope.kind, rope.factor, rope.original_max_positions) == expected
 
 
+def described(architecture: str = "llama", kinds: dict[str, str] | None = None, **fields: Any) -> reader.GgufModel:
+    """What a file says of a model of two layers; a field that is None is not there. kinds: types of more tensors."""
+    given: dict[str, Any] = {
+        "block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48,
+        "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    given |= {name.replace("__", "."): value for name, value in fields.items()}
+    metadata = {f"{architecture}.{name}": value for name, value in given.items() if value is not None}
+    tensors = {
+        name: reader.GgufTensor(Path("m.gguf"), name, kind, (96, 32), 0, 32, {"F32": 128, "F16": 64, "Q8_0": 34}[kind])
+        for name, kind in ({"token_embd.weight": "F32"} | (kinds or {})).items()
+    }
+    return reader.GgufModel(Path("m.gguf"), {"general.architecture": architecture} | metadata, tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
+        ({"rope__freq_base": 5e5, "rope__scale_linear": 4.0}, {
+            "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}
+        }),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}, {
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}
+        }),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 32}, {
+            "rope_parameters": {
+                "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                "beta_fast": 32.0, "beta_slow": 1.0,
+            }
+        }),
+        ({"attention__head_count_kv": [2, 2], "feed_forward_length": [40, 40], "attention__head_count": [4, 4]}, {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40
+        }),
+        ({}, {"head_dim": 8, "num_key_value_heads": 4, "attention_bias": False, "mlp_bias": False}),
+        ({"attention__key_length": 16, "attention__value_length": 16}, {"head_dim": 16}),
+        ({"attention__sliding_window": 64}, {"max_position_embeddings": 64}),
+        ({"kinds": {"blk.0.ffn_gate.bias": "F32", "blk.0.attn_q.bias": "F32"}}, {
+            "attention_bias": True, "mlp_bias": True
+        }),
+        ({"kinds": {"blk.0.attn_q.weight": "F16"}}, {"dtype": "float32"}),
+        ({"kinds": {f"blk.0.attn_{x}.weight": "F16" for x in "qkv"}}, {"dtype": "float16"}),
+        ({"kinds": {f"{i}": "Q8_0" for i in range(4)}}, {"dtype": "bfloat16"}),
+        ({"kinds": {f"{i}": "Q8_0" for i in range(3)}}, {"dtype": "float32"}),
+        ({"kinds": {"output.weight": "F32"}}, {"tie_word_embeddings": False, "vocab_size": 96}),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_is_the_config(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = architectures.read_config(described(**fields), None)
+    assert {name: config[name] for name in expected} == expected
+
+
+def test_yarns_own_betas_are_read() -> None:
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 32,
+        "yarn_beta_fast": 8.0,
+        "yarn_beta_slow": 2.0,
+    }
+    model = described(**{f"rope__scaling__{name}": value for name, value in scaling.items()})
+    rope = architectures.read_config(model, None)["rope_parameters"]
+    assert (rope["beta_fast"], rope["beta_slow"]) == (8.0, 2.0)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    source = make_gguf(tmp_path / "m.gguf", "qwen3moe")
+    write_gguf(tmp_path / "m.gguf", source, "qwen3moe", fields=field("qwen3moe.expert_count", 5, "uint32"))
+    refused(tmp_path / "m.gguf", r"_exps.weight has shape \[6, .*; expected one matrix for each of 5 experts")
+    source = make_gguf(tmp_path / "n.gguf")
+    extra = {"blk.1.attn_k.weight": np.ones((24, 32), "f4")}
+    write_gguf(tmp_path / "n.gguf", source, "llama", extra=extra)
+    refused(tmp_path / "n.gguf", r"blk.1.attn_k.weight has shape \[24, 32\]; expected 2 times 16 rows")
+
+
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 4096)])
 def test_llama_3s_factors_are_found_again(tmp_path: Path, factor: float, original: int) -> None:
     parameters = {
@@ -391,101 +524,6 @@ def test_llama_3s_factors_are_found_again(tmp_path: Path, factor: float, origina
     assert (found.kind, found.original_max_positions) == (expected.kind, original)
     write_gguf(tmp_path / "n.gguf", source, "llama", extra={"rope_freqs.weight": factors * 1.01})
     refused(tmp_path / "n.gguf", "has other factors than Llama 3.1's scaling gives")
-
-
-def test_byte_level_tokens(tmp_path: Path) -> None:
-    make_gguf(tmp_path / "m.gguf")
-    folder = find_model(str(tmp_path / "m.gguf"), "target_model")
-    tokenizer = Tokenizer.load(folder)
-    end = VOCAB_SIZE - 1
-    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    assert {each["content"]: each["special"] for each in added}["<|im_end|>"] is True
-    assert tokenizer.encode("abba<|im_end|>") == [end - 1, 1, 0, end]
-    assert tokenizer.eos_token_ids == (end,)
-    assert tokenizer.special_token_ids == {"<|im_end|>": end}
-    assert tokenizer.render_chat([{"role": "user", "content": "cab"}]).text == "cab"
-
-
-def pieces_of(tmp_path: Path, pre: str, text: str) -> list[str]:
-    """How a text is split before merges."""
-    path = tmp_path / f"{pre}.gguf"
-    make_gguf(path, fields=field("tokenizer.ggml.pre", pre, "string"))
-    made = read_tokenizer(reader.read_model(path), VOCAB_SIZE).tokenizer
-    return [text[start:end] for _, (start, end) in made.pre_tokenizer.pre_tokenize_str(text)]
-
-
-def test_texts_are_split_as_the_file_names_it(tmp_path: Path) -> None:
-    assert pieces_of(tmp_path, "gpt-4o", "It's 12345 theABC's\n") == ["It's", " ", "123", "45", " the", "ABC's", "\n"]
-    assert pieces_of(tmp_path, "qwen2", "It's 123") == ["It", "'s", " ", "1", "2", "3"]
-    marked = "a\u0301b!"
-    assert pieces_of(tmp_path, "qwen35", marked) == [marked[:3], "!"]
-    assert pieces_of(tmp_path, "qwen2", marked) == ["a", marked[1:3], "!"]
-
-
-@pytest.mark.parametrize("other", ["<|call|>", "<|im_end|>"])
-def test_gpt_oss_goes_on_after_the_end_of_a_channel(tmp_path: Path, other: str) -> None:
-    tokens = ["a", "<|end|>", "<|return|>", other]
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        for name, value in (("tokens", tokens), ("token_type", [1, 3, 3, 3]), ("merges", ["a a"][:0])):
-            field(f"tokenizer.ggml.{name}", value, "array")(writer)
-        field("tokenizer.ggml.eos_token_id", 2, "uint32")(writer)
-
-    make_gguf(tmp_path / "m.gguf", fields=add)
-    ends = read_tokenizer(reader.read_model(tmp_path / "m.gguf"), VOCAB_SIZE).ends
-    assert ends == ((2, 3) if other == "<|call|>" else (2, 1, 3))
-
-
-def sentencepiece(add_space_prefix: bool) -> Callable[[gguf.GGUFWriter], None]:
-    """Bytes, then pieces of which the one with the higher score is merged first."""
-    pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("c", -4.0), ("ab", -9.0), ("bc", -5.0), ("▁a", -8.0)]
-    pieces += [("<", -10.0), ("s>", -11.0), ("s", -12.0), (">", -13.0)]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *(piece for piece, _ in pieces)]
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        for name in list(writer.kv_data[0]):
-            if name.startswith("tokenizer."):
-                del writer.kv_data[0][name]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * 259 + [score for _, score in pieces])
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-        writer.add_add_space_prefix(add_space_prefix)
-
-    return add
-
-
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_tokens(tmp_path: Path, prefix: bool) -> None:
-    changes = {"vocab_size": 300}
-    make_gguf(tmp_path / "m.gguf", changes=changes, fields=sentencepiece(prefix))
-    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
-    tokenizer = Tokenizer.load(directory)
-    space, a, bc, space_a = 259, 260, 264, 265
-    assert tokenizer.encode("abc é") == [1, *([space_a] if prefix else [a]), bc, space, 3 + 0xC3, 3 + 0xA9]
-    assert tokenizer.encode("<s>a")[:2] == [1, 1]
-    model = json.loads((directory / "tokenizer.json").read_text())["model"]
-    assert ["<", "s>"] not in model["merges"]  # no text becomes a token of control
-    assert ["s", ">"] in model["merges"]
-    assert tokenizer.eos_token_ids == (2,)
-
-
-def test_gemma_4s_tokens_have_their_merges_in_the_file(tmp_path: Path) -> None:
-    def add(writer: gguf.GGUFWriter) -> None:
-        sentencepiece(False)(writer)
-        writer.kv_data[0].pop("tokenizer.ggml.model")
-        writer.kv_data[0].pop("tokenizer.ggml.add_space_prefix")
-        writer.add_tokenizer_model("gemma4")
-        writer.add_token_merges(["▁ a", "a b", "b c"])
-
-    make_gguf(tmp_path / "m.gguf", changes={"vocab_size": 300}, fields=add)
-    tokenizer = Tokenizer.load(find_model(str(tmp_path / "m.gguf"), "target_model"))
-    space, ab, c, space_a = 259, 263, 262, 265
-    # By the order of merges, where the scores would have "bc" first; no space before a text.
-    assert tokenizer.encode("abc a é") == [1, ab, c, space_a, space, 3 + 0xC3, 3 + 0xA9]
 
 
 def after_a_cut(path: Path, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -545,12 +583,20 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("count", [100, by_night(2000)])
-def test_a_damaged_file_is_refused_by_a_sentence_in_little_time(tmp_path: Path, count: int) -> None:
-    """Or it is read, where a number of the weights or a name changed: then the checkpoint is whole."""
+def test_a_damaged_file_is_refused_by_a_sentence_in_little_time(
+    tmp_path: Path, count: int, request: pytest.FixtureRequest
+) -> None:
+    """Or it is read, where a number of the weights or a name changed: then the checkpoint is whole. No file takes a
+    quarter of a gigabyte more than the process has."""
     make_gguf(tmp_path / "m.gguf")
+    find_model(str(tmp_path / "m.gguf"), "target_model")  # imports
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(46)
     said = []
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (has + (256 << 20), before[1]))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_AS, before))
     for i in range(count):
         path = tmp_path / "d.gguf"
         path.write_bytes(damaged(data, rng))

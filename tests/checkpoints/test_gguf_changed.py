@@ -12,11 +12,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file as load_torch_file
 from safetensors.torch import save_file as save_torch_file
 
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target
+from dflash_backend.checkpoints.gguf import convert
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.text.tokenizer import Tokenizer
@@ -60,6 +62,33 @@ def test_changed_tensors_are_changed_back(tmp_path: Path, name: str, tied: bool)
         assert here[tensor].shape == there[tensor].shape, tensor
         rounded = name.startswith("qwen") and tensor.endswith(("norm.weight", "A_log"))
         np.testing.assert_allclose(here[tensor], there[tensor], rtol=0, atol=2e-7 if rounded else 0, err_msg=tensor)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen35", "F16"), ("qwen3next", "BF16"), ("gpt-oss", "F16")])
+def test_changed_tensors_may_be_in_16_bits_and_larger_than_is_read_at_once(
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second tensor, so that some are joined of several types: what is changed or joined so becomes float32."""
+    monkeypatch.setattr(convert, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(convert, "NUMBERS_AT_ONCE", 100)
+    rounded: dict[str, np.ndarray[Any, Any]] = {}
+
+    def block(tensor: str, data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        if (data.ndim == 1 and "norm" not in tensor) or sum(tensor.encode()) % 2:
+            rounded[tensor] = data
+            return None
+        dtype = torch.float16 if kind == "F16" else torch.bfloat16
+        halves = torch.tensor(np.ascontiguousarray(data)).to(dtype)
+        rounded[tensor] = halves.float().numpy()
+        return halves.view(torch.uint8).numpy(), kind
+
+    source = make_changed_gguf(tmp_path / "m.gguf", name, {}, block=block)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    here = {key: each.float().numpy() for key, each in load_torch_file(directory / "model.safetensors").items()}
+    back = as_converter(here, {}, name, json.loads((source / "config.json").read_text()))
+    assert back.keys() == rounded.keys()
+    for tensor, expected in rounded.items():
+        np.testing.assert_allclose(back[tensor], expected, rtol=0, atol=2e-7, err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *CHANGED])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,34 @@ def test_a_weight_on_grids_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str,
         x, bias = random(70, inputs, seed=1).bfloat16(), random(outputs, seed=2).bfloat16()
         for rows in (1, 16, 33, 70):
             assert torch.equal(packed.product(x[:rows], bias), plain.product(x[:rows], bias))
+
+
+@needs_library
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 5), ("Q4_1", 5), ("Q8_0", 8.5)])
+def test_any_codes_of_a_grid_are_found(kind: str, bits: float) -> None:
+    """Of few values, that do not begin at 0, with steps of any size and, of 4 bits, of either sign."""
+    quants = pytest.importorskip("gguf.quants")
+    kinds = pytest.importorskip("gguf").GGMLQuantizationType
+    rng, rows, blocks, most = np.random.default_rng(7), 64, 3, 256 if kind == "Q8_0" else 16
+    lowest, count = rng.integers(0, most - 1, (2, rows, blocks, 1))
+    codes = lowest + rng.integers(0, most, (rows, blocks, 32)) % np.minimum(count + 2, most - lowest)
+    codes[..., :2] = lowest + np.array([0, 1])  # more than one value
+    steps = (rng.uniform(0.5, 1, (rows, blocks, 1)) * 2.0 ** rng.integers(-12, 2, (rows, blocks, 1))).astype("f2")
+    if kind == "Q8_0":
+        codes[1, :, 0] = 128  # the least, with its sign
+        parts = [steps.view("u1"), codes.astype("u1")]
+    else:
+        steps *= rng.choice([-1, 1], steps.shape).astype("f2")
+        least = (steps * rng.uniform(-12, 4, steps.shape)).astype("f2")
+        nibbles = (codes[..., :16] | codes[..., 16:] << 4).astype("u1")
+        parts = [*(each.view("u1") for each in (steps, least)[: 1 if kind == "Q4_0" else 2]), nibbles]
+    numbers = quants.dequantize(np.concatenate(parts, axis=-1).reshape(rows, -1), kinds[kind])
+    packed = PackedWeight.on_grids(torch.from_numpy(numbers))
+    assert packed is not None
+    assert packed.data.nbytes * 8 == rows * blocks * 32 * bits
+    assert torch.equal(packed.rows(torch.arange(rows)), torch.from_numpy(numbers).bfloat16())
+    x = random(5, blocks * 32).bfloat16()
+    assert torch.equal(packed.product(x), PackedWeight(torch.from_numpy(numbers).bfloat16()).product(x))
 
 
 @needs_library

@@ -19,6 +19,8 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_grids.h",
         TESTS,
         ("a weight off its grid stays on it", "all.store(false); return;", "return;"),
+        ("codes begin at 0", "first <= 15 - top; first++", "first <= 0; first++"),
+        ("the least code of 8 bits is not looked for", "most > 0 ? 128 : 1", "most > 0 ? 127 : 1"),
         ("outputs take the steps of those before them", "twice(steps + half * LANES + i * 8)", "twice(steps + i * 8)"),
     ),
     *mutants_of(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutant import mutants_of
 
 TESTS = ("tests/checkpoints/test_gguf.py",)
+HEADER_TESTS = ("tests/checkpoints/test_gguf_header.py",)
+TOKEN_TESTS = ("tests/checkpoints/test_gguf_tokens.py",)
 CHANGED_TESTS = ("tests/checkpoints/test_gguf_changed.py",)
 GGUF_MUTANTS = (
     *mutants_of(
@@ -22,6 +24,25 @@ GGUF_MUTANTS = (
         ("a file that changes is not converted anew", "file.stat().st_size, file.stat().st_mtime_ns)", "0, 0)"),
         ("an expert is read from the beginning", "first, count = part.start //", "first, count = 0 * part.start //"),
         ("a full disk is found at its end", "if size + SPARE_BYTES > free:", "if False:"),
+        ("a file that changes meanwhile is kept", "if _key(files) != key:", "if False:"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/gguf/convert.py",
+        CHANGED_TESTS,
+        ("numbers in BF16 that change are halved", '(numbers.astype("<u4") << 16)', '(numbers.astype("<u4") << 15)'),
+        (
+            "rows of a large tensor are read as one run",
+            "np.flatnonzero(np.diff(wanted) != 1) + 1",
+            "np.flatnonzero(np.diff(wanted) != 1)[:0] + 1",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/gguf/reader.py",
+        HEADER_TESTS,
+        ("tensors begin at multiples of 32", 'metadata.get("general.alignment", ALIGNMENT)', "ALIGNMENT"),
+        ("bytes have no sign", '"u1", "i1", "<u2"', '"u1", "u1", "<u2"'),
+        ("a tensor may lie in another", "if tensor.offset < end:", "if False:"),
+        ("values are counted by field", "self._items += count", "self._items = count"),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/gguf/reader.py",
@@ -72,7 +93,12 @@ GGUF_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/checkpoints/gguf/tokenizer.py",
-        TESTS,
+        TOKEN_TESTS,
+        ("unused tokens are read from texts", "if types[i] != UNUSED}", "if True}"),
+        ("tokens of users are split", "if kind in (CONTROL, USER_DEFINED)", "if kind in (CONTROL,)"),
+        ("add_bos_token is not read", "if fields.boolean(field, default=default) else", "if default else"),
+        ("what is a token is merged all the same", "ignore_merges=split.whole", "ignore_merges=False"),
+        ("an answer ends at eos alone", 'ENDS = ("eos", "eot", "eom")', 'ENDS = ("eos",)'),
         ("control tokens are text", "kind == CONTROL) for", "False) for"),
         ("scores do not order merges", "(-scores[i], -len(one)", "(scores[i], -len(one)"),
         ("a prompt has no first token", 'kind == "llama"), True', 'kind == "llama"), False'),
