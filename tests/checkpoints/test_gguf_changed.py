@@ -23,7 +23,7 @@ from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.text.tokenizer import Tokenizer
 from load_tests.prompts import load_prompts
-from tests.checkpoints.test_gguf import ARCHITECTURES, cache, field, make_gguf, numbers, refused
+from tests.checkpoints.test_gguf import ARCHITECTURES, cache, copy_target, field, make_gguf, numbers, refused
 from tests.support.gguf_checkpoint import as_converter, write_gguf
 from tests.support.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_draft, make_target
 
@@ -42,7 +42,7 @@ CHANGED = {
 def make_changed_gguf(path: Path, name: str, changes: dict[str, Any], **options: Any) -> Path:
     """As `make_gguf`, of those in `CHANGED`."""
     source = path.with_suffix(".source")
-    make_target(source, architecture=CHANGED[name][0], **(CHANGED[name][1] | changes))
+    copy_target(source, CHANGED[name][0], CHANGED[name][1] | changes)
     write_gguf(path, source, name.split()[0], **options)
     return source
 
