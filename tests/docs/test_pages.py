@@ -39,6 +39,18 @@ OF_THE_SOURCE = (
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
 
 
+def test_every_thread_is_in_the_table_of_threads() -> None:
+    table = page("architecture.md").split("\n## Processes and threads\n")[1].split("\n## ")[0]
+    package = ROOT / "dflash_backend"
+    files = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"\b(threading\.Thread|ThreadPoolExecutor)\(", path.read_text(encoding="utf-8"))
+    }
+    assert len(files) > 10
+    assert {file for file in files if f"`{file}" not in table} == set()
+
+
 def test_the_settings_page_is_what_the_schema_says() -> None:
     writer = runpy.run_path(str(DOCS / "write_settings.py"))
     assert page("settings.md") == writer["page"](), "run `make docs`"
