@@ -212,6 +212,80 @@ def test_the_charts_text_has_probes_of_the_front_end_or_without_it_of_triton() -
     assert VALUES["networkPolicy"]["enabled"] is True
 
 
+def conditions_of(text: str) -> dict[str, list[str]]:
+    """What must hold for each line of a template to be there, the outermost first; `not` before the condition of an
+    `else`."""
+    stack: list[str] = []
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        words = re.fullmatch(r" *{{- (if|else if|else|end|range|with)\b *(.*?) }}", line)
+        if words is None:
+            found.setdefault(line.strip(), list(stack))
+            continue
+        kind, condition = words[1], words[2].replace("$v", ".Values")
+        if kind in ("end", "else", "else if"):
+            last = stack.pop()
+        if kind == "else":
+            stack.append(f"not ({last})")
+        elif kind == "else if":
+            stack.append(f"not ({last}), {condition}")
+        elif kind != "end":
+            stack.append(condition)
+    assert not stack
+    return found
+
+
+KEYS, TLS = ".Values.apiKeys.secretName", ".Values.openai.tlsSecretName"
+POLICY = ".Values.networkPolicy.enabled"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "conditions"),
+    [
+        ("deployment", "- --host=0.0.0.0", []),
+        ("deployment", "- --no-restart", []),
+        ("deployment", "- --api-key-file=/run/secrets/dflash/{{ $v.apiKeys.key }}", [KEYS]),
+        ("deployment", "- --metrics-host=0.0.0.0", [KEYS]),
+        ("deployment", "- {name: api-keys, mountPath: /run/secrets/dflash, readOnly: true}", [KEYS]),
+        ("deployment", "- --tls-cert=/run/secrets/dflash-tls/tls.crt", [TLS]),
+        ("deployment", "- --tls-key=/run/secrets/dflash-tls/tls.key", [TLS]),
+        ("deployment", "- --port=0", ["not .Values.openai.enabled"]),
+        ("deployment", "- {name: openai, containerPort: 9000}", [".Values.openai.enabled"]),
+        ("deployment", "- name: DFLASH_DEVICE", ["eq (int .Values.gpus) 0"]),
+        ("deployment", "- name: DFLASH_KV_EVENTS_ENDPOINT", [".Values.kvEvents.enabled"]),
+        ("deployment", "replicas: {{ $v.replicaCount }}", ["not .Values.autoscaling.enabled"]),
+        ("deployment", "type: Recreate", ["not $several"]),
+        ("deployment", "emptyDir: {}", ["not (.Values.cache.enabled)"]),
+        ("service", "- {name: http, port: 8000, targetPort: http}", [f"not {KEYS}"]),
+        ("service", "- {name: metrics, port: 8002, targetPort: metrics}", [f"not {KEYS}"]),
+        ("service", "- {name: openai, port: 9000, targetPort: openai}", [".Values.openai.enabled"]),
+        ("networkpolicy", "- {port: openai}", [POLICY, ".Values.openai.enabled"]),
+        ("networkpolicy", "- {port: http}", [POLICY, f"not {KEYS}"]),
+        (
+            "networkpolicy",
+            "from: {{- toYaml $v.networkPolicy.from | nindent 8 }}",
+            [POLICY, ".Values.networkPolicy.from"],
+        ),
+        (
+            "networkpolicy",
+            "from: {{- toYaml $namespace | nindent 8 }}",
+            [POLICY, f"not (.Values.networkPolicy.from), not {KEYS}"],
+        ),
+        ("networkpolicy", "- {port: metrics}", [POLICY]),
+        ("networkpolicy", "- {port: kv-events}", [POLICY, ".Values.kvEvents.enabled"]),
+    ],
+)
+def test_a_line_of_the_chart_is_there_where_its_values_ask_for_it(name: str, line: str, conditions: list[str]) -> None:
+    assert conditions_of(template(f"{name}.yaml"))[line] == conditions
+
+
+def test_a_first_start_has_the_minutes_that_its_value_says() -> None:
+    probe = template("deployment.yaml").partition("startupProbe:")[2].partition("readinessProbe:")[0]
+    (period_s,) = re.findall(r"periodSeconds: (\d+)\n", probe)
+    (failures,) = re.findall(r"failureThreshold: {{ mul \$v.startupMinutes (\d+) }}\n", probe)
+    assert int(period_s) * int(failures) == 60
+
+
 @needs_helm
 @pytest.mark.parametrize(
     ("values", "scheme"),

@@ -48,6 +48,8 @@ DEPLOYMENT_MUTANTS = (
         "deploy/helm/dflash-triton/templates/deployment.yaml",
         CHART,
         ("a pod has as long as its requests", "{{ add $v.exitTimeout 15 }}", "{{ $v.exitTimeout }}"),
+        ("a first start has a sixth of its minutes", "{{ mul $v.startupMinutes 6 }}", "{{ $v.startupMinutes }}"),
+        ("with keys nobody reads a pod's metrics", "            - --metrics-host=0.0.0.0\n", ""),
         (
             "an engine that restarts has its pod killed",
             'livenessProbe:\n            httpGet: {{ include "dflash.live" . }}',
