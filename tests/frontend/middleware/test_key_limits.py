@@ -8,8 +8,11 @@ from collections.abc import Callable
 import httpx
 import pytest
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dflash_openai.app import create_app
+from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError
 from dflash_openai.middleware.api_keys import ApiKey, KeyLimits
 from dflash_openai.middleware.authentication import AuthenticationMiddleware
@@ -17,6 +20,10 @@ from dflash_openai.middleware.key_limits import KeyLimitsMiddleware, charge_prom
 from dflash_openai.middleware.token_bucket import TokenBucket
 from tests.frontend.middleware.asgi import call, client, echo, error_of, http_scope
 
+# The methods of each path of the front end.
+PATHS = {
+    route.path: route.methods or set() for route in create_app(FrontendConfig()).routes if isinstance(route, Route)
+}
 ALICE, BOB = "alice-secret-key", "bob-secret-key"
 
 
@@ -75,6 +82,21 @@ def test_beyond_the_rate_there_is_a_429_that_says_when(clock: Clock) -> None:
     assert "2 requests a minute" in error["message"]
     clock.now += 30
     assert send(app, ALICE).status_code == 200
+
+
+def test_who_comes_back_when_it_was_told_is_let_in(clock: Clock) -> None:
+    """7 a minute are one in 8.6 seconds: whole seconds are rounded up."""
+    app = limited(KeyLimits(requests_per_minute=7), clock)
+    assert [send(app, ALICE).status_code for _ in range(8)] == [200] * 7 + [429]
+    clock.now += int(send(app, ALICE).headers["retry-after"])
+    assert (clock.now, send(app, ALICE).status_code) == (109.0, 200)
+
+
+@pytest.mark.parametrize("path", [path for path, methods in PATHS.items() if "POST" in methods and path != "/ping"])
+def test_whatever_makes_the_model_or_its_tokenizer_work_has_limits_and_needs_a_key(path: str, clock: Clock) -> None:
+    app = limited(KeyLimits(requests_per_minute=1), clock)
+    assert call(app, path=path).status_code == 401
+    assert [send(app, ALICE, path).status_code for _ in range(2)] == [200, 429]
 
 
 def test_one_keys_limits_are_nothing_to_another(clock: Clock) -> None:
