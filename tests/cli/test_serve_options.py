@@ -22,7 +22,7 @@ from tests.client.tls_servers import Certificates
 
 Found = dict[str, Any]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-# Options, their values, and what differs from a server without options. CERT, KEY and CA stand for files, as KEYS and
+# Options, their values, and what differs from a server without options. CERT, KEY and CA stand for files, as KEYS, MORE and
 # TEMPLATE do; TLS for the HTTPS of the first three.
 CASES: dict[str, tuple[list[str], Found]] = {
     "MODEL": (["a/model"], {"setting.target_model": "a/model"}),
@@ -33,7 +33,10 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--max-model-len": (["3000"], {"setting.max_model_len": "3000"}),
     "--max-num-seqs": (["7"], {"setting.max_num_seqs": "7"}),
     "--dtype": (["float32"], {"setting.dtype": "float32"}),
-    "--set": (["max_queue_size=9"], {"setting.max_queue_size": "9"}),
+    "--set": (
+        ["max_queue_size=9", "--set", "max_num_seqs=3"],
+        {"setting.max_queue_size": "9", "setting.max_num_seqs": "3"},
+    ),
     "--model-name": (["named"], {"server.model_name": "named", "config.model_name": "named"}),
     "--served-model-name": (["one", "two"], {"config.served_model_names": ("one", "two")}),
     "--tool-call-parser": (["hermes"], {"config.tool_call_parser": "hermes"}),
@@ -49,14 +52,20 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--grpc-port": (["9102"], {"server.grpc_port": 9102}),
     "--metrics-port": (["9103"], {"server.metrics_port": 9103}),
     "--explicit": ([], {"server.explicit": True}),
-    "--allow-api": (["trace"], {"server.allow_apis": ["trace"]}),
+    "--allow-api": (["trace", "--allow-api", "logging"], {"server.allow_apis": ["trace", "logging"]}),
     "--load-timeout": (["11"], {"server.ready_timeout_s": 11.0}),
     "--exit-timeout": (["12"], {"server.exit_timeout_s": 12}),
     "--hang-timeout": (["13"], {"keeper.hang_timeout_s": 13.0, "front_end.hang_timeout_s": 13.0}),
     "--no-restart": ([], {"keeper.restart": False}),
     "--verbose": ([], {"log.verbose": True}),
-    "--api-key-file": (["KEYS"], {"security.api_keys": ["team-a"], "security.allowed_hosts": None}),
-    "--api-key": (["a-key-of-one"], {"security.api_keys": ["key-1"], "security.allowed_hosts": None}),
+    "--api-key-file": (
+        ["KEYS", "--api-key-file", "MORE"],
+        {"security.api_keys": ["team-a", "team-b"], "security.allowed_hosts": None},
+    ),
+    "--api-key": (
+        ["a-key-of-one", "--api-key", "a-key-of-another"],
+        {"security.api_keys": ["key-1", "key-2"], "security.allowed_hosts": None},
+    ),
     "--key-requests-per-minute": (["14"], {"limits.requests_per_minute": 14}),
     "--key-prompt-tokens-per-minute": (["15"], {"limits.prompt_tokens_per_minute": 15}),
     "--key-max-concurrency": (["16"], {"limits.max_concurrency": 16}),
@@ -66,8 +75,11 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--write-timeout": (["18"], {"security.write_timeout_s": 18.0}),
     "--ping-interval": (["0"], {"config.ping_interval_s": 0.0}),
     "--max-prompt-tokens": (["19"], {"security.max_prompt_tokens": 19}),
-    "--allowed-origins": (["https://a.example"], {"security.allowed_origins": ("https://a.example",)}),
-    "--allowed-hosts": (["B.example"], {"security.allowed_hosts": {"b.example"}}),
+    "--allowed-origins": (
+        ["https://a.example", "https://b.example"],
+        {"security.allowed_origins": ("https://a.example", "https://b.example")},
+    ),
+    "--allowed-hosts": (["B.example", "c.example"], {"security.allowed_hosts": {"b.example", "c.example"}}),
     "--no-access-log": ([], {"security.access_log": False}),
     "--otlp-traces-endpoint": (["http://t.example"], {"config.tracer": "http://t.example"}),
     "--tls-cert": (["CERT", "--tls-key", "KEY"], {"security.tls": ("CERT", "KEY", None)}),
@@ -87,7 +99,10 @@ OPENAI: dict[str, tuple[list[str], Found]] = {
         ["KEY", "--triton-client-cert", "CERT"],
         {"tls.client_cert": "CERT", "tls.client_key": "KEY"},
     ),
-    "--triton-metrics": (["http://a:1/metrics"], {"config.triton_metrics_urls": ("http://a:1/metrics",)}),
+    "--triton-metrics": (
+        ["http://a:1/metrics", "--triton-metrics", "http://b:2/metrics"],
+        {"config.triton_metrics_urls": ("http://a:1/metrics", "http://b:2/metrics")},
+    ),
     "--model-name": (["named"], {"config.model_name": "named"}),
     "--tokenizer": (["folder"], {"config.tokenizer": "folder"}),
     "--host": (["127.0.0.5"], {"config.host": "127.0.0.5", "security.allowed_hosts": LOOPBACK_NAMES | {"127.0.0.5"}}),
@@ -107,11 +122,15 @@ GRPC_TLS: dict[str, tuple[list[str], Found]] = {
 }
 
 
+def actions_of(command: str) -> list[argparse.Action]:
+    """The options of a sub-command."""
+    (commands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    return [each for each in commands.choices[command]._actions if each.option_strings]
+
+
 def options_of(command: str) -> dict[str, list[str]]:
     """All option strings of a sub-command, by the name of each that is not an alias."""
-    (commands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
-    actions = commands.choices[command]._actions
-    return {each.option_strings[0]: list(each.option_strings) for each in actions if each.option_strings}
+    return {each.option_strings[0]: list(each.option_strings) for each in actions_of(command)}
 
 
 ALIASES = [(name, alias) for name, names in options_of("serve").items() for alias in names[1:] if name not in ("-h",)]
@@ -205,10 +224,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = Certificates.make(folder)
     pkcs8(made.server_key)
     (folder / "keys").write_text("team-a key-of-team-a\n")
+    (folder / "more").write_text("team-b key-of-team-b\n")
     (folder / "template").write_text(TEMPLATE)
     paths = {"CERT": made.server, "KEY": made.server_key, "CA": made.ca}
     return {name: str(Path(path)) for name, path in paths.items()} | {
         "KEYS": str(folder / "keys"),
+        "MORE": str(folder / "more"),
         "TEMPLATE": str(folder / "template"),
     }
 
@@ -248,6 +269,15 @@ def test_an_option_becomes_its_setting_and_no_other(
     differs = {name: value for name, value in found.items() if name not in without or without[name] != value}
     assert without.keys() <= found.keys()
     assert differs == {name: with_files(value, files) for name, value in (CASES | GRPC_TLS)[case][1].items()}
+
+
+@pytest.mark.parametrize("command", ["serve", "openai"])
+def test_an_option_that_takes_several_values_has_a_case_with_two(command: str) -> None:
+    cases = CASES | (OPENAI if command == "openai" else {})
+    for action in actions_of(command):
+        if isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*"):
+            values, _ = cases[action.option_strings[0]]
+            assert len([each for each in values if each != action.option_strings[0]]) == 2, action.option_strings
 
 
 def test_every_option_of_openai_has_a_case() -> None:
