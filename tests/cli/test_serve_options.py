@@ -22,8 +22,8 @@ from tests.client.tls_servers import Certificates
 
 Found = dict[str, Any]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-# Options, their values, and what differs from a server without options. CERT, KEY and CA stand for files, as KEYS, MORE and
-# TEMPLATE do; TLS for the HTTPS of the first three.
+# Options, their values, and what differs from a server without options. CERT, KEY and CA stand for files, as KEYS,
+# MORE and TEMPLATE do; TLS for the HTTPS of the first three.
 CASES: dict[str, tuple[list[str], Found]] = {
     "MODEL": (["a/model"], {"setting.target_model": "a/model"}),
     "--target": (["t"], {"setting.target_model": "t"}),

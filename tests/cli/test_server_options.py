@@ -18,12 +18,19 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from dflash_cli.commands.serve import EXAMPLE_PROMPT, OTHER_PROMPT, _key_lines, _tries, warnings
+from dflash_cli.commands.serve import EXAMPLE_PROMPT, OTHER_PROMPT, _endpoints, _key_lines, _tries, warnings
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX
-from dflash_cli.launcher.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, addresses, checked_extra
+from dflash_cli.launcher.server_options import (
+    GRPC_KEY_HEADER,
+    KEY_HEADER,
+    OWNED,
+    RESTRICTED_APIS,
+    addresses,
+    checked_extra,
+)
 from dflash_cli.main import parser
 from dflash_client import ClientError, DFlashClient
 from tests.client.conftest import toy_server
@@ -153,6 +160,21 @@ def test_the_lines_to_try_ask_what_the_model_knows(target: str, is_demo: bool) -
         assert words[words.index("--chat") + 1] == OTHER_PROMPT
         assert json.loads(body["messages"]) == [{"role": "user", "content": OTHER_PROMPT}]
     assert words[-2:] == ["--url", "U"]
+
+
+@pytest.mark.parametrize("openai_url", [None, "http://127.0.0.1:9004"])
+def test_the_lines_at_the_end_of_a_start_have_each_address_by_its_name(openai_url: str | None) -> None:
+    ports = {"http_port": 9001, "grpc_port": 9002, "metrics_port": 9003}
+    server = TritonServer(environ={}, metrics_host=METRICS_HOST, allow_apis=RESTRICTED_APIS, **ports)
+    lines = _endpoints(server, openai_url).splitlines()
+    found = dict(line.split(maxsplit=1) for line in lines[1 : lines.index("try:")])
+    page = {} if openai_url is None else {"page": f"{openai_url}/", "OpenAI": f"{openai_url}/v1"}
+    assert found == page | {
+        "gRPC": "127.0.0.1:9002",
+        "HTTP": "http://127.0.0.1:9001/v2/models/dflash/generate",
+        "metrics": f"http://{METRICS_HOST}:9003/metrics",
+    }
+    assert "--url 127.0.0.1:9002 " in next(line for line in lines if " generate " in line)
 
 
 def test_an_api_that_is_not_restricted_cannot_be_allowed() -> None:
