@@ -177,14 +177,16 @@ def test_a_signal_during_a_replacement_ends_the_server_for_good() -> None:
             self.stopping = False
 
         def hurry(self) -> None:
-            pass
+            hurried.append(True)
 
+    hurried: list[bool] = []
     server = Stopped()
     keeper = Keeper(server, restart=True, hang_timeout_s=1.0, say=lambda text: None)  # type: ignore[arg-type]
     keeper._until_trouble = lambda: "it fell over"  # type: ignore[method-assign]
     with pytest.raises(StopAsked):
         keeper.run(lambda: None)
     assert server.num_starts == 1
+    assert hurried == [True], "a signal during a stop lets that not wait"
 
 
 def test_the_budget_of_restarts_refills_with_time() -> None:

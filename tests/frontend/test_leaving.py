@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 
 from checks import silent_stream
 from dflash_cli.launcher.ports import settle_ports
-from dflash_openai.server import _tell_when_it_listens
+from dflash_openai.server import _drain, _tell_when_it_listens
 from tests.support.waiting import eventually
 
 # They start a front end, and with it the import of transformers.
@@ -41,7 +42,7 @@ async def asked(request):
     return JSONResponse([one.cancelled for one in pool.asked])
 
 port = settle_ports("127.0.0.1", {"--port": 0})["--port"]
-config = FrontendConfig(port=port, drain_timeout_s=1.0)
+config = FrontendConfig(port=port, drain_timeout_s=60.0)
 app = create_app(config, pool)
 app.router.routes.append(Route("/asked", asked))
 serve(app, config, lambda: print(port, flush=True))
@@ -139,13 +140,14 @@ def test_half_a_request_keeps_no_other_from_its_answer(running: Running) -> None
     assert running.asked() == []
 
 
-def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running: Running) -> None:
+def test_a_stop_lets_streams_go_on_refuses_new_requests_and_does_not_wait_when_told_twice(running: Running) -> None:
     connection = running.connect(stream=True)
     connection.recv(20)
     running.process.terminate()
     eventually(lambda: running.get("/health/ready").status_code == 503, "draining")
     assert connection.recv(1000)
-    # The time is over: the answer ends with an error, and is complete.
+    running.process.terminate()
+    # The answer ends with an error, and is complete.
     text = b""
     while piece := connection.recv(65536):
         text += piece
@@ -153,6 +155,27 @@ def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running:
     assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert running.process.wait(20) == 0
     connection.close()
+
+
+@pytest.mark.parametrize(("runs_s", "waits_s"), [(None, 0.3), (0.1, 0.1)])
+def test_a_stop_waits_for_what_runs_and_no_longer_than_it_may(runs_s: float | None, waits_s: float) -> None:
+    async def drained() -> list[str]:
+        loop = asyncio.get_running_loop()
+        began, told = loop.time(), []
+
+        async def stop() -> None:
+            assert waits_s <= loop.time() - began < waits_s + 5
+            told.append("stopped")
+
+        running = {asyncio.current_task()}
+        if runs_s is not None:
+            loop.call_later(runs_s, running.clear)
+        frontend = SimpleNamespace(stop_taking_requests=lambda: told.append("refuses"))
+        state = SimpleNamespace(frontend=frontend, metrics=SimpleNamespace(running=running))
+        await _drain(SimpleNamespace(state=state), stop, 0.3 if runs_s is None else 30.0)  # type: ignore[arg-type]
+        return told
+
+    assert asyncio.run(drained()) == ["refuses", "stopped"]
 
 
 @pytest.mark.nightly
