@@ -35,6 +35,7 @@ class TritonTls:
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
     """triton_urls: gRPC addresses of the servers, `grpc://HOST:PORT`, all of which serve the same model.
+    prefill_urls: those of prefill servers, which compute prompts for them first (`kv_role`); empty: there are none.
     triton_metrics_urls: where their metrics are, to be shown with the front end's own. model_name: Triton's name of the
     model. served_model_names: what clients may call it, the first being its id; empty: the target's name and Triton's.
     tokenizer: a directory with the target's tokenizer, where the one that the model names is on another machine.
@@ -52,6 +53,7 @@ class FrontendConfig:
     """
 
     triton_urls: tuple[str, ...] = ("grpc://127.0.0.1:8001",)
+    prefill_urls: tuple[str, ...] = ()
     triton_tls: TritonTls = TritonTls()
     triton_metrics_urls: tuple[str, ...] = ()
     model_name: str = "dflash"
@@ -74,7 +76,7 @@ class FrontendConfig:
     def __post_init__(self) -> None:
         template = check_answer_options(self.tool_call_parser, self.reasoning_parser, self.chat_template)
         object.__setattr__(self, "chat_template", template)
-        for url in self.triton_urls:
+        for url in (*self.triton_urls, *self.prefill_urls):
             location = parse_url(url, "grpc")
             if location.protocol != "grpc":
                 raise ValueError(f"{url!r} is not a gRPC address; the front end speaks gRPC: give grpc://HOST:PORT")

@@ -5,13 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from dflash_client import AsyncDFlashClient, AsyncStream, Delta
-from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, InvalidArgument, Unavailable
+from dflash_client.errors import (
+    Cancelled,
+    ClientError,
+    ConnectionFailed,
+    ConnectionLost,
+    InvalidArgument,
+    Unavailable,
+)
 from dflash_openai.config import FrontendConfig
+from dflash_openai.notices import log_once
+
+# Shorter prompts are computed where they are decoded: two requests cost more than they save.
+MIN_PREFILL_TOKENS = 64
+# What a prefill server must know of a request beside its prompt.
+OF_PROMPT = ("cache_salt", "tenant", "priority")
+Arguments = tuple[bool, Sequence[int], None, Mapping[str, Any], Mapping[str, str] | None]
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
@@ -41,11 +56,11 @@ class TritonPool:
     def __init__(self, config: FrontendConfig) -> None:
         """Nothing is connected yet. In the event loop that it serves."""
         files = dataclasses.asdict(config.triton_tls)
-        self._clients = [
-            AsyncDFlashClient(url, "grpc", config.model_name, config.request_timeout_s, **files)
-            for url in config.triton_urls
-        ]
-        self._num_running = dict.fromkeys(self._clients, 0)
+        self._clients, self._prefill_clients = (
+            [AsyncDFlashClient(url, "grpc", config.model_name, config.request_timeout_s, **files) for url in urls]
+            for urls in (config.triton_urls, config.prefill_urls)
+        )
+        self._num_running = dict.fromkeys([*self._clients, *self._prefill_clients], 0)
 
     def request(
         self,
@@ -65,6 +80,10 @@ class TritonPool:
     def by_load(self) -> list[AsyncDFlashClient]:
         """The servers, the one with the fewest requests first."""
         return sorted(self._clients, key=lambda client: self._num_running[client])
+
+    def prefill_by_load(self) -> list[AsyncDFlashClient]:
+        """The prefill servers, as `by_load`."""
+        return sorted(self._prefill_clients, key=lambda client: self._num_running[client])
 
     def count(self, client: AsyncDFlashClient, change: int) -> None:
         """Note that a server has more or fewer requests."""
@@ -95,7 +114,7 @@ class TritonPool:
 
     async def close(self) -> None:
         """Close the connections."""
-        for client in self._clients:
+        for client in (*self._clients, *self._prefill_clients):
             await client.close()
 
 
@@ -109,7 +128,7 @@ def _description(given: dict[str, Any]) -> ModelDescription:
 
 
 class PooledRequest:
-    """One request to whichever server takes it."""
+    """One request to whichever server takes it, with a prompt that a prefill server has computed where there is one."""
 
     def __init__(
         self,
@@ -120,7 +139,7 @@ class PooledRequest:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._pool = pool
-        self._arguments = (stream, token_ids, None, sampling, headers)
+        self._arguments: Arguments = (stream, token_ids, None, sampling, headers)
         self._stream: AsyncStream | None = None
         self._cancelled = False
 
@@ -133,11 +152,42 @@ class PooledRequest:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The deltas of all its completions. A server that refuses the request before it has begun is passed over.
         Raises `ClientError`."""
-        servers = self._pool.by_load()
+        stream, token_ids, messages, sampling, headers = self._arguments
+        if (kept := await self._prefilled()) is not None:
+            sampling = {**sampling, "kv_transfer_params": kept}
+        arguments = (stream, token_ids, messages, sampling, headers)
+        async with aclosing(self._of(self._pool.by_load(), arguments)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _prefilled(self) -> dict[str, Any] | None:
+        """Where a prefill server keeps the prompt's KV; None where it keeps none or is not asked. Raises
+        `Cancelled`."""
+        _, token_ids, _, sampling, headers = self._arguments
+        servers = self._pool.prefill_by_load()
+        # Log-probabilities of the prompt come of computing it.
+        is_own = "kv_transfer_params" in sampling or sampling.get("prompt_logprobs") is not None
+        if not servers or is_own or len(token_ids) < MIN_PREFILL_TOKENS:
+            return None
+        own = {name: sampling[name] for name in OF_PROMPT if name in sampling}
+        own |= {"max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
+        try:
+            async with aclosing(self._of(servers, (False, token_ids, None, own, headers))) as deltas:
+                kept = [delta.kv_transfer_params async for delta in deltas]
+        except Cancelled:
+            raise
+        except ClientError as error:
+            text = f"a prefill server did not compute a prompt, which a decode server does: {error}"
+            log_once(f"prefill {type(error).__name__}", lambda: text)
+            return None
+        return next(filter(None, kept), None)
+
+    async def _of(self, servers: Sequence[AsyncDFlashClient], arguments: Arguments) -> AsyncGenerator[Delta, None]:
+        """The deltas of the first of these servers that takes the request."""
         for position, client in enumerate(servers):
             answered = False
             try:
-                self._stream = client.request(*self._arguments, dumps=_dumps)
+                self._stream = client.request(*arguments, dumps=_dumps)
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
             if self._cancelled:

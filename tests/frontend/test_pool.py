@@ -10,6 +10,7 @@ import pytest
 
 from dflash_client import Delta
 from dflash_client.errors import (
+    Cancelled,
     ClientError,
     ConnectionFailed,
     ConnectionLost,
@@ -41,7 +42,7 @@ class ScriptedStream:
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         if self._client.error is not None and not self._client.answers:
             raise self._client.error
-        yield Delta(self._client.name)
+        yield Delta(self._client.name, kv_transfer_params=self._client.kept)
         if self._client.error is not None:
             raise self._client.error
 
@@ -52,8 +53,11 @@ class ScriptedClient:
     def __init__(self, name: str, error: ClientError | None = None, answers: bool = False) -> None:
         self.name, self.error, self.answers = name, error, answers
         self.cancelled = False
+        self.kept: dict[str, Any] | None = None
+        self.asked: list[tuple[bool, int, Any]] = []
 
-    def request(self, *given: Any, **options: Any) -> ScriptedStream:
+    def request(self, stream: bool, token_ids: Sequence[int], *given: Any, **options: Any) -> ScriptedStream:
+        self.asked.append((stream, len(token_ids), given[1]))
         return ScriptedStream(self)
 
     async def probe(self, timeout_s: float) -> ClientError | None:
@@ -65,16 +69,16 @@ class ScriptedClient:
         return {**DESCRIPTION, "tokenizer": self.name}
 
 
-def pool_of(*clients: ScriptedClient) -> TritonPool:
+def pool_of(*clients: ScriptedClient, prefill: Sequence[ScriptedClient] = ()) -> TritonPool:
     pool = TritonPool(FrontendConfig(triton_urls=()))
-    pool._clients = list(clients)  # type: ignore[arg-type]
-    pool._num_running = dict.fromkeys(pool._clients, 0)
+    pool._clients, pool._prefill_clients = list(clients), list(prefill)  # type: ignore[arg-type]
+    pool._num_running = dict.fromkeys([*pool._clients, *pool._prefill_clients], 0)
     return pool
 
 
-def answer(pool: TritonPool) -> Sequence[str]:
+def answer(pool: TritonPool, num_tokens: int = 1, **sampling: Any) -> Sequence[str]:
     async def run() -> list[str]:
-        return [delta.text async for delta in pool.request(True, [1], {}).deltas()]
+        return [delta.text async for delta in pool.request(True, [1] * num_tokens, sampling).deltas()]
 
     return asyncio.run(run())
 
@@ -131,6 +135,51 @@ def test_a_request_that_has_ended_counts_no_more() -> None:
         return [delta.text for _ in range(3) async for delta in pool.request(True, [1], {}).deltas()]
 
     assert asyncio.run(run()) == ["a", "a", "a"]
+
+
+KEPT = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 7, "remote_num_blocks": 4}
+
+
+def test_a_long_prompt_goes_to_a_prefill_server_first() -> None:
+    first, second = ScriptedClient("p"), ScriptedClient("d")
+    first.kept = KEPT
+    sampling = {"max_tokens": 9, "temperature": 0.7, "cache_salt": "s", "tenant": "t", "stop": ["x"], "n": 2}
+    assert answer(pool_of(second, prefill=[first]), 64, **sampling) == ["d"]
+    asked = {"cache_salt": "s", "tenant": "t", "max_tokens": 1, "temperature": 0}
+    assert first.asked == [(False, 64, {**asked, "kv_transfer_params": {"do_remote_decode": True}})]
+    assert second.asked == [(True, 64, {**sampling, "kv_transfer_params": KEPT})]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sampling"), [(63, {}), (64, {"prompt_logprobs": 0}), (64, {"kv_transfer_params": KEPT})]
+)
+def test_a_prompt_that_gains_nothing_does_not(num_tokens: int, sampling: dict[str, Any]) -> None:
+    first, second = ScriptedClient("p"), ScriptedClient("d")
+    assert answer(pool_of(second, prefill=[first]), num_tokens, **sampling) == ["d"]
+    assert not first.asked
+    assert second.asked == [(True, num_tokens, sampling)]
+
+
+@pytest.mark.parametrize("error", [Unavailable("starting"), ConnectionLost("broke"), InvalidArgument("wrong")])
+def test_a_prefill_server_that_fails_leaves_the_prompt_to_the_decode_server(error: ClientError) -> None:
+    second = ScriptedClient("d")
+    assert answer(pool_of(second, prefill=[ScriptedClient("p", error)]), 64) == ["d"]
+    assert second.asked == [(True, 64, {})]
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_has_nothing_decoded() -> None:
+    second = ScriptedClient("d")
+    with pytest.raises(Cancelled):
+        answer(pool_of(second, prefill=[ScriptedClient("p", Cancelled("left"))]), 64)
+    assert not second.asked
+
+
+def test_a_prefill_server_that_is_full_is_passed_over() -> None:
+    first, other = ScriptedClient("p", QueueFull("full")), ScriptedClient("q")
+    second = ScriptedClient("d")
+    other.kept = KEPT
+    assert answer(pool_of(second, prefill=[first, other]), 64) == ["d"]
+    assert second.asked == [(True, 64, {"kv_transfer_params": KEPT})]
 
 
 def test_the_description_is_that_of_a_server_that_answers() -> None:

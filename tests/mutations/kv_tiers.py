@@ -136,6 +136,20 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *mutants_of(
+        "frontend/dflash_openai/triton_pool.py",
+        ("tests/frontend/test_pool.py",),
+        (
+            "a prefill server is asked for what the client has of another one",
+            "if not servers or is_own or len(token_ids) < MIN_PREFILL_TOKENS:",
+            "if not servers or len(token_ids) < MIN_PREFILL_TOKENS:",
+        ),
+        (
+            "a prefill server decodes a whole answer",
+            'own |= {"max_tokens": 1, ',
+            "own |= {",
+        ),
+    ),
+    *mutants_of(
         SERVER,
         OF_SERVER,
         (

@@ -40,6 +40,14 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         help="gRPC address of a Triton server, grpc://HOST:PORT; may be repeated for servers of the same model "
         "(grpc://127.0.0.1:8001)",
     )
+    add(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="gRPC address of a prefill server (kv_role), which computes long prompts for those of --triton, decode "
+        "servers; may be repeated",
+    )
     add("--triton-ca-cert", metavar="FILE", help="with grpcs://: PEM file of the authorities to trust")
     add("--triton-client-cert", metavar="FILE", help="with grpcs://: PEM file of our certificate")
     add("--triton-client-key", metavar="FILE", help="with grpcs://: PEM file of its key")
@@ -100,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         security = security_config(arguments, local)
         config = FrontendConfig(
             triton_urls=tuple(arguments.triton or ["grpc://127.0.0.1:8001"]),
+            prefill_urls=tuple(arguments.prefill),
             triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
             triton_metrics_urls=tuple(arguments.triton_metrics),
             model_name=arguments.model_name,
