@@ -228,6 +228,23 @@ def test_a_prompt_that_two_ask_for_is_kept_for_both() -> None:
     assert is_empty(first)
 
 
+def test_a_prompt_is_read_once_the_step_that_computed_it_has_drafted() -> None:
+    """Its first token and its parameters are out before."""
+    first, second = pair()
+    params = KVTransferParams(do_remote_decode=True)
+    first.add(make_request("prefill", PROMPT, max_tokens=1, kv_transfer_params=params))
+    while "prefill" not in first.answered:
+        first.take(first.core.step().deltas)
+    second.add(make_request("decode", PROMPT, max_tokens=8, kv_transfer_params=first.answered["prefill"]))
+    for _ in range(3):
+        second.step()
+        assert list(second.scheduler.loading) == ["decode"]
+    first.core.finish_step()
+    first.tiers.advance()
+    second.finish()
+    assert second.outputs["decode"].stats.num_cached_tokens == 40
+
+
 def test_a_failed_step_takes_back_what_it_was_to_write_of_what_is_kept() -> None:
     """Its drafter's KV is missing: the answer is out, and nobody may read it."""
     first, second = pair()

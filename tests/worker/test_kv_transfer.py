@@ -227,7 +227,7 @@ def _half_a_record(connection: socket.socket) -> None:
 
 def _drips(connection: socket.socket) -> None:
     kv_transfer.send(connection, kv_transfer.Found([7, 6, 5, 4]))
-    for _ in range(20):
+    for _ in range(200):  # until the reader has had enough
         connection.sendall(b"x")
         time.sleep(0.05)
 
