@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import mutants_of
+from tests.mutations.mutant import Mutant, mutants_of
 
 DOCKER = "tests/docker/test_docker.py"
 HEALTH = (
@@ -43,6 +43,13 @@ DEPLOYMENT_MUTANTS = (
         ),
         ("low acceptance is high acceptance", " < 1.5", " > 1.5"),
         ("probes that get 503 are an alert", '/health.*|/ping"', '/health"'),
+    ),
+    Mutant(
+        "without keys a pod is open to everybody",
+        "deploy/helm/dflash-triton/templates/networkpolicy.yaml",
+        "{{- else if not $v.apiKeys.secretName }}",
+        "{{- else if $v.apiKeys.secretName }}",
+        CHART,
     ),
     *mutants_of(
         "deploy/helm/dflash-triton/templates/deployment.yaml",

@@ -85,6 +85,8 @@ SECURITY_MUTANTS = (
             "name = None if key is None else key.name\n        if name",
             "name = None\n        if name",
         ),
+        ("SageMaker's path has no limits", '"/detokenize", "/invocations")', '"/detokenize")'),
+        ("who comes back when it was told is refused again", "math.ceil(wait_s)", "math.floor(wait_s)"),
         ("a key may name another's tenant", "if asked is not None and asked != key.name:", "if asked is None:"),
     ),
     *mutants_of(

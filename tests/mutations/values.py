@@ -20,6 +20,20 @@ BETWEEN = '{model=~\\"$model\\"}[$__rate_interval])) / sum by (model) ('
 
 VALUE_MUTANTS = (
     Mutant(
+        "the page of metrics is said to be at the port for HTTP",
+        "cli/dflash_cli/commands/serve.py",
+        "  metrics  http://{server.metrics_url}/metrics",
+        "  metrics  http://{server.http_url}/metrics",
+        ("tests/cli/test_server_options.py::test_the_lines_at_the_end_of_a_start_have_each_address_by_its_name",),
+    ),
+    Mutant(
+        "a signal during a stop of the server waits for requests",
+        "cli/dflash_cli/launcher/restarts.py",
+        "        self._server.hurry()\n",
+        "",
+        ("tests/cli/test_restarts.py::test_a_signal_during_a_replacement_ends_the_server_for_good",),
+    ),
+    Mutant(
         "requests that wait for their grammars are none of the waiting",
         f"{CORE}/engine.py",
         "num_requests_waiting=self.num_waiting",
@@ -408,6 +422,11 @@ VALUE_MUTANTS = (
             "openai's key for its servers is its certificate",
             "arguments.triton_client_cert, arguments.triton_client_key)",
             "arguments.triton_client_key, arguments.triton_client_cert)",
+        ),
+        (
+            "metrics of one Triton are all",
+            "triton_metrics_urls=tuple(arguments.triton_metrics)",
+            "triton_metrics_urls=tuple(arguments.triton_metrics[:1])",
         ),
     ),
     Mutant(
