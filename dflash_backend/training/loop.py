@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dflash_backend.engine.llm import HeldInterrupt
@@ -226,12 +227,12 @@ def save_atomically(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(file.fileno())
         partial.chmod(0o644)
         partial.replace(path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise cannot_write(path, error) from None
-        # torch's archive writer says so of a disk that takes no more
+        # so torch's archive writer and safetensors say of a disk that takes no more
         raise TrainingError(
             f"{path} cannot be written: {str(error).splitlines()[0]}; make room and run the same command again"
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
@@ -190,14 +192,19 @@ def test_what_does_not_fit_is_refused() -> None:
         check_fits(memory, 5 << 30)
 
 
-def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    save_atomically(path, lambda partial: torch.save({"step": 1}, partial))
-    (tmp_path / "state.pt.partial").symlink_to("/dev/full")
-    with pytest.raises(TrainingError, match=r"state.pt cannot be written: .*; make room"):
-        save_atomically(path, lambda partial: torch.save({"step": torch.zeros(100_000)}, partial))
-    assert torch.load(path, weights_only=True) == {"step": 1}
-    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_a_file_on_a_full_disk_leaves_the_one_before(save: Callable[..., None], tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_atomically(path, lambda partial: save({"step": torch.ones(1)}, partial))
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"weights cannot be written: .*; make room"):
+            save_atomically(path, lambda partial: save({"step": torch.zeros(100_000)}, partial))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["weights"]
 
 
 def test_batches_hold_each_sample_once_and_no_more_tokens_than_asked() -> None:
