@@ -92,6 +92,11 @@ def _read_row(row: Row, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Pro
     if row.has("prompt") and not row.has("messages"):
         text = row.text("prompt")
         return Prompt(tuple(tokenizer.encode(text)), text)
+    if not tokenizer.chat_template:
+        raise EvaluationError(
+            f"{row.where}: the target's tokenizer has no chat template, and the row is a chat; give rows with "
+            "'prompt', a text that the target continues"
+        )
     messages = _sharegpt(row) if row.has("conversations") else row.data.get("messages")
     while isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         if messages[-1].get("role") != "assistant":

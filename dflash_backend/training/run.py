@@ -425,8 +425,7 @@ class Run:
             identity = state["identity"]
         except UNREADABLE as error:
             raise TrainingError(
-                f"{path} is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__}); add "
-                "--restart to train anew from the data that is there"
+                f"{path} is damaged ({_first_sentence(error)}); add --restart to train anew from the data that is there"
             ) from None
         own = self._identity()
         other = [name for name, value in own.items() if identity.get(name) != value]
@@ -467,6 +466,11 @@ class Run:
             if not plot(options.out / PLOT, progress.losses, record.evaluations, title):
                 self._say("matplotlib is not installed: no plot is drawn")
         return summary if self._speaks else {}
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Of what torch says at length."""
+    return str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
 
 
 def _special(tokenizer: Any) -> dict[str, int]:

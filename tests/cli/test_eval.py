@@ -108,9 +108,9 @@ def test_ctrl_c_shows_and_writes_what_was_answered(tmp_path: Path) -> None:
 
 
 def test_progress_has_a_rate_and_what_is_left() -> None:
-    times, said = iter([-5.0, 0.0, 1.0, 5.0, 6.0, 395.0]), list[str]()
+    times, said = iter([-5.0, 0.0, 1.0, 5.0, 6.0, 395.0, 396.0]), list[str]()
     progress = Progress("answers", said.append, clock=lambda: next(times))
-    for done in (0, 1, 10, 11, 1000):
+    for done in (0, 1, 10, 11, 1000, 1001):  # what ends after the end is not told
         progress.step(done, 1000)
     assert said == [
         "0 of 1000 answers after 5 s",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_backend import LLM
+from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.training.data import DataOptions, Sample, Store, collect
 from dflash_backend.training.errors import TrainingError
@@ -69,6 +70,17 @@ def test_a_damaged_row_is_named(llm: LLM, tmp_path: Path, line: str, said: str) 
     with pytest.raises(TrainingError) as error:
         read_prompts([file], llm.tokenizer, {}, 100, 0)
     assert said in str(error.value)
+
+
+def test_a_chat_needs_a_template(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "chat_template", None)
+    chat = {"messages": [{"role": "user", "content": "Hello!"}]}
+    file = write_rows(tmp_path / "rows.jsonl", {"prompt": "2 + 3 ="}, chat)
+    with pytest.raises(
+        TrainingError, match=r"rows.jsonl, line 2: .* has no chat template, and the row is a chat; give"
+    ):
+        read_prompts([file], llm.tokenizer, {}, 100, 0)
+    assert len(read_prompts([write_rows(file, {"prompt": "2 + 3 ="})], llm.tokenizer, {}, 100, 0)) == 1
 
 
 def test_a_missing_or_empty_file_is_named(llm: LLM, tmp_path: Path) -> None:

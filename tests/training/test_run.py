@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -166,7 +167,7 @@ def test_a_run_of_other_options_is_not_gone_on_with(whole: Path, options: Callab
                 (out / "training").mkdir(parents=True),
                 (out / "training" / "state.pt").write_bytes(b"PK\3\4"),
             ),
-            r"state.pt is damaged \(.*\); add --restart",
+            r"state.pt is damaged \([^.]*\); add --restart",
         ),
     ],
 )
@@ -257,8 +258,10 @@ def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Pa
         state = torch.load(tmp_path / name / "training" / "state.pt", weights_only=True)
         assert state["trainer"]["progress"]["step"] == STEPS
         found[name] = state["trainer"]["draft"]
-    for name, one in found["one"].items():
-        torch.testing.assert_close(found["two"][name], one, rtol=1e-4, atol=1e-5)
-    # What the bound tells apart.
-    largest = max(float((found["half"][name] - one).abs().max()) for name, one in found["one"].items())
-    assert largest > 1e-3
+    # Muon rounds its updates to bf16, so weights differ by more than the gradients do; what half the batches of a step
+    # change is the measure of it.
+    apart = {
+        name: math.sqrt(sum(float((found[name][each] - one).square().sum()) for each, one in found["one"].items()))
+        for name in ("two", "half")
+    }
+    assert apart["two"] < 0.05 * apart["half"], apart

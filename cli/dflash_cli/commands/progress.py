@@ -20,13 +20,14 @@ class Progress:
     ) -> None:
         self._unit, self._say, self._every_s, self._clock = unit, say, every_s, clock
         self._began = self._said = clock()
+        self._has_ended = False
 
     def step(self, done: int, total: int) -> None:
         """Take note that `done` of `total` are done."""
         now = self._clock()
-        if done < total and now - self._said < self._every_s:
+        if self._has_ended or (done < total and now - self._said < self._every_s):
             return
-        self._said = now
+        self._said, self._has_ended = now, done >= total
         if done == 0:
             self._say(f"0 of {total} {self._unit} after {_duration(now - self._began)}")
             return
