@@ -98,7 +98,8 @@ def test_what_is_before_and_after_a_prompt(fields: dict[str, Any], expected: lis
 
 
 def test_tokens_of_users_are_whole_and_no_special_ones_and_unused_ones_are_none() -> None:
-    found = tokens_of(["a", "b", "ab", "<x>", "<c>", "<", "x", ">"], token_type=[1, 1, 5, 4, 3, 1, 1, 1])
+    tokens = ["a", "b", "ab", "<x>", "<c>", "<", "x", ">"]
+    found = tokens_of(tokens, token_type=[1, 1, 5, 4, 3, 1, 1, 1], pre="llama-bpe")
     assert found.tokenizer.encode("ab<x><c>").ids == [0, 1, 3, 4]
     added = json.loads(found.tokenizer.to_str())["added_tokens"]
     assert {each["content"]: each["special"] for each in added} == {"<x>": False, "<c>": True}
