@@ -308,7 +308,7 @@ def test_random_prompts_of_two_servers_with_few_blocks(kind: str) -> None:
     second.settle()
     assert is_empty(first)
     assert is_empty(second)
-    assert num_loaded > NUM_RANDOM
+    assert num_loaded > NUM_RANDOM // 4  # much is cached on the device
     assert min(first.kept.stats.num_taken, first.kept.stats.num_expired) > 0
 
 

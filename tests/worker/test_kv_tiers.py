@@ -40,7 +40,7 @@ COMMON: dict[str, Any] = {"max_model_len": 192, "max_num_seqs": 4, "kv_block_siz
 def text_tokens() -> list[int]:
     """Many tokens of prompts for the demo target."""
     tokenizer = Tokenizer.load(asset_path("demo", "pair", "target"))
-    return [token for row in load_prompts(12) for token in tokenizer.encode(row.prompt)]
+    return [token for row in load_prompts(20) for token in tokenizer.encode(row.prompt)]
 
 
 def tiny(architecture: str, **changes: Any) -> Callable[[Path], dict[str, Any]]:
@@ -63,7 +63,8 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "prompt lookup": lambda folder: {"draft_model": "ngram"},
     "window": tiny("GptOssForCausalLM", sliding_window=9),
     "window, FP8": lambda folder: {"kv_cache_dtype": "fp8"} | tiny("MistralForCausalLM", sliding_window=9)(folder),
-    "recurrent": tiny("Qwen3NextForCausalLM", num_experts=0),
+    # As many copies of states as prompts and borders.
+    "recurrent": lambda folder: {"num_state_snapshots": 16} | tiny("Qwen3NextForCausalLM", num_experts=0)(folder),
 }
 # By day one case, by way of the disk; the core's tests look at every group of layers.
 BY_NIGHT = [by_night(name) for name in CASES]

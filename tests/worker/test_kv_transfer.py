@@ -29,7 +29,7 @@ from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
 from dflash_backend.worker.kv_transfer import Facts, RemoteRecords, TransferServer
 from tests.support.scale import by_night
 from tests.worker.engines import engine
-from tests.worker.test_kv_tiers import CASES, COMMON, prompts
+from tests.worker.test_kv_tiers import ASKED, CASES, COMMON, prompts
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -38,7 +38,6 @@ FACTS = Facts(b"f" * 32, 16, 512, "target", "drafter")
 NUM_SLOTS, SIZES = 8, (48, 12)
 HASHES = [bytes([number]) * 32 for number in range(NUM_SLOTS)]
 KEY = HASHES[3]
-GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 def device(fill: int) -> DeviceRecords:
@@ -321,9 +320,11 @@ def advancing(built: BuiltEngine) -> Iterator[None]:
 
     thread = threading.Thread(target=advance)
     thread.start()
-    yield
-    ended.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("name", [name if name == "DFlash" else by_night(name) for name in CASES])
@@ -331,16 +332,16 @@ def test_a_prefill_and_a_decode_engine_answer_what_one_does(name: str, tmp_path:
     """Tokens, accepted drafts of each step and log-probabilities; and the whole prompt but its last block came."""
     settings = COMMON | {"kv_write_guard": True} | CASES[name](tmp_path / "models")
     first, second = engine(kv_role="prefill", **settings), engine(kv_role="decode", **settings)
-    for prompt in prompts(first):
+    for prompt, (_, sampling) in zip(prompts(first), ASKED, strict=True):
         # Alone, and the second time, when it begins behind a hit too.
-        _, (expected, _) = [answer(first, prompt, max_tokens=12, cache_salt="alone", **GREEDY) for _ in range(2)]
+        _, (expected, _) = [answer(first, prompt, max_tokens=12, cache_salt="alone", **sampling) for _ in range(2)]
         asked = KVTransferParams(do_remote_decode=True)
-        (([token], _, _),), last = answer(first, prompt, max_tokens=1, kv_transfer_params=asked, **GREEDY)
+        (([token], _, _),), last = answer(first, prompt, max_tokens=1, kv_transfer_params=asked, **sampling)
         assert token == expected[0][0][0]
         params = last.kv_transfer_params
         assert params is not None
         with advancing(first):
-            steps, last = answer(second, prompt, max_tokens=12, kv_transfer_params=params, **GREEDY)
+            steps, last = answer(second, prompt, max_tokens=12, kv_transfer_params=params, **sampling)
         assert steps == expected
         assert last.stats is not None
         size = first.ready.kv_block_size
@@ -366,6 +367,6 @@ def test_a_prefill_and_a_decode_engine_answer_what_one_does(name: str, tmp_path:
 def test_a_role_that_cannot_be_is_refused_by_a_sentence(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(ConfigError, match=message):
         LLM(**COMMON, **changes)
