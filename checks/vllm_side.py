@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,12 @@ def use_own_norms() -> None:
 
 def main() -> None:
     """Entry point."""
-    import vllm
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=Path, help="the JSON file")
+    arguments = parser.parse_args()
+    import vllm  # which only the interpreter of `checks.vllm_drafts --python` has
 
-    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    settings = json.loads(arguments.settings.read_text(encoding="utf-8"))
     if settings["own_norms"]:
         use_own_norms()
     llm = vllm.LLM(

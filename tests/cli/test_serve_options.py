@@ -90,6 +90,7 @@ CASES: dict[str, tuple[list[str], Found]] = {
 # Those of `openai` alone; all others are in `CASES`.
 OPENAI: dict[str, tuple[list[str], Found]] = {
     "--triton": (["grpc://a:1", "--triton", "b:2"], {"config.triton_urls": ("grpc://a:1", "b:2")}),
+    "--prefill": (["grpc://a:1", "--prefill", "b:2"], {"config.prefill_urls": ("grpc://a:1", "b:2")}),
     "--triton-ca-cert": (["CA"], {"tls.ca_cert": "CA"}),
     "--triton-client-cert": (
         ["CERT", "--triton-client-key", "KEY"],

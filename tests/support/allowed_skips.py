@@ -16,6 +16,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_timestamp.py::", "needs an NVIDIA GPU", "the timer that it reads is a register of the GPU"),
     ("tests/checkpoints/test_gguf.py::", "make smollm2", "a model of 98 MB, which `make smollm2` installs"),
+    (
+        "tests/training/test_speculators.py::",
+        "speculators is not installed",
+        "a package of others; tests/training/test_loss.py compares with a reference of our own",
+    ),
     ("tests/worker/test_kv_transfer.py::", "nixl is not installed", "a package that is optional; records come by TCP"),
     (
         "tests/evaluation/test_real_weights.py::",
