@@ -40,7 +40,7 @@ from hypothesis import settings
 
 from tests.support.allowed_skips import is_allowed
 from tests.support.scale import NIGHTLY_SCALE, SCALE
-from tests.tiers import ROOT, Tier, read_table
+from tests.tiers import ROOT, TOGETHER, Tier, read_table
 
 # The same examples in each run, so that a red one is about the change; `make nightly` looks at others.
 settings.register_profile("same", derandomize=True)
@@ -65,31 +65,8 @@ SPLIT = (
     "tests/invariants/test_lossless.py",
     "tests/load_tests/test_smoke.py",
 )
-# These count what is left over in /dev/shm, or leave something there for a while.
-ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
 NIGHTLY_FOUND = pytest.StashKey[set[str]]()
 """The lines of tests/nightly.txt that name a test that was collected."""
-# The server tests of `make test-fast`.
-SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
-# These share what takes seconds to start, so one worker runs them: the server of tests/server/conftest.py, a browser,
-# a process that has imported torch and that ranks are forks of.
-ONE_SERVER = (
-    *SMOKE,
-    "tests/server/test_bad_requests.py",
-    "tests/server/test_cancellation.py",
-    "tests/server/test_contract.py",
-    "tests/server/test_eval.py",
-    "tests/server/test_openai.py",
-    "tests/server/test_playground.py",
-    "tests/server/test_processes.py",
-    "tests/server/test_robustness.py",
-    "tests/server/test_tenants.py",
-    "tests/server/test_tool_calls.py",
-    "tests/server/test_vllm_compatibility.py",
-)
-ONE_BROWSER = tuple(f"tests/frontend/playground/test_{name}.py" for name in ("access", "chat", "errors", "settings"))
-ONE_FORK_SERVER = tuple(f"tests/parallel/test_{name}.py" for name in ("ranks", "remote_ranks", "vocabulary_ranks"))
-TOGETHER = (ONE_AT_A_TIME, ONE_SERVER, ONE_BROWSER, ONE_FORK_SERVER)
 
 
 @pytest.fixture(scope="module")

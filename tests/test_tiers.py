@@ -18,9 +18,7 @@ import pytest
 from checks.nightly import COMMANDS, ENVIRON
 from tests import tiers
 from tests.conftest import (
-    SMOKE,
     SPLIT,
-    TOGETHER,
     is_slow,
     nightly_entries,
     nightly_entry,
@@ -32,7 +30,20 @@ from tests.conftest import (
 from tests.support.allowed_skips import ALLOWED, is_allowed
 from tests.support.file_times import OUTSIDE, files_above, processor_seconds
 from tests.support.scale import NIGHTLY_SCALE, scaled
-from tests.tiers import BUDGETS, LARGEST_S, ROOT, UNMEASURED_S, Row, Tier, files_of_tests, read_table, total
+from tests.tiers import (
+    BUDGETS,
+    LARGEST_S,
+    ONE_BROWSER,
+    ROOT,
+    SMOKE,
+    TOGETHER,
+    UNMEASURED_S,
+    Row,
+    Tier,
+    files_of_tests,
+    read_table,
+    total,
+)
 
 
 def skipped(node_id: str, reason: str) -> pytest.TestReport:
@@ -251,6 +262,17 @@ def test_a_file_far_above_its_row_is_named_and_others_are_not() -> None:
     assert [line.partition(":")[0] for line in files_above(seconds, "fast")] == list(seconds)[::-1]
     new = {"tests/test_new.py": (25.1, 1.0), OUTSIDE: (99.0, 0.0)}
     assert files_above(new, "full") == ["tests/test_new.py: 25.1 s, recorded nothing"]
+
+
+def test_files_that_share_a_browser_are_measured_together() -> None:
+    """What one of them took may be read while another one runs."""
+    rows = {file: read_table()[file].of("full") or 0.0 for file in ONE_BROWSER}
+    most = max(rows, key=lambda file: rows[file])
+    all_at_one = {file: (sum(rows.values()) if file == most else 0.0, 1.0) for file in rows}
+    assert files_above(all_at_one, "full") == []
+    far = 3 * sum(rows.values()) + 11
+    (line,) = files_above({**all_at_one, most: (far, 1.0)}, "full")
+    assert line == f"{', '.join(ONE_BROWSER)}: {far:.1f} s, recorded {sum(rows.values())}"
 
 
 def test_processor_time_counts_processes_that_tests_start() -> None:

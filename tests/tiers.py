@@ -21,6 +21,30 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
+# These count what is left over in /dev/shm, or leave something there for a while.
+ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
+# The server tests of `make test-fast`.
+SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
+# These share what takes seconds to start, so one worker runs them: the server of tests/server/conftest.py, a browser,
+# a process that has imported torch and that ranks are forks of.
+ONE_SERVER = (
+    *SMOKE,
+    "tests/server/test_bad_requests.py",
+    "tests/server/test_cancellation.py",
+    "tests/server/test_contract.py",
+    "tests/server/test_eval.py",
+    "tests/server/test_openai.py",
+    "tests/server/test_playground.py",
+    "tests/server/test_processes.py",
+    "tests/server/test_robustness.py",
+    "tests/server/test_tenants.py",
+    "tests/server/test_tool_calls.py",
+    "tests/server/test_vllm_compatibility.py",
+)
+ONE_BROWSER = tuple(f"tests/frontend/playground/test_{name}.py" for name in ("access", "chat", "errors", "settings"))
+ONE_FORK_SERVER = tuple(f"tests/parallel/test_{name}.py" for name in ("ranks", "remote_ranks", "vocabulary_ranks"))
+TOGETHER = (ONE_AT_A_TIME, ONE_SERVER, ONE_BROWSER, ONE_FORK_SERVER)
+
 Tier = Literal["fast", "full"]
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "tiers.csv"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tiers import Tier, is_far_above, read_table
+from tests.tiers import TOGETHER, Tier, is_far_above, read_table
 
 OUTSIDE = "(outside files)"
 
@@ -110,13 +110,19 @@ class FileTimes:
 
 
 def files_above(seconds: Mapping[str, tuple[float, float]], tier: Tier) -> list[str]:
-    """What to say of each file of `seconds` that took far more than the table says of it in this tier."""
+    """What to say of each file of `seconds` that took far more than the table says of it in this tier. Files that share
+    a process, such as a browser, are measured together: whose its processor time is depends on when it is read."""
     table = read_table()
     lines = []
-    for file, (processor, _) in sorted(seconds.items()):
-        recorded = table[file].of(tier) if file in table else None
-        if file != OUTSIDE and is_far_above(processor, recorded):
-            lines.append(f"{file}: {processor:.1f} s, recorded {'nothing' if recorded is None else recorded}")
+    groups = {group[0]: group for group in TOGETHER if group[0] in seconds}
+    alone = set(seconds) - {file for group in groups.values() for file in group} - {OUTSIDE}
+    for files in sorted([*((file,) for file in alone), *groups.values()]):
+        ran = [file for file in files if file in seconds]
+        processor = sum(seconds[file][0] for file in ran)
+        rows = [row for file in ran if file in table and (row := table[file].of(tier)) is not None]
+        recorded = sum(rows) if rows else None
+        if is_far_above(processor, recorded):
+            lines.append(f"{', '.join(ran)}: {processor:.1f} s, recorded {'nothing' if recorded is None else recorded}")
     return lines
 
 
