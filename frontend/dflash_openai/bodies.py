@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import invalid
-from dflash_openai.schemas import Body, decode
+from dflash_openai.schemas import Body, GenerationFields, StreamOptions, decode
 
 # A larger body is read, and a larger answer written, in a thread.
 LARGE_BYTES = 64 * 1024
@@ -37,13 +38,24 @@ async def in_thread(num_bytes: int, work: Callable[[], Result]) -> Result:
 async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> Result:
     """`then` of the request in the body, both in a thread where the body is large. Raises `ApiError`."""
     raw = without_mark(await request.body())
-    reject_unknown: bool = request.app.state.frontend.config.reject_unknown_fields
+    config: FrontendConfig = request.app.state.frontend.config
 
     def read() -> Result:
         check_parts(raw)
-        return then(decode(raw, kind, reject_unknown))
+        body = decode(raw, kind, config.reject_unknown_fields)
+        if isinstance(body, GenerationFields):
+            _use_defaults(body, config)
+        return then(body)
 
     return await in_thread(len(raw), read)
+
+
+def _use_defaults(body: GenerationFields, config: FrontendConfig) -> None:
+    """Set what the server's options say of a chat or a completion."""
+    if body.return_tokens_as_token_ids is None:
+        body.return_tokens_as_token_ids = config.return_tokens_as_token_ids
+    if body.stream and config.enable_force_include_usage:
+        body.stream_options = msgspec.structs.replace(body.stream_options or StreamOptions(), include_usage=True)
 
 
 def without_mark(body: bytes) -> bytes:

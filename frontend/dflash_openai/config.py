@@ -46,6 +46,8 @@ class FrontendConfig:
     chat_template: in place of the one that the tokenizer has; a template, or the path of a file with one.
     trust_request_chat_template: run the chat templates that requests bring.
     reject_unknown_fields: refuse requests with fields that the front end does not know; else they are ignored.
+    return_tokens_as_token_ids: what that field of a request is where it is left out.
+    enable_force_include_usage: end each stream with its usage, whatever its request says.
     heartbeat_fd: a descriptor to which the event loop writes once a second that it runs; None: to none.
     tracer: OpenTelemetry's, for the spans of requests; None: there are none.
 
@@ -68,6 +70,8 @@ class FrontendConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     ping_interval_s: float = 10.0
     reject_unknown_fields: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     heartbeat_fd: int | None = None

@@ -8,7 +8,7 @@ from time import time as real_time
 
 import pytest
 
-from dflash_cli.commands.arguments import add_answer_options, answer_options_of
+from dflash_cli.commands.arguments import ANSWER_FLAGS, add_answer_options, answer_options_of
 from dflash_cli.commands.security_options import (
     add_security_options,
     as_options,
@@ -105,15 +105,14 @@ def test_serve_hands_everything_on_without_keys_on_the_command_line(tmp_path: Pa
 @pytest.mark.parametrize("reject", [True, False])
 def test_serve_hands_on_how_requests_are_read_and_answers_written(reject: bool) -> None:
     words = ["--tool-call-parser", "mistral", "--reasoning-parser", "qwen3", "--chat-template=-{{ x }}"]
-    given = parse(*words, *(["--reject-unknown-fields", "--trust-request-chat-template"] * reject))
+    given = parse(*words, *([f"--{flag.replace('_', '-')}" for flag in ANSWER_FLAGS] * reject))
     parser = argparse.ArgumentParser()
     add_answer_options(parser)
     assert vars(parser.parse_args(answer_options_of(given))) == {
         "tool_call_parser": "mistral",
         "reasoning_parser": "qwen3",
         "chat_template": "-{{ x }}",
-        "reject_unknown_fields": reject,
-        "trust_request_chat_template": reject,
+        **dict.fromkeys(ANSWER_FLAGS, reject),
     }
 
 

@@ -44,6 +44,8 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--chat-template": (["TEMPLATE"], {"config.chat_template": TEMPLATE}),
     "--trust-request-chat-template": ([], {"config.trust_request_chat_template": True}),
     "--reject-unknown-fields": ([], {"config.reject_unknown_fields": True}),
+    "--return-tokens-as-token-ids": ([], {"config.return_tokens_as_token_ids": True}),
+    "--enable-force-include-usage": ([], {"config.enable_force_include_usage": True}),
     "--host": (["0.0.0.0"], {"server.host": "0.0.0.0", "front_end.host": "0.0.0.0", "security.allowed_hosts": None}),
     "--triton-host": (["127.0.0.3"], {"server.host": "127.0.0.3"}),
     "--metrics-host": (["127.0.0.4"], {"server.metrics_host": "127.0.0.4"}),

@@ -97,6 +97,24 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer 400 to a request with a field that is not known; else it is ignored, and the log names it once",
     )
+    group.add_argument(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help="write the tokens of log-probabilities as token_id:N where a request does not say how",
+    )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="end each stream of a chat or of completions with its usage, also where the request does not ask for it",
+    )
+
+
+ANSWER_FLAGS = (
+    "reject_unknown_fields",
+    "trust_request_chat_template",
+    "return_tokens_as_token_ids",
+    "enable_force_include_usage",
+)
 
 
 def answer_options_of(arguments: argparse.Namespace) -> list[str]:
@@ -104,8 +122,7 @@ def answer_options_of(arguments: argparse.Namespace) -> list[str]:
     words = ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
     if arguments.chat_template is not None:
         words.append(f"--chat-template={arguments.chat_template}")
-    flags = ("reject_unknown_fields", "trust_request_chat_template")
-    return [*words, *(f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag))]
+    return [*words, *(f"--{flag.replace('_', '-')}" for flag in ANSWER_FLAGS if getattr(arguments, flag))]
 
 
 def parameter(text: str) -> tuple[str, str]:

@@ -10,7 +10,14 @@ import os
 from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
-from dflash_cli.commands.arguments import add_answer_options, non_negative_float, non_negative_int, port, positive_float
+from dflash_cli.commands.arguments import (
+    ANSWER_FLAGS,
+    add_answer_options,
+    non_negative_float,
+    non_negative_int,
+    port,
+    positive_float,
+)
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines, LinesHandler
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
@@ -124,9 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
             tracer=_tracer(arguments.otlp_traces_endpoint),
             tool_call_parser=arguments.tool_call_parser,
             reasoning_parser=arguments.reasoning_parser,
-            reject_unknown_fields=arguments.reject_unknown_fields,
             chat_template=arguments.chat_template,
-            trust_request_chat_template=arguments.trust_request_chat_template,
+            **{flag: getattr(arguments, flag) for flag in ANSWER_FLAGS},
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)
