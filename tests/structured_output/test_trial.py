@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from checks.byte_tokenizer import EOS, write_byte_tokenizer
 from dflash_backend.structured_output import compiler as compiler_module
@@ -57,6 +59,32 @@ def test_the_bytes_that_a_grammar_keeps_are_measured(trial: GrammarTrial) -> Non
     small, large = trial.run(HARMLESS), trial.run(str(LLMatcher.grammar_from_regex("(.?[a-z]){60}|" * 9)))
     assert small.reason is large.reason is None
     assert 1000 < small.num_bytes < 100_000 < large.num_bytes < 20_000_000
+
+
+def test_what_earlier_grammars_left_is_freed_before_memory_is_measured(
+    tokenizer_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left:
+        pass
+
+    left = Left()
+    left.itself = left  # type: ignore[attr-defined]
+    alive, looks = weakref.ref(left), []
+    del left
+    measure = trial_module.bytes_in_use
+
+    def bytes_in_use() -> int:
+        looks.append(alive() is not None)
+        return measure()
+
+    monkeypatch.setattr(trial_module, "bytes_in_use", bytes_in_use)
+    tokenizer = LLTokenizer(tokenizer_text, n_vocab=300, eos_token=EOS)
+    gc.disable()
+    try:
+        trial_module._try(tokenizer, {EOS}, {"grammar": HARMLESS, "expressions": []})
+    finally:
+        gc.enable()
+    assert looks[0] is False
 
 
 def test_a_paused_process_is_replaced_and_the_grammar_tried_again(

@@ -59,14 +59,21 @@ def test_after_the_first_response_a_stream_gathers_as_many_tokens_as_were_asked_
     left = []
     for text, end, of in (
         *((b"a", None, "r"), (b"bcd", None, "r"), (b"A", None, "r/1"), (b"BCD", None, "r/1")),
-        *((b"e", None, "r"), (b"fg", None, "r"), (b"h", "length", "r"), (b"E", None, "r/1"), (b"FGHI", None, "r/1")),
+        *(
+            (b"e", None, "r"),
+            (b"fg", None, "r"),
+            (b"h", None, "r"),
+            (b"i", "length", "r"),
+            (b"E", None, "r/1"),
+            (b"FGHI", None, "r/1"),
+        ),
     ):
         request.add(delta(text, end, of))
         if request.has_output:
             left.append([bytes(one.token_ids).decode() for one in request.completions])
             request.clear()
     # The first tokens of each completion, four of one with what the other has by then, and an end leave at once.
-    assert left == [["a", ""], ["bcd", "A"], ["efgh", "BCD"], ["", "EFGHI"]]
+    assert left == [["a", ""], ["bcd", "A"], ["efgh", "BCD"], ["i", ""], ["", "EFGHI"]]
 
 
 def test_deltas_after_the_end_count_for_nothing(tokenizer: Tokenizer) -> None:

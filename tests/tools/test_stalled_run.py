@@ -53,15 +53,18 @@ def test_a_silent_run_ends_with_the_tests_that_had_begun(run: StalledRun, ended:
     assert f"\n  {child.pid} of " in text
 
 
-def test_a_worker_that_died_ends_the_run_although_others_report(run: StalledRun, ended: Ended) -> None:
+@pytest.mark.parametrize(("code", "cause"), [("import os; os.abort()", "signal 6"), ("exit(3)", "exit status 3")])
+def test_a_worker_that_died_ends_the_run_although_others_report(
+    run: StalledRun, ended: Ended, code: str, cause: str
+) -> None:
     """As when a process that it had forked keeps its connection open: pytest-xdist goes on waiting for it."""
-    with subprocess.Popen([sys.executable, "-c", "import os; os.abort()"]) as child:
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
         run.pytest_sessionstart()
         deadline = time.monotonic() + 30.0
         while not ended.texts and time.monotonic() < deadline:
             run.pytest_runtest_logstart("tests/test_a.py::test_other")
             time.sleep(0.01)
-    assert ended.texts[0].startswith(f"\nWorker process {child.pid} died of signal 6. Begun")
+    assert ended.texts[0].startswith(f"\nWorker process {child.pid} died of {cause}. Begun")
 
 
 def test_a_run_goes_on_where_tests_report_and_workers_end_well(run: StalledRun, ended: Ended) -> None:
