@@ -87,7 +87,17 @@ def _stream_options(path: str, body: Mapping[str, Any]) -> Fields:
     if path in (GENERATE, "/v1/messages"):
         return {}
     given = body.get("stream_options")
-    return {"stream_options": {**given, "include_usage": True} if isinstance(given, dict) else {"include_usage": True}}
+    # The whole request has none of them, so what no JSON may have would be refused of the stream alone.
+    options = given if isinstance(given, dict) and _is_unicode(given) else {}
+    return {"stream_options": {**options, "include_usage": True}}
+
+
+def _is_unicode(value: object) -> bool:
+    """Whether UTF-8 has all of its texts: not half a surrogate pair."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _post(post: Post, path: str, body: Mapping[str, Any]) -> Answered:
