@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -73,6 +73,16 @@ def is_text(value: str) -> bool:
 def read_nested(text: str) -> Any:
     """The value of a JSON text that is itself a value. Raises `JsonError`."""
     return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS, max_commas=MAX_NESTED_COMMAS)
+
+
+def read_object(value: Any) -> Mapping[Any, Any] | None:
+    """An object, or its JSON text; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = read_nested(value)
+        except JsonError:
+            return None
+    return value if isinstance(value, Mapping) else None
 
 
 def read_list(value: Any) -> list[Any] | tuple[Any, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_backend.messages import DEFAULT_PRIORITY, KVTransferParams, SamplingParams
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
-from dflash_backend.text.client_json import JsonError, TokenBiases, quoted
+from dflash_backend.text.client_json import TokenBiases, quoted
 from dflash_backend.text.parameter_values import (
     INT64_MAX,
     float_within,
@@ -27,7 +27,7 @@ from dflash_backend.text.parameter_values import (
     read_float,
     read_int,
     read_list,
-    read_nested,
+    read_object,
     read_texts,
     texts_in_words,
 )
@@ -146,12 +146,8 @@ def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, flo
 
     Raises `ParameterError` for more entries than the vocabulary has, and for the first token id past its end.
     """
-    if isinstance(value, str):
-        try:
-            value = read_nested(value)
-        except JsonError:
-            return None
-    if not isinstance(value, Mapping):
+    value = read_object(value)
+    if value is None:
         return None
     if vocab_size is not None and len(value) > vocab_size:
         raise _not_allowed("logit_bias", value, f"at most {vocab_size} entries, one for each token")
@@ -182,12 +178,8 @@ def _read_kv_transfer(value: Any) -> KVTransferParams | None:
     """An object in vLLM's form, or its JSON text; what else is in it is ignored."""
     if isinstance(value, KVTransferParams):
         return value
-    if isinstance(value, str):
-        try:
-            value = read_nested(value)
-        except JsonError:
-            return None
-    if not isinstance(value, Mapping):
+    value = read_object(value)
+    if value is None:
         return None
     decode, prefill = (value.get(name) or False for name in ("do_remote_decode", "do_remote_prefill"))
     if not isinstance(decode, bool) or not isinstance(prefill, bool) or (decode and prefill):
