@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from dflash_backend.checkpoints import find_model
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
 from load_tests.prompts import load_prompts, passage
@@ -70,10 +69,11 @@ def find_pair(name: str, drafter: str = "") -> Pair:
     if name == "demo":
         folder = asset_path("demo", "pair")
         return Pair(name, folder / "target", Path(drafter or folder / "draft").absolute(), "float32", 15)
+    from dflash_backend.checkpoints.gguf.convert import converted
     from dflash_backend.checkpoints.named import named_file
 
-    own = Path(drafter).absolute() if drafter else None
-    return Pair(name, find_model(name, "target_model"), own, "bfloat16", 15, named_file(name))
+    own, file = Path(drafter).absolute() if drafter else None, named_file(name)
+    return Pair(name, converted(file, plain=True), own, "bfloat16", 15, file)
 
 
 def prompts(pair: Pair, kind: str, count: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.peers.figures import Cell, Results, Sample, equal_share, median, ratios
 from benchmarks.peers.pairs import NONE
-from benchmarks.peers.systems import OURS, OURS_HTTP, SYSTEMS
+from benchmarks.peers.systems import OURS, OURS_HTTP, OURS_QUANTISED, SYSTEMS
 from benchmarks.quiet import MOST_OTHERS
 from load_tests.markdown import markdown_table
 
@@ -40,7 +40,7 @@ def ratio_text(values: Sequence[float]) -> str:
 def row(results: Results, cell: Cell, system: str) -> list[str]:
     """The line of a system in a cell."""
     found = results.samples[cell]
-    samples, ours = found[system], found.get(OURS_HTTP if SYSTEMS[system].http else OURS, [])
+    samples, ours = found[system], found.get(SYSTEMS[system].beside, [])
     same = equal_share(samples, results.samples.get(reference(cell), {}).get(OURS, []))
     return [
         cell.drafts,
@@ -48,7 +48,7 @@ def row(results: Results, cell: Cell, system: str) -> list[str]:
         str(cell.streams),
         SYSTEMS[system].title,
         _number(median(samples, "tokens_per_s"), 1, 0),
-        ratio_text(ratios(ours, samples)) if system not in (OURS, OURS_HTTP) else "",
+        ratio_text(ratios(ours, samples)) if system not in (OURS, OURS_HTTP, OURS_QUANTISED) else "",
         _number(median(samples, "first_token_p50_s"), 1e3, 1),
         _number(median(samples, "gap_p99_s"), 1e3, 1),
         _number(median(samples, "acceptance_length"), 1, 2),
@@ -87,9 +87,10 @@ def page(results: Results, skips: Sequence[str], settings: dict[str, Any]) -> st
     text = (
         f"# This engine beside others\n\nMedians of {settings['rounds']} rounds, in which the systems run in turn on "
         f"{settings['threads']} threads; the ratio is that of tokens/s, round by round, with the least and the most, "
-        f"of servers to ours through HTTP. {versions}. In {disturbed} of {len(samples)} runs other processes took more "
-        f"than {MOST_OTHERS:.0%} of the cores. Written by `python -m benchmarks.peers`; what the columns say, and what "
-        f"each system was told, is in [benchmarks/README.md](../README.md).\n\n{tables(results)}\n"
+        f"of servers to ours through HTTP, of a quantised file to ours with it. {versions}. In {disturbed} of "
+        f"{len(samples)} runs other processes took more than {MOST_OTHERS:.0%} of the cores. Written by `python -m "
+        f"benchmarks.peers`; what the columns say, and what each system was told, is in "
+        f"[benchmarks/README.md](../README.md).\n\n{tables(results)}\n"
     )
     if skips:
         text += "\nNot measured:\n\n" + "".join(f"- {skip}\n" for skip in skips)

@@ -22,6 +22,8 @@ LOAD_TIMEOUT_S = 300.0
 # What is looked up with prompt lookup: this engine's defaults, and asked of the others.
 NGRAM_TOKENS, NGRAM_MAX, NGRAM_MIN = 5, 5, 2
 MODEL = "peers"
+# What others are compared with.
+OURS, OURS_HTTP, OURS_QUANTISED = "ours", "ours-http", "ours-q4_1"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Context:
 class System:
     """One way to run a model. side: the module of its process. missing: a sentence why it cannot run a pair with such
     drafts here, or an empty one. settings: of the process. environ: added to its environment. python: what runs it.
-    http: measured through a server. only_one_stream: of the kinds of drafts that it takes with one request alone."""
+    http: measured through a server. only_one_stream: of the kinds of drafts that it takes with one request alone.
+    beside: the name of our own system that it is compared with."""
 
     name: str
     title: str
@@ -63,6 +66,7 @@ class System:
     python: Callable[[Context], str] = lambda context: sys.executable
     http: bool = False
     only_one_stream: tuple[str, ...] = ()
+    beside: str = OURS
 
     def command(self, context: Context, pair: Pair, drafts: str) -> list[str]:
         """What starts its process."""
@@ -118,14 +122,27 @@ def _free_port() -> int:
 
 
 def _ours_http(context: Context, pair: Pair, drafts: str) -> dict[str, Any]:
+    return _ours_server(context, "ours-http", pair, drafts, [str(pair.target), "--dtype", pair.dtype])
+
+
+def _ours_quantised_missing(context: Context, pair: Pair, drafts: str) -> str:
+    return f"{pair.name} is no quantised GGUF" if pair.original is None else _no_drafter(context, pair, drafts)
+
+
+def _ours_quantised(context: Context, pair: Pair, drafts: str) -> dict[str, Any]:
+    """As a user serves the file: in float32, which has its very numbers."""
+    return _ours_server(context, OURS_QUANTISED, pair, drafts, [str(pair.original)])
+
+
+def _ours_server(context: Context, name: str, pair: Pair, drafts: str, target: list[str]) -> dict[str, Any]:
     names = ("--port", "--http-port", "--grpc-port", "--metrics-port")
     ports = settle_ports(HOST, dict.fromkeys(names, 0))
-    command = [str(Path(sys.executable).parent / "dflash-triton"), "serve", str(pair.target)]
-    command += ["--draft", _own_draft(pair, drafts), "--dtype", pair.dtype, "--served-model-name", MODEL]
+    command = [str(Path(sys.executable).parent / "dflash-triton"), "serve", *target]
+    command += ["--draft", _own_draft(pair, drafts), "--served-model-name", MODEL]
     command += ["--max-num-seqs", str(context.most_streams), "--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--set", "device=cpu", "--set", "enable_prefix_caching=false", "--no-restart"]
     command += [word for name, port in ports.items() for word in (name, str(port))]
-    return _server(context, "ours-http", command, ports["--port"], "openai")
+    return _server(context, name, command, ports["--port"], "openai")
 
 
 def _vllm_missing(context: Context, pair: Pair, drafts: str) -> str:
@@ -213,7 +230,7 @@ def _transformers_missing(context: Context, pair: Pair, drafts: str) -> str:
 SYSTEMS = {
     system.name: system
     for system in (
-        System("ours", "this engine", "ours_side", _no_drafter, _ours),
+        System(OURS, "this engine", "ours_side", _no_drafter, _ours),
         System(
             "vllm",
             "vLLM",
@@ -231,18 +248,33 @@ SYSTEMS = {
             _common,
             only_one_stream=(NGRAM,),
         ),
-        System("ours-http", "this engine, HTTP", "http_side", _no_drafter, _ours_http, http=True),
-        System("vllm-http", "vLLM, HTTP", "http_side", _vllm_missing, _vllm_http, http=True),
-        System("llama", "llama.cpp, HTTP", "http_side", _llama_missing("amx", False), _llama("amx", False), http=True),
+        System(OURS_HTTP, "this engine, HTTP", "http_side", _no_drafter, _ours_http, http=True),
+        System(
+            OURS_QUANTISED,
+            "this engine, the Q4_1 file, HTTP",
+            "http_side",
+            _ours_quantised_missing,
+            _ours_quantised,
+            http=True,
+        ),
+        System("vllm-http", "vLLM, HTTP", "http_side", _vllm_missing, _vllm_http, http=True, beside=OURS_HTTP),
+        System(
+            "llama",
+            "llama.cpp, HTTP",
+            "http_side",
+            _llama_missing("amx", False),
+            _llama("amx", False),
+            http=True,
+            beside=OURS_HTTP,
+        ),
         System(
             "llama-q4_1",
-            "llama.cpp in Q4_1, HTTP",
+            "llama.cpp, the Q4_1 file, HTTP",
             "http_side",
             _llama_missing("plain", True),
             _llama("plain", True),
             http=True,
+            beside=OURS_QUANTISED,
         ),
     )
 }
-# What others are compared with.
-OURS, OURS_HTTP = "ours", "ours-http"

@@ -110,7 +110,8 @@ def test_what_is_not_installed_is_said_in_a_sentence(tmp_path: Path) -> None:
         assert SYSTEMS[name].missing(context(tmp_path), alone, NGRAM) == ""
     (tmp_path / "peers/llama.cpp/plain").mkdir()
     (tmp_path / "peers/llama.cpp/plain/llama-server").touch()
-    assert SYSTEMS["llama-q4_1"].missing(context(tmp_path), demo, NONE) == "demo is no quantised GGUF"
+    for name in ("llama-q4_1", "ours-q4_1"):
+        assert SYSTEMS[name].missing(context(tmp_path), demo, NONE) == "demo is no quantised GGUF"
 
 
 def test_all_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +144,22 @@ def test_all_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     assert looked_up[0]["draft"] == "ngram"
     assert looked_up[1]["speculative_config"]["prompt_lookup_max"] == looked_up[2]["prompt_lookup_max"] == 5
+
+
+def test_a_quantised_file_is_served_as_it_is_and_compared_with_itself(tmp_path: Path) -> None:
+    pair = Pair("x", tmp_path / "t", None, "bfloat16", 7, tmp_path / "x.gguf")
+    commands = [
+        " ".join(json.loads(SYSTEMS[name].command(context(tmp_path), pair, NONE)[-1])["command"])
+        for name in ("ours-q4_1", "llama-q4_1")
+    ]
+    assert f"serve {tmp_path}/x.gguf --draft" in commands[0]
+    assert "--dtype" not in commands[0]
+    assert f"-m {tmp_path}/x.gguf " in commands[1]
+    results = Results()
+    for name, seconds in (("ours-http", 1.0), ("ours-q4_1", 2.0), ("llama", 3.0), ("llama-q4_1", 3.0)):
+        results.add(CELL, name, replace(SAMPLE, seconds=seconds))
+    found = {name: report.row(results, CELL, name)[5] for name in results.samples[CELL]}
+    assert found == {"ours-http": "", "ours-q4_1": "", "llama": "3.00", "llama-q4_1": "1.50"}
 
 
 def test_prompts_are_different_and_long_ones_have_their_length() -> None:
