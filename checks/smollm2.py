@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model
+from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.named import named_file
+from dflash_backend.checkpoints.weights import load_weights
 from dflash_backend.config import NGRAM
 from dflash_backend.evaluation.engine import TEXT_PIECE, perplexity
 
@@ -133,7 +134,13 @@ def chat_prompts(llm: Any, count: int) -> list[list[int]]:
 
 def compare_tokens(llm: Any, reference: Any, directory: Path, outcome: Outcome) -> None:
     """Weights, token ids, and conversations as the chat template renders them."""
-    ours = load_file(directory / "model.safetensors")
+    headers = read_headers(directory)
+    ours = load_weights(
+        directory,
+        lambda source: {name: source.tensor(name, *header.shape) for name, header in headers.items()},
+        torch.float32,
+        torch.device("cpu"),
+    )
     same = sum(name in ours and torch.equal(ours[name], tensor) for name, tensor in reference.tensors.items())
     outcome.compare("tensors of the file with the bits of transformers", same, max(len(ours), len(reference.tensors)))
     texts = [*TEXTS, *ODD_TEXTS, *read_questions()]

@@ -5,12 +5,14 @@ A misread checkpoint only shows as lower acceptance, so everything that could be
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
 from dflash_backend.checkpoints.files import DTYPE_BYTES, code_files, num_weights, read_headers, weight_files
+from dflash_backend.checkpoints.gguf.blocks import BITS
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.keepable import kept_bytes
@@ -138,7 +140,11 @@ def file_facts(directory: Path, dtype: str, served: str = "") -> Facts:
     """Label and text of the files of a checkpoint whose own dtype is `dtype`. served: what it is loaded in, if not in
     its own."""
     size = weight_bytes(directory)
-    facts = [("weights", f"{dtype}, {size / 1024**2:.1f} MiB on disk"), *_quantised_facts(directory, served or dtype)]
+    facts = [
+        ("weights", f"{dtype}, {size / 1024**2:.1f} MiB on disk"),
+        *_quantised_facts(directory, served or dtype),
+        *_block_facts(directory, served or dtype),
+    ]
     code = code_files(directory)
     if JsonReader.load(directory / "config.json").given("auto_map") or code:
         facts.append(("code", f"{', '.join(code) or 'named by auto_map'}: never run, and not needed"))
@@ -167,6 +173,23 @@ def _quantised_facts(directory: Path, served: str) -> Facts:
             "dequantised",
             f"at load: {files} in the files are {memory} of {served} in memory; activations are not quantised",
         ),
+    ]
+
+
+def _block_facts(directory: Path, served: str) -> Facts:
+    """The types of GGUF that weights have, and what they take in the memory of a CPU."""
+    blocks = [header for header in read_headers(directory).values() if header.blocks]
+    if not blocks:
+        return []
+    kinds = ", ".join(f"{kind} ({count} tensors)" for kind, count in Counter(one.blocks for one in blocks).items())
+    bits = sum(math.prod(one.shape) * BITS.get(one.blocks, 8 * FLOAT_BYTES[served]) for one in blocks)
+    stored = sum(one.num_bytes for one in blocks)
+    return [
+        (
+            "blocks",
+            f"{kinds}: {stored / 1024**2:.1f} MiB in the files; products of a CPU read codes of {', '.join(BITS)}, so "
+            f"about {bits / 8 / 1024**2:.1f} MiB in its memory; elsewhere all become {served}",
+        )
     ]
 
 

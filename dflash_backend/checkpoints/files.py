@@ -7,6 +7,7 @@ against the file when it opens it; no tensor is read here, and torch is not impo
 
 from __future__ import annotations
 
+import json
 import math
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from dflash_backend.checkpoints.gguf.blocks import BLOCKS
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, NameLayout, name_here, name_layout
@@ -26,6 +28,8 @@ READ_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", MASK_
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Of a file's metadata: which tensors are blocks of which type of GGUF, as JSON.
+GGUF_BLOCKS = "gguf_blocks"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -38,16 +42,24 @@ COMPARED_NUMBERS = 1 << 22  # at once
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor: the file that it lies in, its dtype as safetensors names it, its shape, its name in the file."""
+    """One tensor: the file that it lies in, its dtype as safetensors names it, its shape, its name in the file.
+
+    blocks: the type of GGUF that its rows are stored in, as bytes; empty where they are numbers. `dtype` and `shape`
+    are those of the numbers in any case.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     name: str
+    blocks: str = ""
 
     @property
     def num_bytes(self) -> int:
         """Size of its data. Raises `KeyError` for a type that is not loaded."""
+        if self.blocks:
+            numbers, num_bytes = BLOCKS[self.blocks]
+            return math.prod(self.shape) // numbers * num_bytes
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -176,9 +188,30 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         with safe_open(file, framework="np") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  it is no mapping
-            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape()), name) for name, s in slices.items()}
+            found = {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape()), name) for name, s in slices.items()}
+            stored = (reader.metadata() or {}).get(GGUF_BLOCKS)
     except (SafetensorError, OSError) as error:
         raise broken_file(file, error) from None
+    return found if stored is None else found | _in_blocks(file, found, stored)
+
+
+def _in_blocks(file: Path, headers: dict[str, TensorHeader], stored: str) -> dict[str, TensorHeader]:
+    """The headers of the tensors that are blocks of GGUF. stored: the file's metadata `GGUF_BLOCKS`. Raises
+    `CheckpointError` where that contradicts the tensors."""
+    try:
+        kinds = json.loads(stored)
+        found = {}
+        for name, kind in kinds.items():
+            (numbers, num_bytes), header = BLOCKS[kind], headers[name]
+            *before, last = header.shape
+            if header.dtype != "U8" or not before or last % num_bytes:
+                raise ValueError
+            found[name] = TensorHeader(file, "F32", (*before, last // num_bytes * numbers), name, kind)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"{file}: its metadata '{GGUF_BLOCKS}' is not that of its tensors; convert it again"
+        ) from None
+    return found
 
 
 def have_equal_numbers(one: TensorHeader, other: TensorHeader) -> bool:
@@ -186,6 +219,8 @@ def have_equal_numbers(one: TensorHeader, other: TensorHeader) -> bool:
     a file is broken."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= FLOATS:
         return False
+    if one.blocks != other.blocks:
+        return False  # those of one type are compared by their bytes
     import torch  # what else is read of files costs no torch
 
     rows = max(1, COMPARED_NUMBERS // max(1, math.prod(one.shape[1:])))

@@ -7,6 +7,7 @@ weight at a time, and the model does not know. Nothing here unpickles or runs an
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, part_of_bytes, read_headers
+from dflash_backend.checkpoints.gguf.blocks import numbers_of
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
@@ -42,6 +44,9 @@ Progress = Callable[[str, float], None]
 Slices = Mapping[str, Slice]
 NO_SLICES: Slices = {}
 Model = TypeVar("Model")
+Made = TypeVar("Made")
+Blocks = tuple[str, torch.Tensor]
+"""A weight in a type of GGUF, by its name: uint8 `[num_rows, num_bytes]`."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 """By the names that settings and `config.json` have for them."""
@@ -49,6 +54,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")
 BYTE_DTYPES = ("U8",)
+NUMBERS_AT_ONCE = 1 << 22
+"""That blocks of GGUF become at a time."""
 # How often progress within a file is said.
 REPORT_S = 2.0
 
@@ -93,10 +100,11 @@ class WeightSource(ABC):
         another."""
         raise NotImplementedError(f"{type(self).__name__} keeps no experts quantised")
 
-    def weight_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """What the weights of these names are to be read in: float32 where the files have more than `dtype` holds, and
-        the model may keep them on grids (`find_grids`)."""
-        return self.dtype
+    def of_blocks(self, names: Iterable[str], make: Callable[[list[Blocks]], Made | None]) -> Made | None:
+        """What `make` makes of the weights of these names, in the blocks of GGUF that the files have. None where they
+        are to be read as numbers: some have none, `make` makes nothing of theirs, or nothing multiplies by them here
+        (`keep_blocks`)."""
+        return None
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
@@ -174,10 +182,10 @@ class _CheckpointFiles(WeightSource):
         progress: Progress | None,
         ahead: ReadAhead,
         keep_quantised: bool = False,
-        find_grids: bool = False,
+        keep_blocks: bool = False,
     ) -> None:
         super().__init__(dtype, device, keep_quantised)
-        self._find_grids = find_grids and dtype == torch.bfloat16
+        self._keep_blocks = keep_blocks
         self._ahead = ahead
         self._headers = contents.headers
         self._quantised = contents.quantised
@@ -193,16 +201,26 @@ class _CheckpointFiles(WeightSource):
         self._largest: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        # From pinned memory a GPU copies by itself; torch keeps that memory until it has.
-        out.copy_(self._stored(name), non_blocking=True)
+        header = self._headers[name]
+        if header.blocks:
+            step = max(1, NUMBERS_AT_ONCE // math.prod(header.shape[1:]))
+            for at in range(0, header.shape[0], step):
+                out[at : at + step].copy_(self._stored(name, (slice(at, at + step),)))
+        else:
+            # From pinned memory a GPU copies by itself; torch keeps that memory until it has.
+            out.copy_(self._stored(name), non_blocking=True)
         self._look_at(name, out)
         self._count(name)
 
-    def weight_dtype(self, names: Iterable[str]) -> torch.dtype:
-        wide = self._find_grids and all(
-            name.removesuffix(".weight") not in self._quantised and self._headers[name].dtype == "F32" for name in names
-        )
-        return torch.float32 if wide else self.dtype
+    def of_blocks(self, names: Iterable[str], make: Callable[[list[Blocks]], Made | None]) -> Made | None:
+        headers = {name: self._headers.get(name) for name in names}
+        found = [(header.blocks, name) for name, header in headers.items() if header is not None and header.blocks]
+        if not self._keep_blocks or len(found) < len(headers):
+            return None
+        made = make([(kind, self._raw(name)) for kind, name in found])
+        for name in headers if made is not None else ():
+            self._count(name)
+        return made
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         size, done = out.shape[dim] // len(parts), 0
@@ -292,7 +310,17 @@ class _CheckpointFiles(WeightSource):
             )
 
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
-        """A tensor as its file has it, or what `index` takes of it."""
+        """A tensor as its file has it, or what `index` takes of it; blocks of GGUF as their numbers."""
+        header = self._headers[name]
+        if not header.blocks:
+            return self._raw(name, index)
+        taken = () if index is ... else index
+        rows = taken[: len(header.shape) - 1]
+        raw = self._raw(name, rows or ...)
+        numbers = torch.from_numpy(numbers_of(raw.view(-1, raw.shape[-1]).numpy(), header.blocks))
+        return numbers.view(*raw.shape[:-1], -1)[(*[slice(None)] * len(rows), *taken[len(rows) :])]
+
+    def _raw(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
         if index is ... and (whole := self._ahead.take(name)) is not None:
             return whole
         header = self._headers[name]
@@ -329,15 +357,15 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     progress: Progress | None = None,
     keep_quantised: bool = False,
-    find_grids: bool = False,
+    keep_blocks: bool = False,
 ) -> Model:
     """What `read` makes of the checkpoint in a directory, its parameters in `dtype` on `device`.
 
     `read` runs twice: first on parameters without memory, for the names, shapes and kinds of the tensors, so that all
     files are checked before the first tensor is read. `ignored` as for `check_weights`. `progress` is called with each
     file's name once it has been read, the bytes so far and their rate, and with the share of all bytes so far; in a
-    large file also every few seconds. keep_quantised: as of a `WeightSource`. find_grids: whether weights that a file
-    has in float32 are read as such for a model in bfloat16 (`WeightSource.weight_dtype`).
+    large file also every few seconds. keep_quantised: as of a `WeightSource`. keep_blocks: whether a
+    model may keep weights in the blocks of GGUF that a file has (`WeightSource.of_blocks`).
 
     Raises `CheckpointError` on a file that cannot be read, for weights that are no numbers, and as `check_weights`
     does.
@@ -345,7 +373,7 @@ def load_weights(
     contents = _check(directory, read, ignored)
     names = contents.order if reads_ahead(device) else []
     with ReadAhead(contents.headers, names, pinned=device.type == "cuda") as ahead:
-        files = _CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised, find_grids)
+        files = _CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised, keep_blocks)
         model = read(files)
         files.check_numbers()
         return model

@@ -210,7 +210,7 @@ def _weights(path: Path, headers: dict[str, TensorHeader]) -> WeightsReport:
         num_tensors=len(headers),
         num_parameters=num_parameters(headers, load_quantization(path)),
         num_bytes=sum(header.num_bytes for header in headers.values()),
-        dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
+        dtypes=dict(sorted(Counter(header.blocks or header.dtype for header in headers.values()).items())),
     )
 
 

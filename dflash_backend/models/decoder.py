@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
+from dflash_kernels.cpu_ops import PackedWeight
 
 AnyLayerWeights = LayerWeights | DeltaNetLayerWeights | Gemma4LayerWeights
 
@@ -49,11 +51,11 @@ class TargetWeights:
         decoder, prefix = spec.decoder, spec.prefix
         hidden, vocab = decoder.hidden_size, spec.vocab_size
         name, tied = f"{prefix}embed_tokens.weight", spec.tie_word_embeddings
-        if tied and source.weight_dtype([name]) != source.dtype:
-            source.read(name, embedding := torch.empty(vocab, hidden, device=source.device))
-        else:
-            embedding = source.tensor(name, vocab, hidden)
-        head = Linear.in_dtype(embedding, source.dtype) if tied else None
+        packed = source.of_blocks([name], partial(PackedWeight.of_blocks, dtype=source.dtype))
+        embedding: Table = source.tensor(name, vocab, hidden) if packed is None else packed
+        head = None
+        if tied:
+            head = Linear(embedding) if isinstance(embedding, torch.Tensor) else PackedLinear(embedding)
         read_layer: Callable[[WeightSource, str, DecoderSpec, int], AnyLayerWeights] = LayerWeights.read
         if decoder.gemma4 is not None:
             read_layer = Gemma4LayerWeights.read
@@ -237,7 +239,7 @@ def load_target_weights(
         ignored=lambda name: is_unused(spec, name),
         progress=progress,
         keep_quantised=(ops or select_ops(device)).keeps_quantised,
-        find_grids=(ops or select_ops(device)).finds_grids,
+        keep_blocks=(ops or select_ops(device)).keeps_blocks,
     )
 
 

@@ -44,9 +44,9 @@ class Linear:
         total, sizes = sum(out_features.values()), list(out_features.values())
         names = {f"{prefix}{name}.weight": size for name, size in out_features.items()}
         kept = read_kept(source, names, in_features) if source.keeps(names, in_features) else None
-        dtype = source.weight_dtype(names)
+        packed = source.of_blocks(names, partial(PackedWeight.of_blocks, dtype=source.dtype)) if kept is None else None
         weight, offset = (
-            torch.empty((total, in_features), dtype=dtype, device=source.device) if kept is None else None,
+            source.empty(total, in_features) if kept is None and packed is None else None,
             source.empty(total) if bias else None,
         )
         for kind, parameter in (("weight", weight), ("bias", offset)):
@@ -56,16 +56,10 @@ class Linear:
                     read(f"{prefix}{name}.{kind}", part)
         if kept is not None:
             return QuantisedLinear(kept[0], offset, source.dtype, order=kept[1])
+        if packed is not None:
+            return PackedLinear(packed, offset)
         assert weight is not None
-        return cls.in_dtype(weight, source.dtype, offset)
-
-    @classmethod
-    def in_dtype(cls, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> Linear:
-        """A product by `weight` in `dtype`. Where it was read in float32 for a model in bfloat16 and is on grids, it
-        stays on them, since its numbers are the same."""
-        if weight.dtype != dtype and (packed := PackedWeight.on_grids(weight)) is not None:
-            return PackedLinear(packed, bias)
-        return cls(weight.to(dtype), bias)
+        return cls(weight, offset)
 
     @classmethod
     def stacked(cls, parts: Sequence[Linear]) -> Linear:

@@ -69,11 +69,11 @@ class Rotation:
 
 class LayerOps:
     """The operations as a few torch calls each; `TritonLayerOps` replaces all of them. keeps_quantised: whether weights
-    that can stay quantised should, since products by them save memory. finds_grids: whether weights in float32 that are
-    on grids are kept so for a model in bfloat16 (`PackedWeight.on_grids`)."""
+    that can stay quantised should, since products by them save memory. keeps_blocks: whether
+    weights stay in the blocks of GGUF that a file has, where products by them are there (`PackedWeight.of_blocks`)."""
 
     keeps_quantised = False
-    finds_grids = False
+    keeps_blocks = False
 
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
@@ -160,7 +160,7 @@ class LayerOps:
 class CpuLayerOps(LayerOps):
     """The operations in C++, where they have been built; what they do not know goes to torch."""
 
-    finds_grids = True
+    keeps_blocks = True
 
     rms_norm = staticmethod(cpu_ops.rms_norm)
     add_rms_norm = staticmethod(cpu_ops.add_rms_norm)

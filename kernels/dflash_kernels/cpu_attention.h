@@ -5,6 +5,7 @@
 
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int TILE_QUERIES = 144;  // queries times heads that share their KV, by tiles
+constexpr int TOGETHER = 64;       // of those, in rows whose heads are read together
 
 struct Attention {
   const void *query, *cache; const float* scales; void* out;
@@ -47,29 +48,34 @@ static void transpose(const float* from, float* to, long dim) {
     for (long d = 0; d < dim; d++) to[d * POSITIONS + t] = from[t * dim + d];
 #endif
 }
-// Queries [first, last) of a row, of the heads that share a head of KV.
+// Queries [first, last) of a row and of heads [head, last_head) of KV. All heads read some positions before they read the next,
+// which lie beside them.
 template <class T, class KV>
-static void attend_piece(const Attention& p, long row, long head, long first, long last) {
-  long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group;
-  float* memory = scratch(POSITIONS * dim * 3 + queries * (2 * dim + POSITIONS + 2));
+static void attend_piece(const Attention& p, long row, long head, long last_head, long first, long last) {
+  long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group, of_head = queries * (2 * dim + 2);
+  float* memory = scratch(POSITIONS * dim * 3 + queries * POSITIONS + (last_head - head) * of_head);
   float *key = memory, *value = key + POSITIONS * dim, *turned = value + POSITIONS * dim;
-  float *query = turned + POSITIONS * dim, *output = query + queries * dim, *scores = output + queries * dim;
-  float *most = scores + queries * POSITIONS, *total = most + queries;
+  float *scores = turned + POSITIONS * dim, *kept = scores + queries * POSITIONS;  // of each head: queries, outputs, maxima, totals
   long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
-  for (long q = 0; q < queries; q++) {
-    const T* from = (const T*)p.query + ((token + q / group) * p.heads + head * group + q % group) * dim;
-    for (long c = 0; c < dim; c += LANES) store(query + q * dim + c, load(from + c)), store(output + q * dim + c, Floats{});
-    most[q] = p.sinks ? to_float(((const T*)p.sinks)[head * group + q % group]) : -INFINITY;
-    total[q] = p.sinks ? 1.0f : 0.0f;
+  for (long of = head; of < last_head; of++) {
+    float *query = kept + (of - head) * of_head, *output = query + queries * dim, *most = output + queries * dim, *total = most + queries;
+    for (long q = 0; q < queries; q++) {
+      const T* from = (const T*)p.query + ((token + q / group) * p.heads + of * group + q % group) * dim;
+      for (long c = 0; c < dim; c += LANES) store(query + q * dim + c, load(from + c)), store(output + q * dim + c, Floats{});
+      most[q] = p.sinks ? to_float(((const T*)p.sinks)[of * group + q % group]) : -INFINITY;
+      total[q] = p.sinks ? 1.0f : 0.0f;
+    }
   }
   long end = p.causal ? start + (last - first) : p.seq_lens[row];
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   const int32_t* table = p.tables + row * p.table_step;
-  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS)
+  for (long of = head; of < last_head; of++) {
+    float *query = kept + (of - head) * of_head, *output = query + queries * dim, *most = output + queries * dim, *total = most + queries;
     long count = std::min<long>(POSITIONS, end - base);
     for (long t = 0; t < count;) {  // a block of KV after the other
       long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
-      long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + head;
+      long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + of;
       for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
         const KV *from = (const KV*)p.cache + at * dim, *values = from + p.kv_heads * dim;
         float *k = key + t * dim, *v = value + t * dim;
@@ -123,10 +129,13 @@ static void attend_piece(const Attention& p, long row, long head, long first, lo
         products(int(std::min<long>(AT_ONCE, queries - q)), int(std::min<long>(VECTORS, (dim - c) / LANES)), scores + q * POSITIONS,
                  POSITIONS, value + c, dim, LANES, count, true, output + q * dim + c, dim);
   }
-  for (long q = 0; q < queries; q++) {
-    T* to = (T*)p.out + ((token + q / group) * p.heads + head * group + q % group) * dim;
-    float inverse = total[q] > 0 ? 1.0f / total[q] : 0.0f;
-    for (long c = 0; c < dim; c += LANES) store(to + c, load(output + q * dim + c) * inverse);
+  for (long of = head; of < last_head; of++) {
+    float *output = kept + (of - head) * of_head + queries * dim, *total = output + queries * (dim + 1);
+    for (long q = 0; q < queries; q++) {
+      T* to = (T*)p.out + ((token + q / group) * p.heads + of * group + q % group) * dim;
+      float inverse = total[q] > 0 ? 1.0f / total[q] : 0.0f;
+      for (long c = 0; c < dim; c += LANES) store(to + c, load(output + q * dim + c) * inverse);
+    }
   }
 }
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -263,101 +272,119 @@ static inline Floats weigh(const Attention& p, const float* scores, long base, l
   store(most, now);
   return keep;
 }
-// Queries [first, last) of a row, as `attend_piece`: scores are keys by queries, outputs values by weights, so that a lane is a query.
-template <class KV> static void attend_tiles(const Attention& p, long row, long head, long first, long last) {
+// Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
+// values by weights, so that a lane is a query. All heads read some positions before they read the next, which lie beside them.
+template <class KV> static void attend_tiles(const Attention& p, long row, long head, long last_head, long first, long last) {
   long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, lots = (queries + LANES - 1) / LANES;
-  float* memory = scratch(POSITIONS * dim * 2 + lots * (LANES * dim * 3 / 2 + 3 * LANES) + POSITIONS * LANES * 3 / 2);
+  long of_head = lots * (LANES * dim * 3 / 2 + 3 * LANES);       // what a head keeps
+  float* memory = scratch(POSITIONS * dim * 2 + POSITIONS * LANES * 3 / 2 + (last_head - head) * of_head);
   bf16 *key = (bf16*)memory, *value = key + POSITIONS * dim;
   uint32_t* pairs = (uint32_t*)(value + POSITIONS * dim);
-  uint32_t* query = pairs + POSITIONS * dim;                     // [lots][dim / 2][16]
-  float* output = (float*)(query + lots * LANES * dim / 2);      // [lots][dim][16]
-  float *most = output + lots * LANES * dim, *total = most + lots * LANES;
-  int32_t* position = (int32_t*)(total + lots * LANES);
-  float* scores = (float*)(position + lots * LANES);             // [POSITIONS][16]
+  float* scores = (float*)(pairs + POSITIONS * dim);             // [POSITIONS][16]
   bf16* weights = (bf16*)(scores + POSITIONS * LANES);
+  struct Kept { uint32_t* query; float *output, *most, *total; int32_t* position; };
+  auto kept_of = [&](long of) {
+    Kept k;
+    k.query = (uint32_t*)(scores + POSITIONS * LANES * 3 / 2 + (of - head) * of_head);  // [lots][dim / 2][16]
+    k.output = (float*)(k.query + lots * LANES * dim / 2);       // [lots][dim][16]
+    k.most = k.output + lots * LANES * dim;
+    k.total = k.most + lots * LANES;
+    k.position = (int32_t*)(k.total + lots * LANES);
+    return k;
+  };
   long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
-  for (long lot = 0; lot < lots; lot++) {
-    uint32_t* rows = (uint32_t*)output;  // as they are, then turned over
-    for (long i = 0; i < LANES; i++) {
-      long q = std::min(lot * LANES + i, queries - 1);
-      const bf16* from = (const bf16*)p.query + ((token + q / group) * p.heads + head * group + q % group) * p.dim;
-      read_head(from, nullptr, p.dim, dim, (bf16*)(rows + i * dim / 2));
-      position[lot * LANES + i] = int32_t(start + q / group);
-      most[lot * LANES + i] = p.sinks ? to_float(((const bf16*)p.sinks)[head * group + q % group]) * LOG2_E : -INFINITY;
-      total[lot * LANES + i] = p.sinks ? 1.0f : 0.0f;
+  for (long of = head; of < last_head; of++) {
+    Kept k = kept_of(of);
+    for (long lot = 0; lot < lots; lot++) {
+      uint32_t* rows = (uint32_t*)k.output;  // as they are, then turned over
+      for (long i = 0; i < LANES; i++) {
+        long q = std::min(lot * LANES + i, queries - 1);
+        const bf16* from = (const bf16*)p.query + ((token + q / group) * p.heads + of * group + q % group) * p.dim;
+        read_head(from, nullptr, p.dim, dim, (bf16*)(rows + i * dim / 2));
+        k.position[lot * LANES + i] = int32_t(start + q / group);
+        k.most[lot * LANES + i] = p.sinks ? to_float(((const bf16*)p.sinks)[of * group + q % group]) * LOG2_E : -INFINITY;
+        k.total[lot * LANES + i] = p.sinks ? 1.0f : 0.0f;
+      }
+      for (long c = 0; c < dim / 2; c += 16) turn_words(rows + c, dim / 2, k.query + (lot * dim / 2 + c) * LANES, LANES);
     }
-    for (long c = 0; c < dim / 2; c += 16) turn_words(rows + c, dim / 2, query + (lot * dim / 2 + c) * LANES, LANES);
+    std::memset(k.output, 0, lots * LANES * dim * sizeof(float));
   }
-  std::memset(output, 0, lots * LANES * dim * sizeof(float));
   set_tiles(16, 16);
   long end = p.causal ? start + (last - first) : p.seq_lens[row];
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
-    long count = std::min<long>(POSITIONS, end - base);
-    long width = rounded_up(count, DEEP);
-    Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, head, dim, key, value, pairs);
+    long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
     bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
-    for (long lot = 0; lot < lots; lot++) {
-      const uint32_t* turned = query + lot * dim / 2 * LANES;
-      float* out = output + lot * LANES * dim;
-      for (long half = 0; half < width / DEEP; half++) {
-        _tile_zero(0); _tile_zero(1);
-        for (long c = 0; c < dim; c += DEEP) {
-          _tile_loadd(6, turned + c / 2 * LANES, 64);
-          _tile_loadd(4, keys.tile[half * 2] + c, keys.step[half * 2]); _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(5, keys.tile[half * 2 + 1] + c, keys.step[half * 2 + 1]); _tile_dpbf16ps(1, 5, 6);
+    for (long of = head; of < last_head; of++) {
+      Kept k = kept_of(of);
+      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, value, pairs);
+      for (long lot = 0; lot < lots; lot++) {
+        const uint32_t* turned = k.query + lot * dim / 2 * LANES;
+        float* out = k.output + lot * LANES * dim;
+        for (long half = 0; half < width / DEEP; half++) {
+          _tile_zero(0); _tile_zero(1);
+          for (long c = 0; c < dim; c += DEEP) {
+            _tile_loadd(6, turned + c / 2 * LANES, 64);
+            _tile_loadd(4, keys.tile[half * 2] + c, keys.step[half * 2]); _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, keys.tile[half * 2 + 1] + c, keys.step[half * 2 + 1]); _tile_dpbf16ps(1, 5, 6);
+          }
+          _tile_stored(0, scores + half * 512, 64); _tile_stored(1, scores + half * 512 + 256, 64);
         }
-        _tile_stored(0, scores + half * 512, 64); _tile_stored(1, scores + half * 512 + 256, 64);
-      }
-      Ints at = *(const Ints*)(position + lot * LANES);
-      Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, most + lot * LANES, total + lot * LANES, weights);
-      Ints changed = keep != 1.0f;
-      if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
-      _tile_loadd(6, weights, 64);
-      if (width > DEEP) _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
-      for (long c = 0; c < dim; c += 2 * LANES) {
-        _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
-        _tile_loadd(4, value + c * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, value + (c + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
-        if (width > DEEP) {
-          _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
-          _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
+        Ints at = *(const Ints*)(k.position + lot * LANES);
+        Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, k.total + lot * LANES, weights);
+        Ints changed = keep != 1.0f;
+        if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
+        _tile_loadd(6, weights, 64);
+        if (width > DEEP) _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
+        for (long c = 0; c < dim; c += 2 * LANES) {
+          _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
+          _tile_loadd(4, value + c * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(5, value + (c + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
+          if (width > DEEP) {
+            _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
+            _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
+          }
+          _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
         }
-        _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
       }
     }
   }
   _tile_release();
-  for (long lot = 0; lot < lots; lot++) {
-    float* out = output + lot * LANES * dim;
-    Floats sums = load(total + lot * LANES), inverse = sums > 0.0f ? 1.0f / sums : Floats{};
-    for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * inverse);
-    for (long c = 0; c < p.dim; c += 16) {
-      float turned[LANES * LANES];
-      turn_words((const uint32_t*)(out + c * LANES), LANES, (uint32_t*)turned, LANES);
-      for (long q = lot * LANES; q < std::min(queries, (lot + 1) * LANES); q++)
-        store((bf16*)p.out + ((token + q / group) * p.heads + head * group + q % group) * p.dim + c, load(turned + q % LANES * LANES));
+  for (long of = head; of < last_head; of++)
+    for (long lot = 0; lot < lots; lot++) {
+      Kept k = kept_of(of);
+      float* out = k.output + lot * LANES * dim;
+      Floats sums = load(k.total + lot * LANES), inverse = sums > 0.0f ? 1.0f / sums : Floats{};
+      for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * inverse);
+      for (long c = 0; c < p.dim; c += 16) {
+        float turned[LANES * LANES];
+        turn_words((const uint32_t*)(out + c * LANES), LANES, (uint32_t*)turned, LANES);
+        for (long q = lot * LANES; q < std::min(queries, (lot + 1) * LANES); q++)
+          store((bf16*)p.out + ((token + q / group) * p.heads + of * group + q % group) * p.dim + c, load(turned + q % LANES * LANES));
+      }
     }
-  }
 }
 #else
 static bool tiles_attend() { return false; }
-template <class KV> static void attend_tiles(const Attention&, long, long, long, long) {}
+template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
-  struct Piece { int row, head, first, last; };
+  struct Piece { int row, head, last_head, first, last; };
   bool by_tiles = std::is_same<T, bf16>::value && tiles_attend();
-  long most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / (p.heads / p.kv_heads));
+  long group = p.heads / p.kv_heads, most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / group);
   std::vector<Piece> pieces;
-  for (long row = 0; row < p.rows; row++)
-    for (long head = 0; head < p.kv_heads; head++)
+  for (long row = 0; row < p.rows; row++) {
+    // Rows of few queries read memory, so a thread takes all of their heads, where there are rows for all threads.
+    long heads = p.rows >= threads && p.query_lens[row] * group <= TOGETHER ? p.kv_heads : 1;
+    for (long head = 0; head < p.kv_heads; head += heads)
       for (long first = 0; first < p.query_lens[row]; first += most)
-        pieces.push_back({int(row), int(head), int(first), int(std::min(first + most, p.query_lens[row]))});
+        pieces.push_back({int(row), int(head), int(head + heads), int(first), int(std::min(first + most, p.query_lens[row]))});
+  }
   share(threads, long(pieces.size()), 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const Piece& piece = pieces[i];
-      if (by_tiles) attend_tiles<KV>(p, piece.row, piece.head, piece.first, piece.last);
-      else attend_piece<T, KV>(p, piece.row, piece.head, piece.first, piece.last);
+      if (by_tiles) attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      else attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
     }
   });
 }

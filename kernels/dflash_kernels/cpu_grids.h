@@ -1,47 +1,79 @@
-// Weights whose numbers lie on grids, kept in fewer bits than bfloat16 takes, as files in Q4_0, Q4_1 and Q8_0 of GGUF have
-// them: of 32 inputs of an output a number is `code * step + least`, in float32, then rounded to bfloat16. Codes have 4
-// bits, or 8 with a sign and no `least`; both numbers of a grid are float16. Only what gives the very same numbers is kept
-// so.
+// Weights whose numbers lie on grids, kept in fewer bits than numbers take: those of GGUF's quantised types. A number is
+// `code * step + least`, in float32, and rounded where the weight's type is bfloat16; step and least are those of 32 inputs
+// of an output, or of 16.
 
 #pragma once
 
-// A unit of a grid: the codes of 32 outputs and 32 inputs, then 32 steps, then 32 leasts where codes have 4 bits. Codes are
-// words of eight outputs and even and odd inputs, 16 lanes: 4 or 8 inputs of a lane in a word, the first in the lowest
-// bits.
-constexpr long BITS_OF[] = {32, 16, 4, 8};
-static long unit_bytes(int64_t kind) { return TILES * BITS_OF[kind] / 8 + PAIR * 2 * (kind == GRID4 ? 2 : 1); }
+// How the numbers of a kind lie. bits: of a code; those of 8 bits have a sign. inputs: that share a step. number_bytes: of a
+// step and of a least, 2 for float16, 4 for float32.
+struct Grid { long bits, inputs, number_bytes; bool has_leasts; };
+constexpr Grid GRIDS[] = {{4, 32, 2, true}, {8, 32, 2, false}, {4, 32, 4, true}, {8, 16, 4, true}};
+static inline const Grid& grid_of(int64_t kind) { return GRIDS[(kind - GRID4) % 4]; }
+
+// A unit: the codes of its outputs and 32 inputs; then, for each of the inputs that share them, steps and leasts.
+// Codes are words of 16 lanes, 4 or 8 inputs of a lane in a word, the first in the lowest bits. A lane is one of 16 outputs
+// of float32; of bfloat16 it is one of eight, and its even or odd inputs.
+static inline long code_bytes(int64_t kind) { return outputs_of_unit(kind) * DEEP * grid_of(kind).bits / 8; }
+static inline long group_bytes(int64_t kind) {
+  const Grid& grid = grid_of(kind);
+  return outputs_of_unit(kind) * grid.number_bytes * (grid.has_leasts ? 2 : 1);
+}
+static long unit_bytes(int64_t kind) { return code_bytes(kind) + group_bytes(kind) * (DEEP / grid_of(kind).inputs); }
 
 static inline float half_to_float(uint16_t bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 static inline uint16_t float_to_half(float x) { _Float16 h = _Float16(x); uint16_t bits; std::memcpy(&bits, &h, 2); return bits; }
+static inline float half_at(const uint8_t* p) { uint16_t bits; std::memcpy(&bits, p, 2); return half_to_float(bits); }
 // Where the code of an output and an input of a unit is: its word, and its lowest bit there.
 static inline long word_of(int64_t kind, long out, long in, int& bit) {
-  long per_word = 32 / BITS_OF[kind], at = in / 2, words = 16 / per_word;
-  bit = int(at % per_word * BITS_OF[kind]);
+  long bits = grid_of(kind).bits, per_word = 32 / bits, at = is_float(kind) ? in : in / 2, words = 16 / per_word;
+  bit = int(at % per_word * bits);
+  if (is_float(kind)) return at / per_word * LANES + out;
   return (out / 8 * words + at / per_word) * LANES + out % 8 * 2 + in % 2;
 }
-static inline float number_at(const Weight& w, long row, long col) {
-  const uint8_t* unit = (const uint8_t*)w.numbers + (row / PAIR * (w.k / DEEP) + col / DEEP) * unit_bytes(w.kind);
-  const uint16_t* steps = (const uint16_t*)(unit + TILES * BITS_OF[w.kind] / 8);
-  int bit;
-  uint32_t word = ((const uint32_t*)unit)[word_of(w.kind, row % PAIR, col % DEEP, bit)] >> bit;
-  float step = half_to_float(steps[row % PAIR]);
-  return w.kind == GRID4 ? float(word & 15) * step + half_to_float(steps[PAIR + row % PAIR]) : float(int8_t(word)) * step;
+static inline uint8_t* unit_of(const Weight& w, long row, long col) {
+  return (uint8_t*)w.numbers + (row / outputs_of_unit(w.kind) * (w.k / DEEP) + col / DEEP) * unit_bytes(w.kind);
 }
-// Eight numbers of float16, each twice.
-static inline Floats twice(const uint16_t* p) {
+// The place of the step of an output and an input of a unit; its least is `outputs_of_unit` numbers on.
+static inline uint8_t* step_of(const Weight& w, uint8_t* unit, long row, long col) {
+  const Grid& grid = grid_of(w.kind);
+  return unit + code_bytes(w.kind) + col % DEEP / grid.inputs * group_bytes(w.kind) + row % outputs_of_unit(w.kind) * grid.number_bytes;
+}
+static inline float number_at(const Weight& w, long row, long col) {
+  const Grid& grid = grid_of(w.kind);
+  uint8_t *unit = unit_of(w, row, col), *at = step_of(w, unit, row, col);
+  auto read = [&](const uint8_t* p) { float x; std::memcpy(&x, p, 4 * (grid.number_bytes == 4)); return grid.number_bytes == 4 ? x : half_at(p); };
+  int bit;
+  uint32_t word = ((const uint32_t*)unit)[word_of(w.kind, row % outputs_of_unit(w.kind), col % DEEP, bit)] >> bit;
+  float least = grid.has_leasts ? read(at + outputs_of_unit(w.kind) * grid.number_bytes) : 0.0f;
+  return float(grid.bits == 4 ? int(word & 15) : int(int8_t(word))) * read(at) + least;
+}
+// 16 steps or leasts, and eight of them, each twice.
+template <int BYTES> static inline Floats widened(const uint8_t* p) {
+  if constexpr (BYTES == 4) return load((const float*)p);
 #if defined(__AVX512F__)
-  __m512i words = _mm512_cvtepu16_epi32(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)));
-  __m512i both = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), words);
-  return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #else
   Floats x;
-  for (int i = 0; i < 8; i++) x[2 * i] = x[2 * i + 1] = half_to_float(p[i]);
+  for (int i = 0; i < LANES; i++) x[i] = half_at(p + 2 * i);
+  return x;
+#endif
+}
+template <int BYTES> static inline Floats twice(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  __m256 eight;
+  if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
+  else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  return (Floats)_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(eight));
+#else
+  Floats x;
+  for (int i = 0; i < 8; i++) x[2 * i] = x[2 * i + 1] = BYTES == 4 ? ((const float*)p)[i] : half_at(p + 2 * i);
   return x;
 #endif
 }
 // The i-th of the codes of each lane.
-template <int KIND> static inline Floats codes_of(Bits words, int i) {
-  if constexpr (KIND == GRID8) return __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
+template <int BITS> static inline Floats codes_of(Bits words, int i) {
+  if constexpr (BITS == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
 #if defined(__AVX512F__)
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (Floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * i)), values);
@@ -58,81 +90,130 @@ static inline void store_row(bf16* to, Floats lower, Floats upper) {
   store(to + LANES, upper);
 #endif
 }
-template <int KIND> static void unpack(const uint8_t* from, bf16* out) {
-  constexpr int CODES = 32 / (KIND == GRID4 ? 4 : 8), WORDS = 16 / CODES;  // of a lane in a word, and words of eight outputs
+// A unit of bfloat16 as a pair of tiles. GRID: its place in `GRIDS`.
+template <int GRID> static void unpack(const uint8_t* from, bf16* out) {
+  constexpr Grid G = GRIDS[GRID];
+  constexpr int CODES = 32 / G.bits, WORDS = 16 / CODES;  // of a lane in a word, and words of eight outputs
+  constexpr long NUMBERS = PAIR * G.number_bytes, GROUP = NUMBERS * (G.has_leasts ? 2 : 1);
   const uint32_t* words = (const uint32_t*)from;
-  const uint16_t* steps = (const uint16_t*)(words + 4 * WORDS * LANES);
+  const uint8_t* steps = (const uint8_t*)(words + 4 * WORDS * LANES);
   for (long half = 0; half < 2; half++) {
-    Floats step[2], least[2];
-    for (int i = 0; i < 2; i++) {
-      step[i] = twice(steps + half * LANES + i * 8);
-      least[i] = KIND == GRID4 ? twice(steps + PAIR + half * LANES + i * 8) : Floats{};
-    }
+    Floats step[2], least[2]{};
     for (int word = 0; word < WORDS; word++) {
+      if (word % (WORDS * G.inputs / DEEP) == 0)
+        for (int i = 0; i < 2; i++) {
+          const uint8_t* at = steps + word / (WORDS * G.inputs / DEEP) * GROUP + (half * LANES + i * 8) * G.number_bytes;
+          step[i] = twice<G.number_bytes>(at);
+          if constexpr (G.has_leasts) least[i] = twice<G.number_bytes>(at + NUMBERS);
+        }
       Bits lower = *(const Bits*)(words + (half * 2 * WORDS + word) * LANES);
       Bits upper = *(const Bits*)(words + ((half * 2 + 1) * WORDS + word) * LANES);
 #pragma GCC unroll 8
       for (int i = 0; i < CODES; i++) {
-        Floats x = codes_of<KIND>(lower, i) * step[0] + least[0], y = codes_of<KIND>(upper, i) * step[1] + least[1];
+        Floats x = codes_of<G.bits>(lower, i) * step[0] + least[0], y = codes_of<G.bits>(upper, i) * step[1] + least[1];
         store_row(out + half * (TILES / 2) + (word * CODES + i) * PAIR, x, y);
       }
     }
   }
 }
-// A unit as a pair of tiles. Those that follow are fetched meanwhile.
-static void unpack_unit(const Weight& w, long unit, bf16* out) {
-  const uint8_t* from = (const uint8_t*)w.numbers + unit * unit_bytes(w.kind);
-  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(from + 4096 + line);
-  if (w.kind == GRID4) unpack<GRID4>(from, out); else unpack<GRID8>(from, out);
-}
-// The codes and the grid of 32 numbers; false where they are on none.
-static bool find_codes(int64_t kind, const float* w, int* codes, uint16_t& step, uint16_t& least) {
-  float low = w[0], high = w[0], most = 0;
-  for (int i = 0; i < DEEP; i++) low = std::min(low, w[i]), high = std::max(high, w[i]), most = std::max(most, std::fabs(w[i]));
-  auto fits = [&](float by, float from, float lowest, float highest) {
-    float inverse = by != 0 ? 1.0f / by : 0.0f;
-    for (int i = 0; i < DEEP; i++) {
-      float code = std::nearbyint((w[i] - from) * inverse);
-      if (!(code >= lowest && code <= highest) || code * by + from != w[i]) return false;
-      codes[i] = int(code);
+// A unit of float32 as 32 inputs of a panel.
+template <int GRID> static void unpack(const uint8_t* from, float* out) {
+  constexpr Grid G = GRIDS[GRID];
+  constexpr int CODES = 32 / G.bits, WORDS = DEEP / CODES, RUN = WORDS * G.inputs / DEEP;  // words that share their steps
+  constexpr long NUMBERS = LANES * G.number_bytes, GROUP = NUMBERS * (G.has_leasts ? 2 : 1);
+  const uint32_t* words = (const uint32_t*)from;
+  const uint8_t* steps = (const uint8_t*)(words + WORDS * LANES);
+  for (int group = 0; group < WORDS / RUN; group++, steps += GROUP) {
+    Floats step = widened<G.number_bytes>(steps), least{};
+    if constexpr (G.has_leasts) least = widened<G.number_bytes>(steps + NUMBERS);
+    for (int word = group * RUN; word < (group + 1) * RUN; word++) {
+      Bits codes = *(const Bits*)(words + word * LANES);
+#pragma GCC unroll 8
+      for (int i = 0; i < CODES; i++) store(out + (word * CODES + i) * LANES, codes_of<G.bits>(codes, i) * step + least);
     }
-    return true;
-  };
-  if (kind == GRID8) {
-    least = 0;
-    for (int top = most > 0 ? 128 : 1; top; top--) {
-      step = float_to_half(most / float(top));
-      if (fits(half_to_float(step), 0.0f, -128.0f, 127.0f)) return true;
-    }
-    return false;
   }
-  for (int top = high > low ? 15 : 1; top; top--)
-    for (bool down : {false, true}) {  // steps of Q4_0 may be below 0
-      step = float_to_half((down ? low - high : high - low) / float(top));
-      for (int first = 0; first <= 15 - top; first++) {
-        least = float_to_half((down ? high : low) - float(first) * half_to_float(step));
-        if (fits(half_to_float(step), half_to_float(least), 0.0f, 15.0f)) return true;
-      }
-    }
-  return false;
 }
-// Returns whether all numbers of w are on grids.
-static bool pack_grid(int64_t kind, const float* w, long n, long k, uint8_t* out, int threads) {
-  if (k % DEEP) return false;
-  std::memset(out, 0, packed_bytes(kind, n, k));
+// Those that follow are fetched meanwhile.
+template <class T> static void unpack_unit(const Weight& w, long unit, T* out) {
+  long size = unit_bytes(w.kind);
+  const uint8_t* from = (const uint8_t*)w.numbers + unit * size;
+  for (long line = 0; line < size; line += 64) __builtin_prefetch(from + 4096 + line);
+  switch ((w.kind - GRID4) % 4) {
+    case 0: return unpack<0>(from, out);
+    case 1: return unpack<1>(from, out);
+    case 2: return unpack<2>(from, out);
+    default: return unpack<3>(from, out);
+  }
+}
+
+// GGUF's types, in the order of `cpu_ops.BLOCKS`: numbers and bytes of a block.
+enum Type { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
+constexpr struct { long numbers, bytes; } BLOCKS[] = {{32, 18}, {32, 20}, {32, 34}, {256, 144}, {256, 176}, {256, 210}};
+// 32 numbers of a row: their codes, and the steps and leasts of the first 16 and of the others.
+struct Codes { int code[32]; float step[2], least[2]; };
+static void read_scales(const uint8_t* block, long part, float& step, float& least) {  // of Q4_K and Q5_K
+  const uint8_t* s = block + 4;
+  int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
+  int low = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
+  step = half_at(block) * float(scale);
+  least = -(half_at(block + 2) * float(low));
+}
+// Numbers [32 * part, 32 * part + 32) of a block.
+static Codes read_codes(int type, const uint8_t* block, long part) {
+  Codes c{};
+  float step = half_at(block), least = 0.0f;
+  if (type == Q4_0 || type == Q4_1) {
+    const uint8_t* codes = block + (type == Q4_0 ? 2 : 4);
+    least = type == Q4_0 ? -8.0f * step : half_at(block + 2);
+    for (int i = 0; i < 32; i++) c.code[i] = i < 16 ? codes[i] & 15 : codes[i - 16] >> 4;
+  } else if (type == Q8_0) {
+    for (int i = 0; i < 32; i++) c.code[i] = int8_t(block[2 + i]);
+  } else if (type == Q6_K) {
+    long half = part / 4, quarter = part % 4;
+    const uint8_t *low = block + 64 * half + quarter % 2 * 32, *high = block + 128 + 32 * half;
+    const int8_t* scales = (const int8_t*)block + 192 + 8 * half + 2 * quarter;
+    for (int i = 0; i < 32; i++) c.code[i] = ((quarter < 2 ? low[i] & 15 : low[i] >> 4) | (high[i] >> (2 * quarter) & 3) << 4) - 32;
+    for (int i = 0; i < 2; i++) c.step[i] = half_at(block + 208) * float(scales[i]);
+    return c;
+  } else {
+    const uint8_t *high = block + 16, *codes = block + (type == Q4_K ? 16 : 48) + part / 2 * 32;
+    read_scales(block, part, step, least);
+    for (int i = 0; i < 32; i++) {
+      c.code[i] = part % 2 ? codes[i] >> 4 : codes[i] & 15;
+      if (type == Q5_K) c.code[i] |= (high[i] >> part & 1) << 4;
+    }
+  }
+  for (int i = 0; i < 2; i++) c.step[i] = step, c.least[i] = least;
+  return c;
+}
+// Whether a step or a least could be kept as the grid has it.
+static bool write_number(const Grid& grid, float x, uint8_t* to) {
+  if (!std::isfinite(x)) return false;
+  uint16_t half = float_to_half(x);
+  if (grid.number_bytes == 4) std::memcpy(to, &x, 4); else std::memcpy(to, &half, 2);
+  return grid.number_bytes == 4 || half_to_float(half) == x;
+}
+// Writes `rows` rows of blocks as those of w from `first` on, whose memory has zeros. Returns whether all could be kept.
+static bool pack_blocks(const Weight& w, int type, const uint8_t* raw, long first, long rows, int threads) {
+  const Grid& grid = grid_of(w.kind);
+  long outputs = outputs_of_unit(w.kind), row_bytes = w.k / BLOCKS[type].numbers * BLOCKS[type].bytes, begin = first / outputs;
   std::atomic<bool> all{true};
-  share(threads, rounded_up(n, PAIR) / PAIR, 1, [&](long first, long last) {
-    for (long row = first * PAIR; row < std::min(n, last * PAIR); row++)
-      for (long col = 0; col < k && all.load(std::memory_order_relaxed); col += DEEP) {
-        int codes[DEEP], bit;
-        uint8_t* unit = out + (row / PAIR * (k / DEEP) + col / DEEP) * unit_bytes(kind);
-        uint16_t* steps = (uint16_t*)(unit + TILES * BITS_OF[kind] / 8) + row % PAIR;
-        uint16_t least;
-        if (!find_codes(kind, w + row * k + col, codes, steps[0], least)) { all.store(false); return; }
-        if (kind == GRID4) steps[PAIR] = least;
+  share(threads, rounded_up(first + rows, outputs) / outputs - begin, 1, [&](long from, long to) {
+    for (long row = std::max(first, (begin + from) * outputs); row < std::min(first + rows, (begin + to) * outputs); row++)
+      for (long col = 0; col < w.k && all.load(std::memory_order_relaxed); col += DEEP) {
+        const uint8_t* block = raw + (row - first) * row_bytes + col / BLOCKS[type].numbers * BLOCKS[type].bytes;
+        Codes c = read_codes(type, block, col % BLOCKS[type].numbers / DEEP);
+        uint8_t* unit = unit_of(w, row, col);
+        for (long group = 0; group < DEEP / grid.inputs; group++) {
+          uint8_t* at = step_of(w, unit, row, col + group * grid.inputs);
+          bool kept = write_number(grid, c.step[group], at);
+          if (grid.has_leasts) kept &= write_number(grid, c.least[group], at + outputs * grid.number_bytes);
+          if (!kept) all.store(false);
+        }
         for (long i = 0; i < DEEP; i++) {
-          long word = word_of(kind, row % PAIR, i, bit);
-          ((uint32_t*)unit)[word] |= (uint32_t(codes[i]) & ((1u << BITS_OF[kind]) - 1)) << bit;
+          int bit;
+          long word = word_of(w.kind, row % outputs, i, bit);
+          ((uint32_t*)unit)[word] |= (uint32_t(c.code[i]) & ((1u << grid.bits) - 1)) << bit;
         }
       }
   });

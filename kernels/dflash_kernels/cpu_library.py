@@ -157,6 +157,7 @@ def build_for_next_start() -> threading.Thread | None:
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float  # noqa: E741
 SIGNATURES: dict[str, list[Any]] = {
+    "dflash_pack": [I, P, P],
     "dflash_linear": [I, P, L, P, P, P, L],
     "dflash_norm": [I, I, I, P, P, P, P, P, L, L, F],
     "dflash_gate": [I, I, I, P, P, L, L],
@@ -171,7 +172,7 @@ SIGNATURES: dict[str, list[Any]] = {
 # Those that return a number.
 NUMBERS: dict[str, list[Any]] = {
     "dflash_packed_bytes": [L, L, L],
-    "dflash_pack": [I, L, P, L, L, P],
+    "dflash_pack_blocks": [I, P, I, P, L, L],
     "dflash_unpack_rows": [P, P, L, P],
     "dflash_has_tiles": [],
 }

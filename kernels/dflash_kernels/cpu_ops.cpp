@@ -10,16 +10,33 @@
 #include "cpu_choice.h"
 #include "cpu_layers.h"
 
-static int dtype_of(const Weight* w) { return w->kind == FLOATS ? 0 : 1; }
+constexpr long BLOCK_ROWS = 256;  // whose results a core's second cache holds until the next operation reads them
+
+static int dtype_of(const Weight* w) { return is_float(w->kind) ? 0 : 1; }
+static void* at_row(int dtype, const void* p, long row, long step) { return (char*)p + row * step * (dtype == 0 ? 4 : 2); }
+// `each(threads, first, count)` over `rows` rows: few at once, by all threads; many in blocks of about equal size, each by a
+// thread alone, so that what it makes stays in its caches.
+template <class Each> static void in_blocks(int threads, long rows, const Each& each) {
+  if (rows <= BLOCK_ROWS) return each(threads, 0, rows);
+  long workers = std::max(1, threads), blocks = workers * ((rows + workers * BLOCK_ROWS - 1) / (workers * BLOCK_ROWS));
+  share(threads, blocks, 1, [&](long first, long last) {
+    for (long block = first; block < last; block++) {
+      long begin = rows * block / blocks, end = rows * (block + 1) / blocks;
+      if (begin < end) each(1, begin, end - begin);
+    }
+  });
+}
 
 extern "C" {
 int64_t dflash_packed_bytes(int64_t kind, int64_t n, int64_t k) { return packed_bytes(kind, n, k); }
-// w: float32 of grids, else of the weight's own type. Returns whether it can be kept so.
-int64_t dflash_pack(int threads, int64_t kind, const void* w, int64_t n, int64_t k, void* out) {
-  if (kind == FLOATS) pack_floats((const float*)w, n, k, (float*)out, threads);
-  else if (kind == HALVES) pack_halves((const bf16*)w, n, k, (bf16*)out, threads);
-  else return pack_grid(kind, (const float*)w, n, k, (uint8_t*)out, threads);
-  return 1;
+// numbers: of the weight's own type, which is no grid.
+void dflash_pack(int threads, const Weight* w, const void* numbers) {
+  if (w->kind == FLOATS) pack_floats((const float*)numbers, w->n, w->k, (float*)w->numbers, threads);
+  else pack_halves((const bf16*)numbers, w->n, w->k, (bf16*)w->numbers, threads);
+}
+// blocks: of a type of GGUF, rows [first, first + rows) of a weight on grids. Returns whether they can be kept so.
+int64_t dflash_pack_blocks(int threads, const Weight* w, int type, const void* blocks, int64_t first, int64_t rows) {
+  return pack_blocks(*w, type, (const uint8_t*)blocks, first, rows, threads);
 }
 // Returns the place of the first of `rows` that is none of the weight's, -1 where all are.
 int64_t dflash_unpack_rows(const Weight* w, const int64_t* rows, int64_t count, void* out) {
@@ -29,8 +46,13 @@ int64_t dflash_unpack_rows(const Weight* w, const int64_t* rows, int64_t count, 
   return -1;
 }
 void dflash_linear(int threads, const void* x, int64_t x_step, const Weight* weight, const void* bias, void* out, int64_t m) {
-  Product p{x, weight, bias, out, m, weight->n, weight->k, x_step};
-  if (weight->kind == FLOATS) linear_float(p, threads); else linear_bf16(p, threads);
+  int dtype = dtype_of(weight);
+  in_blocks(threads, m, [&](int threads, long first, long count) {
+    Product p{at_row(dtype, x, first, x_step), weight, bias, at_row(dtype, out, first, weight->n), count, weight->n, weight->k, x_step};
+    if (weight->kind == FLOATS) linear_float(p, threads);
+    else if (dtype == 0) linear_float_grid(p, threads);
+    else linear_bf16(p, threads);
+  });
 }
 void dflash_norm(int dtype, int weight_dtype, int threads, const void* x, const void* residual, const void* weight, void* normed,
                  void* total, int64_t rows, int64_t size, float eps) {
@@ -81,25 +103,34 @@ void dflash_linear_rope_write(int norm_dtype, int kv_dtype, int threads, const v
                               const void* bias, const void* norm, float eps, const void* cos, const void* sin,
                               const int64_t* slots, void* query, void* cache, float* scales, int64_t tokens, int64_t heads,
                               int64_t kv_heads, int64_t dim) {
-  void* qkv = scratch(tokens * weight->n, BETWEEN);
-  dflash_linear(threads, x, x_step, weight, bias, qkv, tokens);
-  dflash_rope_write(dtype_of(weight), norm_dtype, kv_dtype, threads, qkv, norm, eps, cos, sin, slots, query, cache, scales, tokens, heads,
-                    kv_heads, dim);
+  int dtype = dtype_of(weight);
+  in_blocks(threads, tokens, [&](int threads, long first, long count) {
+    void* qkv = scratch(count * weight->n, BETWEEN);
+    dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, weight, bias, qkv, count);
+    dflash_rope_write(dtype, norm_dtype, kv_dtype, threads, qkv, norm, eps, at_row(dtype, cos, first, dim), at_row(dtype, sin, first, dim),
+                      slots + first, at_row(dtype, query, first, heads * dim), cache, scales, count, heads, kv_heads, dim);
+  });
 }
 void dflash_linear_norm(int norm_dtype, int threads, const void* x, int64_t x_step, const Weight* weight, const void* bias,
                         const void* residual, const void* norm, void* normed, void* total, int64_t m, float eps) {
-  void* product = scratch(m * weight->n, BETWEEN);
-  dflash_linear(threads, x, x_step, weight, bias, product, m);
-  dflash_norm(dtype_of(weight), norm_dtype, threads, product, residual, norm, normed, total, m, weight->n, eps);
+  int dtype = dtype_of(weight);
+  in_blocks(threads, m, [&](int threads, long first, long count) {
+    void* product = scratch(count * weight->n, BETWEEN);
+    dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, weight, bias, product, count);
+    dflash_norm(dtype, norm_dtype, threads, product, at_row(dtype, residual, first, weight->n), norm, at_row(dtype, normed, first, weight->n),
+                at_row(dtype, total, first, weight->n), count, weight->n, eps);
+  });
 }
 void dflash_gated_mlp(int threads, int is_gelu, const void* x, int64_t x_step, const Weight* gate_up, const void* gate_up_bias,
                       const Weight* down, const void* down_bias, void* out, int64_t m) {
   int dtype = dtype_of(gate_up);
-  void* both = scratch(3 * m * down->k, BETWEEN);
-  void* gated = (char*)both + 2 * m * down->k * (dtype == 0 ? 4 : 2);
-  dflash_linear(threads, x, x_step, gate_up, gate_up_bias, both, m);
-  dflash_gate(dtype, threads, is_gelu, both, gated, m, down->k);
-  dflash_linear(threads, gated, down->k, down, down_bias, out, m);
+  in_blocks(threads, m, [&](int threads, long first, long count) {
+    void* both = scratch(3 * count * down->k, BETWEEN);
+    void* gated = at_row(dtype, both, count, 2 * down->k);
+    dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, gate_up, gate_up_bias, both, count);
+    dflash_gate(dtype, threads, is_gelu, both, gated, count, down->k);
+    dflash_linear(threads, gated, down->k, down, down_bias, at_row(dtype, out, first, down->n), count);
+  });
 }
 // Whether bfloat16 is multiplied by AMX, attention among it.
 int64_t dflash_has_tiles() { return tiles_attend(); }
@@ -107,14 +138,23 @@ int64_t dflash_has_tiles() { return tiles_attend(); }
 int dflash_trial() {
   const float number[] = {1.0f, 0.5f};
   int wrong = 0;
-  for (int64_t kind = 0; kind < 4; kind++) {
+  for (int64_t kind = 0; kind < KINDS; kind++) {
     std::vector<float> w(64 * 32, 1.0f), out(64), x(64, 1.0f);
     std::vector<bf16> halves(64 * 32, bf16{0x3f80});
     std::vector<uint8_t> packed(packed_bytes(kind, 32, 64));
-    wrong |= !dflash_pack(2, kind, kind == HALVES ? (void*)halves.data() : w.data(), 32, 64, packed.data());
     Weight weight{kind, 32, 64, packed.data()};
-    dflash_linear(2, kind == FLOATS ? (void*)x.data() : halves.data(), 64, &weight, nullptr, out.data(), 1);
-    wrong |= (kind == FLOATS ? out[31] : to_float(((bf16*)out.data())[31])) != 64.0f;
+    if (kind < GRID4) dflash_pack(2, &weight, kind == HALVES ? (void*)halves.data() : w.data());
+    else {
+      std::vector<uint8_t> blocks(64 * 34, 1);  // of Q8_0, all codes 1
+      for (int i = 0; i < 64; i++) blocks[i * 34] = 0, blocks[i * 34 + 1] = 0x3c;  // steps of 1
+      for (int i = 0; i < 64 && grid_of(kind).bits == 4; i++) {  // of Q4_1, in 20 bytes
+        std::fill_n(blocks.begin() + i * 20, 20, uint8_t(0x11));
+        blocks[i * 20] = blocks[i * 20 + 2] = blocks[i * 20 + 3] = 0, blocks[i * 20 + 1] = 0x3c;
+      }
+      wrong |= !dflash_pack_blocks(2, &weight, grid_of(kind).bits == 4 ? Q4_1 : Q8_0, blocks.data(), 0, 32);
+    }
+    dflash_linear(2, is_float(kind) ? (void*)x.data() : halves.data(), 64, &weight, nullptr, out.data(), 1);
+    wrong |= (is_float(kind) ? out[31] : to_float(((bf16*)out.data())[31])) != 64.0f;
   }
   std::vector<bf16> query(64, bf16{0x3f80}), cache(2 * 16 * 64, bf16{0x3f80}), attended(64);
   int32_t table = 0;

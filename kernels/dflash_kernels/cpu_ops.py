@@ -5,6 +5,8 @@ Rows of all arguments are contiguous. An operation uses as many threads as torch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -19,13 +21,20 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What numbers may be in, and its number in the library."""
 KV_DTYPES = {**DTYPES, torch.uint8: 2}
 """The same for KV; uint8 is FP8."""
-GRIDS = (2, 3)
-"""The numbers in the library of grids of 4 bits and of 8."""
-GRID_INPUTS = 32
+BLOCKS = {
+    "Q4_0": (32, 18, 0),
+    "Q4_1": (32, 20, 0),
+    "Q8_0": (32, 34, 1),
+    "Q4_K": (256, 144, 2),
+    "Q5_K": (256, 176, 3),
+    "Q6_K": (256, 210, 3),
+}
+"""The types of GGUF that are kept, in the order of their numbers in the library: numbers and bytes of a block, and the
+grid that holds them: codes of 4 or 8 bits by steps in float16 (0, 1), the same by steps in float32 (2, 3)."""
+FIRST_GRID = {torch.bfloat16: 2, torch.float32: 6}
+"""The number of grid 0 in the library, by what numbers are in."""
 LANES = 16
 MAX_HEAD_DIM = 1024
-# With more tokens what a call keeps between its operations would take much memory, and calls cost little.
-MAX_TOGETHER = 1024
 
 _library = cpu_library.load()
 HAS_CPU_OPS = _library is not None
@@ -35,25 +44,24 @@ HAS_TILES = _library is not None and bool(_library.dflash_has_tiles())
 
 class PackedWeight:
     """A weight `[out_features, in_features]` in the order in which products read it, as float32 or bfloat16, or as
-    codes on grids that are the very numbers of a bfloat16 weight (`cpu_grids.h`)."""
+    codes on grids that give the very same numbers (`cpu_grids.h`)."""
 
     __slots__ = ("address", "data", "described", "dtype", "shape")
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Packs `weight`, which is not kept."""
-        self._keep(weight, DTYPES[weight.dtype], weight.dtype)
-
-    def _keep(self, weight: torch.Tensor, kind: int, dtype: torch.dtype) -> bool:
-        """Whether it is kept as this kind. address: of what the library knows of it."""
         assert _library is not None
-        self.shape = (weight.shape[0], weight.shape[1])
-        self.dtype = dtype
         weight = weight.contiguous()
-        self.data = torch.empty(_library.dflash_packed_bytes(kind, *self.shape), dtype=torch.uint8)
-        self.described = np.array([kind, *self.shape, self.data.data_ptr()], np.int64)
+        self._describe(DTYPES[weight.dtype], (weight.shape[0], weight.shape[1]), weight.dtype)
+        _library.dflash_pack(torch.get_num_threads(), self.address, weight.data_ptr())
+
+    def _describe(self, kind: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """Memory for a weight of this kind. address: of what the library knows of it."""
+        assert _library is not None
+        self.shape, self.dtype = shape, dtype
+        self.data = torch.empty(_library.dflash_packed_bytes(kind, *shape), dtype=torch.uint8)
+        self.described = np.array([kind, *shape, self.data.data_ptr()], np.int64)
         self.address = self.described.ctypes.data
-        threads = torch.get_num_threads()
-        return bool(_library.dflash_pack(threads, kind, weight.data_ptr(), *self.shape, self.data.data_ptr()))
 
     @property
     def device(self) -> torch.device:
@@ -66,18 +74,32 @@ class PackedWeight:
         return HAS_CPU_OPS and weight.is_cpu and weight.dtype in DTYPES and weight.dim() == 2 and 0 not in weight.shape
 
     @classmethod
-    def on_grids(cls, weight: torch.Tensor) -> PackedWeight | None:
-        """A float32 weight as codes whose numbers, rounded to bfloat16, are those of `weight`; None where they are on
-        no grids, as those of 32 inputs of an output are in Q4_0, Q4_1 and Q8_0 of GGUF."""
-        if not cls.fits(weight) or weight.shape[1] % GRID_INPUTS:
+    def of_blocks(cls, parts: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PackedWeight | None:
+        """Weights of GGUF, their rows below one another, as codes whose numbers are theirs, rounded to `dtype` (float32
+        or bfloat16). parts: the type of each, and its blocks, uint8 `[num_rows, num_bytes]`. None where a type is none
+        of `BLOCKS`, and for numbers that are not finite."""
+        kinds = {kind for kind, _ in parts}
+        if not (HAS_CPU_OPS and dtype in FIRST_GRID and kinds <= set(BLOCKS)) or any(
+            0 in raw.shape for _, raw in parts
+        ):
             return None
-        first = weight[:1, :GRID_INPUTS].contiguous()
-        for kind in GRIDS:
-            found = cls.__new__(cls)
-            # Most weights are on none, which their first numbers tell.
-            if found._keep(first, kind, torch.bfloat16) and found._keep(weight, kind, torch.bfloat16):
-                return found
-        return None
+        grids = {BLOCKS[kind][2] for kind in kinds}
+        grid = grids.pop() if len(grids) == 1 else 2 if grids == {0, 2} else 3
+        assert _library is not None
+        rows, (columns,) = (
+            sum(len(raw) for _, raw in parts),
+            {raw.shape[1] // BLOCKS[kind][1] * BLOCKS[kind][0] for kind, raw in parts},
+        )
+        found = cls.__new__(cls)
+        found._describe(FIRST_GRID[dtype] + grid, (rows, columns), dtype)
+        found.data.zero_()
+        threads, first = torch.get_num_threads(), 0
+        for kind, raw in parts:
+            raw, number = raw.contiguous(), list(BLOCKS).index(kind)
+            if not _library.dflash_pack_blocks(threads, found.address, number, raw.data_ptr(), first, len(raw)):
+                return None
+            first += len(raw)
+        return found
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows of the weight at `index` (int64 `[n]`), as numbers: `[n, in_features]`. Raises `IndexError`."""
@@ -212,7 +234,7 @@ def linear_rope_write(
     num_tokens, norm = x.shape[0], x if qk_norm is None else qk_norm
     known = norm.dtype == x.dtype or norm.dtype == torch.float32
     plain = x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
-    if num_tokens > MAX_TOGETHER or not (known and plain) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+    if not (known and plain) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return qk_norm_rope_write(packed.product(x, bias), qk_norm, eps, cos, sin, slots, cache, padded, scales)
     assert _library is not None
     num_heads = packed.shape[0] // head_dim - 2 * num_kv_heads
@@ -238,7 +260,7 @@ def linear_norm(
     """`add_rms_norm` of a product, in one call."""
     num_tokens = x.shape[0]
     known = weight.dtype == x.dtype or weight.dtype == torch.float32
-    if num_tokens > MAX_TOGETHER or not known or not (x.is_contiguous() and residual.is_contiguous()):
+    if not known or not (x.is_contiguous() and residual.is_contiguous()):
         return add_rms_norm(packed.product(x, bias), residual, weight, eps)
     assert _library is not None
     n, k = packed.shape
@@ -261,7 +283,7 @@ def gated_mlp(
 ) -> torch.Tensor:
     """Both products of an MLP and its gate, in one call: `[n, hidden]` -> `[n, out_features]`."""
     num_tokens = x.shape[0]
-    if num_tokens > MAX_TOGETHER or not x.is_contiguous():
+    if not x.is_contiguous():
         return down.product(_gate(gate_up.product(x, gate_up_bias), is_gelu), down_bias)
     assert _library is not None
     out = x.new_empty((num_tokens, down.shape[0]))

@@ -61,18 +61,22 @@ static void products(int rows, int vectors, const float* a, long a_step, const B
 // A packed weight. kind: how its numbers lie. n, k: outputs and inputs.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
-// two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Both grids (`cpu_grids.h`) hold the
-// numbers of a bfloat16 weight in fewer bits, in units of 32 outputs and 32 inputs that become such a pair of tiles.
-enum Kind { FLOATS, HALVES, GRID4, GRID8 };
+// two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
+// numbers in fewer bits, in units of 32 inputs: of 32 outputs for bfloat16, which become such a pair of tiles, and of 16
+// for float32, which become 32 inputs of a panel.
+// Both in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
+enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, KINDS };
 struct Weight { int64_t kind, n, k; const void* numbers; };
 constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
 
+static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLOAT_GRID4; }
 static inline long rounded_up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long depth(int64_t kind, long k) { return kind == FLOATS ? k : rounded_up(k, DEEP); }
-static long unit_bytes(int64_t kind);  // of a pair of tiles in a grid
+static inline long outputs_of_unit(int64_t kind) { return is_float(kind) ? LANES : PAIR; }
+static long unit_bytes(int64_t kind);  // of a grid
 static long packed_bytes(int64_t kind, long n, long k) {
   if (kind == FLOATS) return rounded_up(n, LANES) * k * 4;
-  long units = rounded_up(n, PAIR) / PAIR * (depth(kind, k) / DEEP);
+  long units = rounded_up(n, outputs_of_unit(kind)) / outputs_of_unit(kind) * (depth(kind, k) / DEEP);
   return units * (kind == HALVES ? TILES * 2 : unit_bytes(kind));
 }
 static inline long place(long row, long col, long deep) {  // in bfloat16
@@ -102,6 +106,10 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 }
 
 #include "cpu_grids.h"
+
+constexpr long MADE_AT_ONCE = 64;   // inputs of a grid whose numbers, of VECTORS panels, are in a core's first cache
+constexpr long ROWS_OF_GRID = 512;  // rows whose sums its second cache holds
+static_assert(DEPTH_AT_ONCE % MADE_AT_ONCE == 0 && MADE_AT_ONCE % DEEP == 0);
 
 struct Product {
   const void* x; const Weight* weight; const void* bias; void* out;
@@ -233,6 +241,44 @@ static void linear_float(const Product& p, int threads) {
     plain_product<float>(p, (const float*)p.x, p.x_step, packed, first, last);
   });
 }
+// Of rows [row, last) by `vectors` panels from `first` on, whose numbers are made a few inputs at a time. Sums run
+// in the order of `plain_product`, so results are those of the numbers.
+static void grid_panels(const Product& p, long row, long last, long first, int vectors) {
+  const Weight& w = *p.weight;
+  long units = w.k / DEEP, width = VECTORS * LANES;
+  float* sums = scratch((last - row) * width * 2 + MADE_AT_ONCE * width);
+  float *parts = sums + (last - row) * width, *made = parts + (last - row) * width;
+  for (long begin = 0; begin < w.k; begin += MADE_AT_ONCE) {
+    long end = std::min(w.k, begin + MADE_AT_ONCE);
+    for (int j = 0; j < vectors; j++)
+      for (long unit = begin / DEEP; unit < end / DEEP; unit++)
+        unpack_unit(w, (first + j) * units + unit, made + j * MADE_AT_ONCE * LANES + (unit * DEEP - begin) * LANES);
+    bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == w.k;
+    float* into = begin < DEPTH_AT_ONCE ? sums : parts;
+    for (long at = row; at < last; at += AT_ONCE) {
+      int rows = int(std::min<long>(AT_ONCE, last - at));
+      float *to = into + (at - row) * width, *sum = sums + (at - row) * width;
+      products(rows, vectors, (const float*)p.x + at * p.x_step + begin, p.x_step, made, LANES, MADE_AT_ONCE * LANES, end - begin, adds, to, width);
+      if (ends && to != sum)
+        for (long i = 0; i < rows * width; i += LANES) store(sum + i, load(sum + i) + load(to + i));
+    }
+  }
+  for (int j = 0; j < vectors; j++) {
+    long col = (first + j) * LANES;
+    int count = int(std::min<long>(LANES, p.n - col));
+    Floats offset = p.bias ? load_some((const float*)p.bias + col, count) : Floats{};
+    for (long at = row; at < last; at++)
+      store_some((float*)p.out + at * p.n + col, load(sums + (at - row) * width + j * LANES) + offset, count);
+  }
+}
+static void linear_float_grid(const Product& p, int threads) {
+  long panels = rounded_up(p.n, LANES) / LANES;
+  share(threads, (panels + VECTORS - 1) / VECTORS, 1, [&](long first, long last) {
+    for (long row = 0; row < p.m; row += ROWS_OF_GRID)
+      for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS)
+        grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, int(std::min<long>(VECTORS, panels - panel)));
+  });
+}
 static void linear_bf16(const Product& p, int threads) {
   long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR;
   const bf16* x = (const bf16*)p.x;
@@ -266,16 +312,17 @@ static void linear_bf16(const Product& p, int threads) {
     }
   });
 }
-// Rows of a weight as numbers: float32 of a weight in float32, else bfloat16.
+// Rows of a weight as numbers of its type.
 static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* out) {
   for (long i = 0; i < count; i++)
     for (long col = 0; col < w.k; col++) {
       if (w.kind == FLOATS) ((float*)out)[i * w.k + col] = ((const float*)w.numbers)[rows[i] / LANES * w.k * LANES + col * LANES + rows[i] % LANES];
       else if (w.kind == HALVES) ((bf16*)out)[i * w.k + col] = ((const bf16*)w.numbers)[place(rows[i], col, depth(HALVES, w.k))];
       else {
+        float exact = number_at(w, rows[i], col);
         bf16 number[LANES];
-        store(number, all(number_at(w, rows[i], col)));
-        ((bf16*)out)[i * w.k + col] = number[0];
+        store(number, all(exact));
+        if (is_float(w.kind)) ((float*)out)[i * w.k + col] = exact; else ((bf16*)out)[i * w.k + col] = number[0];
       }
     }
 }

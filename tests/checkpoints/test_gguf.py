@@ -31,7 +31,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target
+from dflash_backend.checkpoints.files import read_header
 from dflash_backend.checkpoints.gguf import architectures, convert, reader
+from dflash_backend.checkpoints.gguf.blocks import numbers_of
 from dflash_backend.checkpoints.gguf.parts import in_order, rotation_of_neighbours, whole
 from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.named import NAMED, named_file
@@ -39,14 +41,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.inspection import inspect
-from dflash_backend.models import load_target
-from dflash_backend.models.decoder import DecoderTarget
-from dflash_backend.models.layers import LayerWeights
-from dflash_backend.models.linear import PackedLinear
-from dflash_backend.models.mlp import DenseMlp
-from dflash_backend.models.ops import CpuLayerOps
 from dflash_cli.launcher.server_options import environment_with
-from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.support.gguf_checkpoint import BYTES, as_converter, write_gguf
 from tests.support.scale import by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_target, target_config
@@ -89,7 +84,14 @@ def make_gguf(
 
 
 def numbers(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
-    return dict(load_file(directory / "model.safetensors"))
+    """The tensors of a checkpoint, blocks of GGUF as their numbers."""
+    file = directory / "model.safetensors"
+    found = dict(load_file(file))
+    for name, header in read_header(file).items():
+        if header.blocks:
+            raw = found[name]
+            found[name] = numbers_of(raw.reshape(-1, raw.shape[-1]), header.blocks).reshape(header.shape)
+    return found
 
 
 def conversions(cache: Path) -> list[Path]:
@@ -133,40 +135,6 @@ def test_answers_are_those_of_the_checkpoint_in_safetensors(tmp_path: Path) -> N
 
 
 KINDS = sorted({kind.name for kind in gguf.quants._type_traits} - {"BF16"})
-
-
-@pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_on_a_cpu_weights_stay_on_their_grids_and_answers_keep_their_bits(
-    tmp_path: Path, kind: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each weight takes the bits that the file has, and gives the scores that its numbers give."""
-
-    def block(name: str, tensor: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
-        own = "Q8_0" if name == "token_embd.weight" else kind
-        return None if tensor.ndim == 1 else (gguf.quants.quantize(tensor, gguf.GGMLQuantizationType[own]), own)
-
-    changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": tied}
-    make_gguf(tmp_path / "m.gguf", changes=changes, block=block)
-    spec = read_target(find_model(str(tmp_path / "m.gguf"), "target_model"))
-    scores = []
-    for finds in (True, False):
-        monkeypatch.setattr(CpuLayerOps, "finds_grids", finds)
-        target = load_target(spec, 64, torch.bfloat16, torch.device("cpu"))
-        assert isinstance(target, DecoderTarget)
-        weights = target.layers[0].weights
-        assert isinstance(weights, LayerWeights)
-        assert isinstance(weights.mlp, DenseMlp)
-        for linear in (weights.qkv, weights.output, weights.mlp.gate_up, weights.mlp.down, target.lm_head):
-            assert isinstance(linear, PackedLinear)
-            rows, columns = linear.packed.shape
-            bits = linear.packed.data.nbytes * 8 / (-(-rows // 32) * 32 * columns)
-            in_file = 8.5 if kind == "Q8_0" or (tied and linear is target.lm_head) else 5.0
-            assert bits == (in_file if finds else 16.0)
-        hidden = target.embed(torch.arange(VOCAB_SIZE))
-        scores.append((hidden, weights.mlp.forward(hidden, target.ops), target.logits(hidden)))
-    assert all(map(torch.equal, *scores))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -566,18 +534,20 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path, m
             parser.parse()
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, turned: bool) -> None:
-    """8 million numbers become 32 MB on disk."""
+def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, turned: bool, kind: str) -> None:
+    """8 million numbers become 32 MB on disk, or stay in their blocks."""
     rows, columns = 1 << 12, 1 << 11
     block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0][1]
     (tmp_path / "w").write_bytes(bytes(rows * columns // 32 * block_bytes))
     tensor = reader.GgufTensor(tmp_path / "w", "w", "Q4_0", (rows, columns), 0, 32, block_bytes)
     part = in_order(tensor, rotation_of_neighbours(np.arange(rows), 64)) if turned else whole(tensor)
     with open(os.devnull, "wb") as stream:
-        list(convert._write_part(whole(replace(tensor, shape=(1, 32))), stream))  # imports
+        list(convert._write_part(whole(replace(tensor, shape=(1, 32))), kind, stream))  # imports
         tracemalloc.start()
-        assert sum(convert._write_part(part, stream)) == 4 * rows * columns
+        size = 4 * rows * columns if kind == "F32" else tensor.num_bytes
+        assert sum(convert._write_part(part, kind, stream)) == size
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 24 << 20

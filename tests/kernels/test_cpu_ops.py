@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash_backend.checkpoints.gguf.blocks import BITS, BLOCKS
 from dflash_kernels import cpu_library, cpu_ops
 from dflash_kernels.activation import gelu_mul_reference, silu_mul_reference
 from dflash_kernels.argmax import argmax_reference
@@ -72,69 +73,83 @@ def test_rows_of_a_packed_weight_are_its_numbers(dtype: torch.dtype) -> None:
             PackedWeight(weight).rows(torch.tensor([0, row]))
 
 
-def on_grids(kind: str, outputs: int, inputs: int) -> torch.Tensor:
-    """Numbers as a file in this type of GGUF has them."""
-    quants = pytest.importorskip("gguf.quants")
-    kinds = pytest.importorskip("gguf").GGMLQuantizationType
-    numbers = random(outputs, inputs).numpy() * 0.1
-    numbers[0, :32], numbers[1, :32] = 0.0, 0.25  # blocks of one number
-    return torch.from_numpy(quants.dequantize(quants.quantize(numbers, kinds[kind]), kinds[kind]))
+# Where a block of each type has its numbers in float16.
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def blocks_of(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of this type of GGUF, uint8 `[rows, bytes]`, any codes, steps of either sign, and their numbers."""
+    numbers, num_bytes, _ = cpu_ops.BLOCKS[kind]
+    rng = np.random.default_rng(rows + columns)
+    blocks = rng.integers(0, 256, (rows, columns // numbers, num_bytes), np.uint8)
+    for at in HALVES[kind]:
+        halves = rng.uniform(-1, 1, blocks.shape[:2]) * 2.0 ** rng.integers(-12, 2, blocks.shape[:2])
+        blocks[..., at : at + 2] = halves.astype("<f2")[..., None].view("u1")
+    raw = blocks.reshape(rows, -1)
+    quants, kinds = pytest.importorskip("gguf.quants"), pytest.importorskip("gguf").GGMLQuantizationType
+    return torch.from_numpy(raw), torch.from_numpy(quants.dequantize(raw, kinds[kind]))
+
+
+def test_types_of_blocks_are_those_of_files() -> None:
+    assert cpu_ops.BLOCKS.keys() == BITS.keys()
+    assert all(BLOCKS[kind] == (numbers, num_bytes) for kind, (numbers, num_bytes, _) in cpu_ops.BLOCKS.items())
 
 
 @needs_library
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 5), ("Q4_1", 5), ("Q8_0", 8.5)])
-def test_a_weight_on_grids_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str, bits: float) -> None:
-    for outputs, inputs in ((64, 576), (49, 1536), (7, 32)):
-        numbers = on_grids(kind, outputs, inputs)
-        packed, plain = PackedWeight.on_grids(numbers), PackedWeight(numbers.bfloat16())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BITS)
+def test_a_weight_in_blocks_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str, dtype: torch.dtype) -> None:
+    unit = 16 if dtype == torch.float32 else 32  # outputs that lie together
+    for outputs, inputs in ((64, 768), (49, 1536), (7, 256)):
+        raw, numbers = blocks_of(kind, outputs, inputs)
+        packed, plain = PackedWeight.of_blocks([(kind, raw)], dtype), PackedWeight(numbers.to(dtype))
         assert packed is not None
         assert packed.shape == (outputs, inputs)
-        assert packed.data.nbytes * 8 == -(-outputs // 32) * 32 * inputs * bits
+        assert packed.data.nbytes * 8 == -(-outputs // unit) * unit * inputs * BITS[kind]
         index = torch.arange(outputs).flip(0)
-        assert torch.equal(packed.rows(index), numbers.bfloat16()[index])
-        x, bias = random(70, inputs, seed=1).bfloat16(), random(outputs, seed=2).bfloat16()
-        for rows in (1, 16, 33, 70):
+        assert torch.equal(packed.rows(index), numbers.to(dtype)[index])
+        x, bias = random(520, inputs, seed=1).to(dtype), random(outputs, seed=2).to(dtype)
+        for rows in (1, 16, 33, 70, 520):
             assert torch.equal(packed.product(x[:rows], bias), plain.product(x[:rows], bias))
 
 
 @needs_library
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 5), ("Q4_1", 5), ("Q8_0", 8.5)])
-def test_any_codes_of_a_grid_are_found(kind: str, bits: float) -> None:
-    """Of few values, that do not begin at 0, with steps of any size and, of 4 bits, of either sign."""
-    quants = pytest.importorskip("gguf.quants")
-    kinds = pytest.importorskip("gguf").GGMLQuantizationType
-    rng, rows, blocks, most = np.random.default_rng(7), 64, 3, 256 if kind == "Q8_0" else 16
-    lowest, count = rng.integers(0, most - 1, (2, rows, blocks, 1))
-    codes = lowest + rng.integers(0, most, (rows, blocks, 32)) % np.minimum(count + 2, most - lowest)
-    codes[..., :2] = lowest + np.array([0, 1])  # more than one value
-    steps = (rng.uniform(0.5, 1, (rows, blocks, 1)) * 2.0 ** rng.integers(-12, 2, (rows, blocks, 1))).astype("f2")
-    if kind == "Q8_0":
-        codes[1, :, 0] = 128  # the least, with its sign
-        parts = [steps.view("u1"), codes.astype("u1")]
-    else:
-        steps *= rng.choice([-1, 1], steps.shape).astype("f2")
-        least = (steps * rng.uniform(-12, 4, steps.shape)).astype("f2")
-        nibbles = (codes[..., :16] | codes[..., 16:] << 4).astype("u1")
-        parts = [*(each.view("u1") for each in (steps, least)[: 1 if kind == "Q4_0" else 2]), nibbles]
-    numbers = quants.dequantize(np.concatenate(parts, axis=-1).reshape(rows, -1), kinds[kind])
-    packed = PackedWeight.on_grids(torch.from_numpy(numbers))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kinds", "bits"), [("Q4_1 Q4_0 Q4_1", 5), ("Q4_K Q4_K Q4_1", 6), ("Q4_K Q5_K Q6_K", 12), ("Q4_0 Q8_0 Q8_0", 12)]
+)
+def test_weights_of_several_types_are_one(kinds: str, bits: int, dtype: torch.dtype) -> None:
+    """Their rows lie below one another, and a unit has rows of two."""
+    parts = [(kind, *blocks_of(kind, rows, 512)) for kind, rows in zip(kinds.split(), (40, 9, 15), strict=True)]
+    packed = PackedWeight.of_blocks([(kind, raw) for kind, raw, _ in parts], dtype)
     assert packed is not None
-    assert packed.data.nbytes * 8 == rows * blocks * 32 * bits
-    assert torch.equal(packed.rows(torch.arange(rows)), torch.from_numpy(numbers).bfloat16())
-    x = random(5, blocks * 32).bfloat16()
-    assert torch.equal(packed.product(x), PackedWeight(torch.from_numpy(numbers).bfloat16()).product(x))
+    assert packed.data.nbytes * 8 == 64 * 512 * bits
+    numbers = torch.cat([numbers for *_, numbers in parts]).to(dtype)
+    assert torch.equal(packed.rows(torch.arange(64)), numbers)
+    x = random(5, 512).to(dtype)
+    assert torch.equal(packed.product(x), PackedWeight(numbers).product(x))
 
 
 @needs_library
-def test_a_weight_off_its_grids_is_kept_as_numbers() -> None:
-    numbers = on_grids("Q4_1", 40, 64)
-    for place in ((0, 0), (39, 63)):
-        changed = numbers.clone()
-        changed[place] += 1e-3
-        assert PackedWeight.on_grids(changed) is None
-    assert PackedWeight.on_grids(random(40, 64)) is None
-    assert PackedWeight.on_grids(numbers[:, :48].contiguous()) is None
-    assert PackedWeight.on_grids(torch.full((4, 32), float("nan"))) is None
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BITS)
+def test_blocks_whose_numbers_are_not_kept_are_read_as_numbers(kind: str, dtype: torch.dtype) -> None:
+    raw, _ = blocks_of(kind, 40, 512)
+    for at in HALVES[kind]:
+        for row in (0, 39):
+            for bad in (float("nan"), float("inf")):
+                damaged = raw.clone()
+                damaged[row, at : at + 2] = torch.from_numpy(np.array([bad], "<f2").view("u1"))
+                assert PackedWeight.of_blocks([(kind, damaged)], dtype) is None
+    assert PackedWeight.of_blocks([("Q2_K", raw)], dtype) is None
+    assert PackedWeight.of_blocks([(kind, raw)], torch.float16) is None
+
+
+@needs_library
+def test_a_step_whose_least_has_no_float16_is_read_as_a_number() -> None:
+    raw, _ = blocks_of("Q4_0", 2, 32)
+    raw[1, :2] = torch.from_numpy(np.array([9000], "<f2").view("u1"))  # eight of them are more than float16 has
+    assert PackedWeight.of_blocks([("Q4_0", raw)], torch.float32) is None
 
 
 @needs_library
@@ -186,11 +201,19 @@ def test_rotation_and_the_write_of_kv_are_those_of_torch(
         )
 
 
+def in_pieces(packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product, few rows at a time: many go in blocks, each by a thread."""
+    return torch.cat([packed.product(rows, bias) for rows in x.split(100)])
+
+
 @needs_library
+@pytest.mark.parametrize("tokens", [7, 257, 600])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(dtype: torch.dtype, with_bias: bool) -> None:
-    heads, kv_heads, dim, tokens, hidden = 4, 2, 32, 7, 96
+def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
+    dtype: torch.dtype, with_bias: bool, tokens: int
+) -> None:
+    heads, kv_heads, dim, hidden = 4, 2, 32, 96
     width, inner = (heads + 2 * kv_heads) * dim, 80
     shapes = {"qkv": (width, hidden), "out": (hidden, heads * dim), "up": (2 * inner, hidden), "down": (hidden, inner)}
     weights = {name: PackedWeight(random(*shape, seed=i).to(dtype)) for i, (name, shape) in enumerate(shapes.items())}
@@ -199,20 +222,23 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(dtype
     tables = random(2, tokens, 1, dim, seed=7).to(dtype)
     norm, weight = random(heads + kv_heads, dim, seed=8).to(dtype), random(hidden, seed=4).to(dtype)
     slots, caches = (
-        torch.tensor([3, 1, -1, 0, 9, 8, 7]),
-        [torch.zeros(10, 2, kv_heads, dim, dtype=dtype) for _ in range(2)],
+        torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(0))[:tokens],
+        [torch.zeros(tokens + 3, 2, kv_heads, dim, dtype=dtype) for _ in range(2)],
     )
+    slots[2] = -1
     rest = norm, 1e-6, tables[0], tables[1], slots
     both = cpu_ops.linear_rope_write(weights["qkv"], biases["qkv"], x, *rest, caches[0], True, None)
-    alone = cpu_ops.qk_norm_rope_write(weights["qkv"].product(x, biases["qkv"]), *rest, caches[1], True, None)
+    alone = cpu_ops.qk_norm_rope_write(in_pieces(weights["qkv"], x, biases["qkv"]), *rest, caches[1], True, None)
     assert torch.equal(both, alone)
     assert torch.equal(caches[0], caches[1])
     normed = cpu_ops.linear_norm(weights["out"], biases["out"], wide, x, weight, 1e-6)
-    expected = cpu_ops.add_rms_norm(weights["out"].product(wide, biases["out"]), x, weight, 1e-6)
+    expected = cpu_ops.add_rms_norm(in_pieces(weights["out"], wide, biases["out"]), x, weight, 1e-6)
     assert all(map(torch.equal, normed, expected))
     for is_gelu, gate in ((False, cpu_ops.silu_mul), (True, cpu_ops.gelu_mul)):
         mlp = cpu_ops.gated_mlp(weights["up"], biases["up"], weights["down"], biases["down"], x, is_gelu)
-        assert torch.equal(mlp, weights["down"].product(gate(weights["up"].product(x, biases["up"])), biases["down"]))
+        inner_states = gate(in_pieces(weights["up"], x, biases["up"]))
+        assert torch.equal(mlp, in_pieces(weights["down"], inner_states, biases["down"]))
+    assert torch.equal(weights["up"].product(x, biases["up"]), in_pieces(weights["up"], x, biases["up"]))
 
 
 @needs_library

@@ -1,9 +1,10 @@
 """A GGUF model as a directory of the kind that everything else reads, made once and kept beside the hub's cache.
 
-Ranks, the front end, `inspect` and the engine then read one format, and a second start costs nothing. Tensors are
-dequantised a few rows at a time. A quantised type becomes float32, which holds its numbers exactly
-(what a step or two of 4 bits and a 16-bit scale give does not fit bfloat16); the model is served in the dtype that its
-config names.
+Ranks, the front end, `inspect` and the engine then read one format, and a second start costs nothing. A tensor of the
+usual quantised types keeps its blocks, whose type the metadata of `model.safetensors` names (`blocks.BLOCKS`); its rows
+may change places. Other types, and tensors whose numbers change, become float32, which holds them exactly (what a
+step or two of 4 bits and a 16-bit scale give does not fit bfloat16), a few rows at a time. The model is served in the
+dtype that its config names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dflash_backend.checkpoints.files import SINGLE, part_of_bytes
+from dflash_backend.checkpoints.files import GGUF_BLOCKS, SINGLE, part_of_bytes
 from dflash_backend.checkpoints.gguf.architectures import (
     ROPE_FACTORS,
     read_architecture,
@@ -30,8 +31,9 @@ from dflash_backend.checkpoints.gguf.architectures import (
     read_parts,
     unknown_fields,
 )
+from dflash_backend.checkpoints.gguf.blocks import BLOCKS, numbers_of
 from dflash_backend.checkpoints.gguf.parts import Array, Part
-from dflash_backend.checkpoints.gguf.reader import INSTALL, GgufModel, GgufTensor, read_model, shards
+from dflash_backend.checkpoints.gguf.reader import GgufModel, GgufTensor, read_model, shards
 from dflash_backend.checkpoints.gguf.tokenizer import read_tokenizer
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import shown
@@ -39,9 +41,9 @@ from dflash_backend.error_text import shown
 Report = Callable[[str], None]
 
 # Of what this module writes: another one converts anew.
-FORMAT = 2
+FORMAT = 3
 FOLDER = "dflash-gguf"
-# Types that are written as they are, with their names in safetensors and their sizes; all others become float32.
+# Floats that are written as they are, with their names in safetensors and their sizes.
 KEPT = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 NUMBERS_AT_ONCE = 1 << 20
 # A tensor of fewer bytes is read whole where its rows change places.
@@ -52,17 +54,17 @@ MAX_ROPE_FACTORS = 1 << 16
 MAX_STEM = 60  # of a file's name, in the directory's
 
 
-def converted(path: Path, report: Report | None = None) -> Path:
-    """The directory that a GGUF file was converted to, now or before. `report` gets a line every few seconds. Raises
-    `CheckpointError`."""
+def converted(path: Path, report: Report | None = None, plain: bool = False) -> Path:
+    """The directory that a GGUF file was converted to, now or before. `report` gets a line every few seconds. plain:
+    without blocks of GGUF, for programs that read numbers alone. Raises `CheckpointError`."""
     try:
         files = shards(path)
-        directory = _cache() / f"{path.stem[:MAX_STEM]}-{_key(files)}"
+        directory = _cache() / f"{path.stem[:MAX_STEM]}-{_key(files)}{'-plain' if plain else ''}"
         if (directory / "config.json").is_file():
             return directory
         with _locked(directory):
             if not (directory / "config.json").is_file():
-                _convert(path, files, directory, report)
+                _convert(path, files, directory, report, plain)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be converted: {error}; the folder is HF_HOME's, {_cache()}") from None
     return directory
@@ -90,7 +92,7 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Report | None) -> None:
+def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Report | None, plain: bool) -> None:
     key = _key(files)
     model = read_model(path)
     _check_kinds(model)
@@ -108,7 +110,7 @@ def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Repor
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write_tensors(path, parts, partial / SINGLE, report)
+        _write_tensors(path, parts, partial / SINGLE, report, plain)
         pages = {"config.json": config}
         if tokenizer is not None:
             tokenizer.tokenizer.save(str(partial / "tokenizer.json"))
@@ -144,22 +146,30 @@ def _rope_factors(model: GgufModel) -> list[float] | None:
         return [float(factor) for factor in _read(source, tensor, 0, 1, tensor.num_bytes)[0].view("<f4")]
 
 
-def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Report | None) -> None:
+def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Report | None, plain: bool) -> None:
     """Write a safetensors file, tensor by tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {}
+    kinds = {name: _written_kind(part, plain) for name, part in parts.items()}
     end = 0
     for name, part in parts.items():
-        dtype, size = KEPT[_written_kind(part)]
-        begin, end = end, end + math.prod(part.shape) * size
-        header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+        shape = list(part.shape)
+        if kinds[name] in BLOCKS:
+            (numbers, num_bytes), dtype, size = BLOCKS[kinds[name]], "U8", 1
+            shape[-1] = shape[-1] // numbers * num_bytes
+        else:
+            dtype, size = KEPT[kinds[name]]
+        begin, end = end, end + math.prod(shape) * size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    in_blocks = {name: kind for name, kind in kinds.items() if kind in BLOCKS}
+    header["__metadata__"] = {"format": "pt"} | ({GGUF_BLOCKS: json.dumps(in_blocks)} if in_blocks else {})
     _check_space(path, file.parent, end)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     reported, done = time.monotonic(), 0
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for part in parts.values():
-            for size in _write_part(part, stream):
+        for name, part in parts.items():
+            for size in _write_part(part, kinds[name], stream):
                 done += size
                 if report is not None and time.monotonic() - reported > REPORT_S:
                     reported = time.monotonic()
@@ -177,16 +187,21 @@ def _check_space(path: Path, directory: Path, size: int) -> None:
         )
 
 
-def _written_kind(part: Part) -> str:
-    """The type that a part is written in: its sources' own where it is kept and is the same in all."""
+def _written_kind(part: Part, plain: bool) -> str:
+    """The type that a part is written in: its sources' own where it is kept and is one type. plain: no blocks."""
     kinds = {source.kind for source in part.sources}
     kind = kinds.pop()
-    return kind if kind in KEPT and not kinds and part.change is None else "F32"
+    if kinds or part.change is not None:
+        return "F32"
+    if kind in BLOCKS and not plain:
+        numbers, (last, *before) = BLOCKS[kind][0], part.shape[::-1]
+        turned = part.column_order is not None or part.matrix_rows or (part.rows is not None and part.columns != last)
+        return kind if before and last % numbers == 0 and part.start % numbers == 0 and not turned else "F32"
+    return kind if kind in KEPT else "F32"
 
 
-def _write_part(part: Part, stream: IO[bytes]) -> Iterator[int]:
-    """Write a tensor, some rows at a time. Yields the bytes of each time."""
-    kind = _written_kind(part)
+def _write_part(part: Part, kind: str, stream: IO[bytes]) -> Iterator[int]:
+    """Write a tensor in the type `kind`, some rows at a time. Yields the bytes of each time."""
     if part.rows is not None:
         step = part.matrix_rows or max(1, NUMBERS_AT_ONCE // part.columns)
         for at in range(0, part.rows.size, step):
@@ -201,12 +216,17 @@ def _write_part(part: Part, stream: IO[bytes]) -> Iterator[int]:
     with open(tensor.file, "rb") as source:
         for at in range(0, count, step):
             blocks = _read(source, tensor, first + at, min(step, count - at), tensor.block_bytes)
-            yield stream.write(np.ascontiguousarray(_changed(_numbers(blocks, tensor), part, kind, tensor.kind)).data)
+            if kind not in BLOCKS:
+                blocks = _changed(_numbers(blocks, tensor), part, kind, tensor.kind)
+            yield stream.write(np.ascontiguousarray(blocks).data)
 
 
 def _rows(part: Part, wanted: Array, kind: str) -> Array:
-    """The numbers `[num_rows, columns]` of these rows, counted through all sources, in the type `kind`."""
-    found, first = np.empty((wanted.size, part.columns), _dtype(kind)), 0
+    """The numbers `[num_rows, columns]` of these rows, counted through all sources, in the type `kind`; of blocks their
+    bytes."""
+    numbers, num_bytes = BLOCKS.get(kind, (1, 1))
+    found = np.empty((wanted.size, part.columns // numbers * num_bytes), "u1" if kind in BLOCKS else _dtype(kind))
+    first = 0
     for tensor in part.sources:
         if part.columns % tensor.block:
             raise CheckpointError(f"{tensor.file}: the tensor {shown(tensor.name)} is {tensor.kind}; expected floats")
@@ -214,7 +234,7 @@ def _rows(part: Part, wanted: Array, kind: str) -> Array:
         here = np.flatnonzero((wanted >= first) & (wanted < first + count))
         if here.size:
             rows = _some_rows(tensor, wanted[here] - first, part.columns // tensor.block * tensor.block_bytes)
-            found[here] = _changed(_numbers(rows, tensor), part, kind, tensor.kind)
+            found[here] = rows if kind in BLOCKS else _changed(_numbers(rows, tensor), part, kind, tensor.kind)
         first += count
     return found
 
@@ -263,13 +283,4 @@ def _numbers(rows: Array, tensor: GgufTensor) -> Array:
         return rows
     if tensor.kind == "F64":
         return rows.view("<f8").astype("<f4")
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        raise CheckpointError(INSTALL) from None
-    with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
-        # As one row: the library takes 16 at a time, however short they are.
-        flat = dequantize(rows.reshape(1, -1), GGMLQuantizationType[tensor.kind]).astype("<f4", "C", copy=False)
-    numbers: Array = flat.reshape(len(rows), -1)
-    return numbers
+    return numbers_of(rows, tensor.kind)

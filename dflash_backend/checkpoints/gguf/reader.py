@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from dflash_backend.checkpoints.gguf.blocks import INSTALL
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import shown, what_ails
 
@@ -31,7 +32,6 @@ MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_DIMS = 1 << 14, 1 << 18, 1 << 24, 4
 STRING, ARRAY = 8, 9
 # By the number that GGUF has for a type of value.
 SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))) | {10: "<u8", 11: "<i8", 12: "<f8"}
-INSTALL = "GGUF needs the package gguf, which is not installed: pip install gguf"
 
 
 @dataclass(frozen=True)
