@@ -1,7 +1,8 @@
 """KV tiers on this machine: what a hit of host memory or of a disk saves, what a working set larger than the device
 gains, and what other requests' steps pay while KV moves.
 
-`python -m checks.kv_tiers` prints them for the demo pair, and exits with 1 when a bound below is missed.
+`python -m checks.kv_tiers` prints them for the demo pair, or for another target without a drafter, and exits with 1
+when a bound below is missed.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def prompts(count: int, num_tokens: int) -> list[list[int]]:
 
 
 def engine(num_positions: int, **settings: Any) -> LLM:
-    """The demo pair over a device's cache of that many positions."""
-    llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.1)
+    """An engine over a device's cache of that many positions. settings: among them the models', by default the demo
+    pair's."""
+    models = {name: settings[name] for name in ("target", "draft") if name in settings}
+    llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.1, **models)
     size = sum(part[0].nbytes // part.shape[1] * part.shape[0] for part in llm.engine.runner.step.kv.records[0])
     del llm
     gib = (num_positions // BLOCK + 0.5) * size / 1024**3
@@ -153,10 +156,10 @@ def p95(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 
 
-def step_ratios(num_runs: int, num_tokens: int, max_mb_s: float) -> tuple[list[float], float]:
+def step_ratios(num_runs: int, num_tokens: int, max_mb_s: float, **models: Any) -> tuple[list[float], float]:
     """Of each pair of runs the 95th percentile of steps while KV moves over that without, and the megabytes a second
     that moved. max_mb_s: as `kv_move_mb_s`."""
-    llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.2, adaptive_speculation=False)
+    llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.2, adaptive_speculation=False, **models)
     steps(llm, num_tokens)
     ratios, moved, seconds = [], 0, 0.0
     for _ in range(num_runs):
@@ -174,16 +177,19 @@ def main() -> int:
     """Print the figures; 1 where a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=positive_int, default=1500, help="of the prompts whose first token is timed")
-    parser.add_argument("--requests", type=positive_int, default=150, help="of the working set")
+    parser.add_argument("--requests", type=positive_int, default=150, help="of the working set (%(default)s)")
+    parser.add_argument("--set-tokens", type=positive_int, default=400, help="of its prompts (%(default)s)")
+    parser.add_argument("--target", help="a target without a drafter, such as smollm2 (the demo pair)")
     parser.add_argument("--runs", type=positive_int, default=5, help="pairs of runs for the time of steps")
     parser.add_argument("--move-mb-s", type=float, default=0.0, help="as kv_move_mb_s, 0: not set")
     arguments = parser.parse_args()
+    models: dict[str, Any] = {"target": arguments.target, "draft": ""} if arguments.target else {}
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         disk: dict[str, Any] = {"kv_host_gb": 0.003, "kv_disk_path": folder, "kv_disk_gb": 2.0}
         host: dict[str, Any] = {"kv_host_gb": 1.0}
         for name, settings in (("host memory", host), ("disk", disk)):
-            computed, loaded = first_tokens(arguments.tokens, 5, **settings)
+            computed, loaded = first_tokens(arguments.tokens, 5, **settings, **models)
             print(
                 f"first token at {arguments.tokens} tokens: computed {computed * 1e3:.1f} ms, from {name} "
                 f"{loaded * 1e3:.1f} ms: {loaded / computed:.3f}",
@@ -192,10 +198,10 @@ def main() -> int:
             if name == "host memory" and loaded / computed > MAX_FIRST_TOKEN_RATIO:
                 wrong.append(f"a hit of host memory takes {loaded / computed:.3f}, at most {MAX_FIRST_TOKEN_RATIO}")
         for name, settings in (("none", {}), ("host memory", host), ("disk", disk)):
-            found, first = working_set(16, 400, arguments.requests, **settings)
+            found, first = working_set(16, arguments.set_tokens, arguments.requests, **settings, **models)
             what = f"{found:.1%} found, first token {first * 1e3:.1f} ms"
             print(f"working set of 4 times the device, {name}: {what}", flush=True)
-    ratios, rate = step_ratios(arguments.runs, 240, arguments.move_mb_s)
+    ratios, rate = step_ratios(arguments.runs, 240, arguments.move_mb_s, **models)
     median = statistics.median(ratios)
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     print(f"p95 of others' steps while {rate:.0f} MB/s move: {median:.2f} of quiet ({spread})")

@@ -397,7 +397,7 @@ def check_weights(
 @dataclass(frozen=True)
 class _Contents:
     """The tensors of a checkpoint that a model takes; the quantised weights among them by their projections; which of
-    the tensors are known and not read; and in which order those come that are read whole."""
+    the tensors are known and not read; and in which order those come that are read whole, as they are stored."""
 
     headers: dict[str, TensorHeader]
     quantised: dict[str, StoredWeight]
@@ -432,7 +432,7 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
         stored = weights.get(name.removesuffix(".weight"))
         if stored is not None and name.endswith(".weight"):
             order += stored.tensors.values()
-        elif name not in listing.sliced:
+        elif name not in listing.sliced and not headers[name].blocks:
             order.append(name)
     return _Contents(headers, weights, set(headers) - parts - set(listing.tensors), order)
 

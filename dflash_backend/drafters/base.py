@@ -422,6 +422,7 @@ class DraftModel:
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
             keep_quantised=(ops or select_ops(device)).keeps_quantised,
+            keep_blocks=(ops or select_ops(device)).keeps_blocks,
         )
         return cls(spec, weights, max_positions, ops)
 

@@ -15,12 +15,14 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from dflash_backend.checkpoints import CheckpointError, find_model, read_target
+from dflash_backend import LLM
+from dflash_backend.checkpoints import CheckpointError, find_model, read_target, weights
 from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.files import GGUF_BLOCKS, have_equal_numbers, read_header
 from dflash_backend.checkpoints.gguf.blocks import BLOCKS
 from dflash_backend.checkpoints.gguf.convert import converted
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.engine.inspection import inspect
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
@@ -30,7 +32,7 @@ from dflash_backend.models.mlp import DenseMlp
 from dflash_backend.models.ops import CpuLayerOps
 from dflash_kernels.cpu_ops import HAS_CPU_OPS, PackedWeight
 from tests.support.gguf_checkpoint import write_gguf
-from tests.support.tiny_models import VOCAB_SIZE, make_target
+from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 
 CPU = torch.device("cpu")
 CHANGES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": False}
@@ -196,3 +198,43 @@ def test_heads_in_blocks_are_compared_by_their_bytes(tmp_path: Path) -> None:
     found = read_header(tmp_path / "m.safetensors")
     assert have_equal_numbers(found["a"], found["b"])
     assert not have_equal_numbers(found["a"], found["c"])
+
+
+@pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
+def test_a_drafter_stays_in_its_blocks_and_drafts_as_its_numbers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def block(name: str, tensor: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        fits = tensor.ndim > 1 and tensor.shape[1] % 32 == 0
+        return (gguf.quants.quantize(tensor, gguf.GGMLQuantizationType.Q8_0), "Q8_0") if fits else None
+
+    make_target(tmp_path / "target")
+    make_draft(tmp_path / "source")
+    write_gguf(tmp_path / "t.gguf", tmp_path / "target", "qwen3")
+    write_gguf(tmp_path / "d.gguf", tmp_path / "source", "dflash", block=block)
+    runs = []
+    for keeps in (True, False):
+        monkeypatch.setattr(CpuLayerOps, "keeps_blocks", keeps)
+        llm = LLM(target=str(tmp_path / "t.gguf"), draft=str(tmp_path / "d.gguf"), dtype="float32", kv_cache_gb=0.01)
+        drafter = llm.engine.runner.step.drafter
+        assert isinstance(drafter, DFlashDrafter)
+        assert isinstance(drafter.model.fc, PackedLinear)
+        assert drafter.model.fc.packed.data.nbytes * 8 / drafter.model.fc.weight.numel() == (8.5 if keeps else 32)
+        outputs = llm.generate([[1, 2, 3], [4, 5]], max_tokens=20, temperature=0, ignore_eos=True)
+        runs.append(([each.token_ids for each in outputs], llm.stats().spec_decoding))
+    assert runs[0] == runs[1]
+    assert runs[0][1].num_drafts > 0
+
+
+def test_a_gpu_reads_blocks_as_they_are_asked_for(file: Path) -> None:
+    """Not ahead, since what is read ahead has the shape of its numbers."""
+
+    def read(source: WeightSource) -> None:
+        for name, header in headers.items():
+            source.tensor(name, *header.shape)
+
+    directory = find_model(str(file), "target_model")
+    headers = read_header(directory / "model.safetensors")
+    assert set(weights._check(directory, read, lambda name: False).order) == {
+        name for name, header in headers.items() if not header.blocks
+    }
