@@ -31,7 +31,9 @@ static inline long word_of(int64_t kind, long out, long in, int& bit) {
   return (out / 8 * words + at / per_word) * LANES + out % 8 * 2 + in % 2;
 }
 static inline uint8_t* unit_of(const Weight& w, long row, long col) {
-  return (uint8_t*)w.numbers + (row / outputs_of_unit(w.kind) * (w.k / DEEP) + col / DEEP) * unit_bytes(w.kind);
+  long outputs = outputs_of_unit(w.kind), together = outputs_together(w.kind) / outputs;
+  long unit = (row / outputs / together * (w.k / DEEP) + col / DEEP) * together + row / outputs % together;
+  return (uint8_t*)w.numbers + unit * unit_bytes(w.kind);
 }
 // The place of the step of an output and an input of a unit; its least is `outputs_of_unit` numbers on.
 static inline uint8_t* step_of(const Weight& w, uint8_t* unit, long row, long col) {
@@ -133,11 +135,10 @@ template <int GRID> static void unpack(const uint8_t* from, float* out) {
     }
   }
 }
-// Those that follow are fetched meanwhile.
-template <class T> static void unpack_unit(const Weight& w, long unit, T* out) {
-  long size = unit_bytes(w.kind);
-  const uint8_t* from = (const uint8_t*)w.numbers + unit * size;
-  for (long line = 0; line < size; line += 64) __builtin_prefetch(from + 4096 + line);
+// What is read FETCHED_BYTES later is fetched meanwhile.
+constexpr long FETCHED_BYTES = 4096;
+template <class T> static void unpack_unit(const Weight& w, const uint8_t* from, T* out) {
+  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(from + FETCHED_BYTES + line);
   switch ((w.kind - GRID4) % 4) {
     case 0: return unpack<0>(from, out);
     case 1: return unpack<1>(from, out);

@@ -73,11 +73,13 @@ static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLO
 static inline long rounded_up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long depth(int64_t kind, long k) { return kind == FLOATS ? k : rounded_up(k, DEEP); }
 static inline long outputs_of_unit(int64_t kind) { return is_float(kind) ? LANES : PAIR; }
+// Whose units of the same inputs lie side by side, as a product reads them.
+static inline long outputs_together(int64_t kind) { return is_float(kind) ? LANES * VECTORS : PAIR; }
 static long unit_bytes(int64_t kind);  // of a grid
 static long packed_bytes(int64_t kind, long n, long k) {
   if (kind == FLOATS) return rounded_up(n, LANES) * k * 4;
-  long units = rounded_up(n, outputs_of_unit(kind)) / outputs_of_unit(kind) * (depth(kind, k) / DEEP);
-  return units * (kind == HALVES ? TILES * 2 : unit_bytes(kind));
+  if (kind == HALVES) return rounded_up(n, PAIR) * depth(kind, k) * 2;
+  return rounded_up(n, outputs_together(kind)) / outputs_of_unit(kind) * (k / DEEP) * unit_bytes(kind);
 }
 static inline long place(long row, long col, long deep) {  // in bfloat16
   return row / PAIR * deep * PAIR + col / DEEP * TILES + row / LANES % 2 * (TILES / 2) + col % DEEP / 2 * PAIR + row % LANES * 2 + col % 2;
@@ -149,9 +151,8 @@ template <class T> static void plain_product(const Product& p, const float* x, l
 }
 // The numbers of inputs [begin, end), multiples of 32, of a pair of panels: where they are, or made at `made`.
 static const bf16* numbers_of(const Weight& w, long pair, long begin, long end, bf16* made) {
-  long units = depth(w.kind, w.k) / DEEP, first = pair * units + begin / DEEP;
-  if (w.kind == HALVES) return (const bf16*)w.numbers + first * TILES;
-  for (long unit = 0; unit < (end - begin) / DEEP; unit++) unpack_unit(w, first + unit, made + unit * TILES);
+  if (w.kind == HALVES) return (const bf16*)w.numbers + (pair * (depth(w.kind, w.k) / DEEP) + begin / DEEP) * TILES;
+  for (long col = begin; col < end; col += DEEP) unpack_unit(w, unit_of(w, pair * PAIR, col), made + (col - begin) * PAIR);
   return made;
 }
 #if defined(__AMX_BF16__)
@@ -245,14 +246,14 @@ static void linear_float(const Product& p, int threads) {
 // in the order of `plain_product`, so results are those of the numbers.
 static void grid_panels(const Product& p, long row, long last, long first, int vectors) {
   const Weight& w = *p.weight;
-  long units = w.k / DEEP, width = VECTORS * LANES;
+  long width = VECTORS * LANES;
   float* sums = scratch((last - row) * width * 2 + MADE_AT_ONCE * width);
   float *parts = sums + (last - row) * width, *made = parts + (last - row) * width;
   for (long begin = 0; begin < w.k; begin += MADE_AT_ONCE) {
     long end = std::min(w.k, begin + MADE_AT_ONCE);
-    for (int j = 0; j < vectors; j++)
-      for (long unit = begin / DEEP; unit < end / DEEP; unit++)
-        unpack_unit(w, (first + j) * units + unit, made + j * MADE_AT_ONCE * LANES + (unit * DEEP - begin) * LANES);
+    for (long col = begin; col < end; col += DEEP)
+      for (int j = 0; j < vectors; j++)
+        unpack_unit(w, unit_of(w, (first + j) * LANES, col), made + (j * MADE_AT_ONCE + col - begin) * LANES);
     bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == w.k;
     float* into = begin < DEPTH_AT_ONCE ? sums : parts;
     for (long at = row; at < last; at += AT_ONCE) {

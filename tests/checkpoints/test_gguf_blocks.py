@@ -116,10 +116,10 @@ def test_on_a_cpu_weights_stay_in_few_bits_and_answers_are_those_of_their_number
         for linear in (weights.qkv, weights.output, weights.mlp.gate_up, weights.mlp.down, target.lm_head):
             assert isinstance(linear, PackedLinear)
             rows, columns = linear.packed.shape
-            unit = 16 if dtype == torch.float32 else 32  # outputs that lie together
+            in_few = (8.5 if tied and linear is target.lm_head else bits) if keeps else None
+            unit = 32 if dtype == torch.bfloat16 else 64 if in_few else 16  # outputs that lie together
             found = linear.packed.data.nbytes * 8 / (-(-rows // unit) * unit * columns)
-            in_few = 8.5 if tied and linear is target.lm_head else bits
-            assert found == (in_few if keeps and in_few else dtype.itemsize * 8.0)
+            assert found == (in_few or dtype.itemsize * 8.0)
         assert isinstance(target.embedding, PackedWeight) == (keeps or tied)
         hidden = target.embed(torch.arange(VOCAB_SIZE))
         scores.append((hidden, weights.mlp.forward(hidden, target.ops), target.logits(hidden)))
@@ -219,7 +219,7 @@ def test_a_drafter_stays_in_its_blocks_and_drafts_as_its_numbers_do(
         drafter = llm.engine.runner.step.drafter
         assert isinstance(drafter, DFlashDrafter)
         assert isinstance(drafter.model.fc, PackedLinear)
-        assert drafter.model.fc.packed.data.nbytes * 8 / drafter.model.fc.weight.numel() == (8.5 if keeps else 32)
+        assert drafter.model.fc.packed.data.nbytes * 8 / drafter.model.fc.weight.numel() == (17 if keeps else 32)
         outputs = llm.generate([[1, 2, 3], [4, 5]], max_tokens=20, temperature=0, ignore_eos=True)
         runs.append(([each.token_ids for each in outputs], llm.stats().spec_decoding))
     assert runs[0] == runs[1]

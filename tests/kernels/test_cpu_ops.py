@@ -99,8 +99,8 @@ def test_types_of_blocks_are_those_of_files() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BITS)
 def test_a_weight_in_blocks_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str, dtype: torch.dtype) -> None:
-    unit = 16 if dtype == torch.float32 else 32  # outputs that lie together
-    for outputs, inputs in ((64, 768), (49, 1536), (7, 256)):
+    unit = 64 if dtype == torch.float32 else 32  # outputs that lie together
+    for outputs, inputs in ((64, 768), (89, 1536), (7, 256)):
         raw, numbers = blocks_of(kind, outputs, inputs)
         packed, plain = PackedWeight.of_blocks([(kind, raw)], dtype), PackedWeight(numbers.to(dtype))
         assert packed is not None
