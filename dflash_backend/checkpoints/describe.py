@@ -177,13 +177,18 @@ def _quantised_facts(directory: Path, served: str) -> Facts:
 
 
 def _block_facts(directory: Path, served: str) -> Facts:
-    """The types of GGUF that weights have, and what they take in the memory of a CPU."""
-    blocks = [header for header in read_headers(directory).values() if header.blocks]
+    """The types of GGUF that weights have, and what they take in the memory of a CPU, where experts are numbers."""
+    blocks = {name: header for name, header in read_headers(directory).items() if header.blocks}
     if not blocks:
         return []
-    kinds = ", ".join(f"{kind} ({count} tensors)" for kind, count in Counter(one.blocks for one in blocks).items())
-    bits = sum(math.prod(one.shape) * BITS.get(one.blocks, 8 * FLOAT_BYTES[served]) for one in blocks)
-    stored = sum(one.num_bytes for one in blocks)
+    counts = Counter(one.blocks for one in blocks.values())
+    kinds = ", ".join(f"{kind} ({count} tensors)" for kind, count in counts.items())
+    of_number = 8.0 * FLOAT_BYTES[served]
+    bits = sum(
+        math.prod(one.shape) * (of_number if ".experts." in name else BITS.get(one.blocks, of_number))
+        for name, one in blocks.items()
+    )
+    stored = sum(one.num_bytes for one in blocks.values())
     return [
         (
             "blocks",

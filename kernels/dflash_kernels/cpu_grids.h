@@ -136,7 +136,7 @@ template <int GRID> static void unpack(const uint8_t* from, float* out) {
   }
 }
 // What is read FETCHED_BYTES later is fetched meanwhile.
-constexpr long FETCHED_BYTES = 4096;
+constexpr long FETCHED_BYTES = 2048;
 template <class T> static void unpack_unit(const Weight& w, const uint8_t* from, T* out) {
   for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(from + FETCHED_BYTES + line);
   switch ((w.kind - GRID4) % 4) {
