@@ -186,8 +186,10 @@ def main() -> int:
     models: dict[str, Any] = {"target": arguments.target, "draft": ""} if arguments.target else {}
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        disk: dict[str, Any] = {"kv_host_gb": 0.003, "kv_disk_path": folder, "kv_disk_gb": 2.0}
-        host: dict[str, Any] = {"kv_host_gb": 1.0}
+        disk: dict[str, Any] = {"kv_disk_path": folder, "kv_disk_gb": 2.0}
+        if not models:
+            disk["kv_host_gb"] = 0.003  # as little as there may be for the demo pair
+        host: dict[str, Any] = {"kv_host_gb": 2.0}
         for name, settings in (("host memory", host), ("disk", disk)):
             computed, loaded = first_tokens(arguments.tokens, 5, **settings, **models)
             print(
