@@ -210,6 +210,8 @@ def _llama(build: str, quantised: bool) -> Callable[[Context, Pair, str], dict[s
         command = [str(context.llama(build)), "-m", str(model), "--host", HOST, "--port", str(port)]
         command += ["-t", str(context.threads), "-tb", str(context.threads), "--no-cache-prompt", "--no-webui"]
         command += ["-np", str(streams), "-c", str(streams * MAX_MODEL_LEN), "-cram", "0", "-ctxcp", "0"]
+        if pair.dtype == "float32":
+            command += ["-ctk", "f32", "-ctv", "f32"]  # else KV is float16
         if drafts == NGRAM:
             command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_MIN)]
             command += ["--spec-ngram-simple-size-m", str(NGRAM_TOKENS)]
