@@ -19,8 +19,11 @@ from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target, weights
 from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.files import GGUF_BLOCKS, have_equal_numbers, read_header
+from dflash_backend.checkpoints.gguf import convert
 from dflash_backend.checkpoints.gguf.blocks import BLOCKS
 from dflash_backend.checkpoints.gguf.convert import converted
+from dflash_backend.checkpoints.gguf.parts import in_order
+from dflash_backend.checkpoints.gguf.reader import GgufTensor
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.engine.inspection import inspect
@@ -124,6 +127,22 @@ def test_on_a_cpu_weights_stay_in_few_bits_and_answers_are_those_of_their_number
         hidden = target.embed(torch.arange(VOCAB_SIZE))
         scores.append((hidden, weights.mlp.forward(hidden, target.ops), target.logits(hidden)))
     assert all(map(torch.equal, *scores))
+
+
+def test_columns_that_change_places_become_numbers(tmp_path: Path) -> None:
+    tensor = GgufTensor(tmp_path / "w", "w", "Q4_1", (4, 64), 0, 32, 20)
+    rows = np.arange(4)
+    assert convert._written_kind(in_order(tensor, rows), False) == "Q4_1"
+    assert convert._written_kind(in_order(tensor, rows), True) == "F32"
+    assert convert._written_kind(in_order(tensor, rows, column_order=np.arange(64)[::-1]), False) == "F32"
+    assert convert._written_kind(in_order(tensor, rows, change=lambda numbers: numbers - 1), False) == "F32"
+
+
+def test_blocks_count_in_the_progress_of_a_load(file: Path) -> None:
+    shares: list[float] = []
+    spec = read_target(find_model(str(file), "target_model"))
+    load_target(spec, 64, torch.float32, CPU, lambda line, share: shares.append(share))
+    assert shares[-1] == 1.0
 
 
 def test_for_other_programs_all_are_numbers(file: Path) -> None:

@@ -196,7 +196,7 @@ def _written_kind(part: Part, plain: bool) -> str:
     if kind in BLOCKS and not plain:
         numbers, (last, *before) = BLOCKS[kind][0], part.shape[::-1]
         turned = part.column_order is not None or part.matrix_rows or (part.rows is not None and part.columns != last)
-        return kind if before and last % numbers == 0 and part.start % numbers == 0 and not turned else "F32"
+        return kind if before and last % numbers == 0 and not turned else "F32"
     return kind if kind in KEPT else "F32"
 
 
