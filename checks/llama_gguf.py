@@ -9,16 +9,18 @@ so and ends with 0.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.__main__ import start
 from benchmarks.peers.llama_files import drafter_file, target_file
 from benchmarks.peers.pairs import DFLASH, NONE, SHORT, Pair, find_pair, prompts
+from benchmarks.peers.sides.http_side import HOST, Server, request_body
 from benchmarks.peers.systems import LOAD_TIMEOUT_S, SYSTEMS, Context
 from checks.smollm2 import Outcome
 from dflash_backend import LLM
@@ -36,13 +38,20 @@ def our_answers(target: Path, drafter: Path, asked: Texts, max_tokens: int) -> t
 
 
 def llama_answers(context: Context, pair: Pair, drafts: str, asked: Texts, max_tokens: int) -> list[list[int]]:
-    """Those of llama.cpp's server."""
-    side = start(LLAMA, context, pair, drafts, ANSWER_S)
+    """Those of llama.cpp's server, each in one piece: a stream leaves out tokens that end within a character."""
+    settings = LLAMA.settings(context, pair, drafts)
+    url, server = f"http://{HOST}:{settings['port']}", Server(settings)
     try:
-        side.ready(LOAD_TIMEOUT_S)
-        return [list(each) for each in side.run([list(each) for each in asked], 1, max_tokens).outputs]
+        server.wait(url + settings["health"], LOAD_TIMEOUT_S)
+        answers = []
+        for prompt in asked:
+            body = request_body(settings, list(prompt), max_tokens, stream=False)
+            request = urllib.request.Request(url + settings["path"], body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                answers.append(list(json.load(answer)["tokens"]))
+        return answers
     finally:
-        side.close()
+        server.stop()
 
 
 def to_end(tokens: Sequence[int], ends: set[int]) -> list[int]:

@@ -136,8 +136,18 @@ def test_all_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"--draft {tmp_path}/d" in words["ours-http"]
     assert "enable_prefix_caching=false" in words["ours-http"]
     assert "--no-enable-prefix-caching" in words["vllm-http"]
-    for part in ("-m T ", "-md D ", "-t 2 -tb 2", "--no-cache-prompt", "-np 8", "--spec-draft-n-max 7"):
+    for part in (
+        "-m T ",
+        "-md D ",
+        "-t 2 -tb 2",
+        "--no-cache-prompt",
+        "-np 8",
+        "--spec-draft-n-max 7",
+        "-ctk f32 -ctv f32",
+    ):
         assert part in words["llama"]
+    half = SYSTEMS["llama"].settings(context(tmp_path), replace(pair, dtype="bfloat16"), NONE)["command"]
+    assert "-ctk" not in half, "16 bits are its own choice"
     looked_up = [
         json.loads(SYSTEMS[name].command(context(tmp_path), pair, NGRAM)[-1])
         for name in ("ours", "vllm", "transformers")
@@ -363,7 +373,7 @@ def test_the_client_keeps_the_streams_of_a_server_busy(monkeypatch: pytest.Monke
 
 def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     code = "import sys; sys.exit('no model here')"
-    server = http_side._Server({"command": [sys.executable, "-c", code], "env": {}, "log": str(tmp_path / "log")})
+    server = http_side.Server({"command": [sys.executable, "-c", code], "env": {}, "log": str(tmp_path / "log")})
     with pytest.raises(RuntimeError, match="the server ended with status 1: no model here"):
         server.wait("http://127.0.0.1:1/health", 20)
     server.stop()

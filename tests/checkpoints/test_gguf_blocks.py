@@ -18,7 +18,7 @@ from safetensors.torch import load_file as load_torch_file
 from safetensors.torch import save_file
 
 from dflash_backend import LLM
-from dflash_backend.checkpoints import CheckpointError, find_model, read_target, weights
+from dflash_backend.checkpoints import CheckpointError, describe, find_model, read_target, weights
 from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.files import GGUF_BLOCKS, have_equal_numbers, read_header
 from dflash_backend.checkpoints.gguf import convert
@@ -84,6 +84,15 @@ def test_a_directory_is_as_large_as_its_file_and_says_so(file: Path) -> None:
     assert target.weights is not None
     assert target.weights.dtypes["Q8_0"] == 1
     assert target.weights.num_bytes < file.stat().st_size
+
+
+@pytest.mark.parametrize(("name", "mebibytes"), [("mlp", 10.0), ("mlp.experts.0", 64.0)])
+def test_what_blocks_take_in_memory_counts_experts_as_numbers(tmp_path: Path, name: str, mebibytes: float) -> None:
+    rows = torch.zeros(4096, 4096 // 32 * 20, dtype=torch.uint8)
+    weight = f"model.layers.0.{name}.up_proj.weight"
+    save_file({weight: rows}, tmp_path / "model.safetensors", metadata={GGUF_BLOCKS: json.dumps({weight: "Q4_1"})})
+    ((_, said),) = describe._block_facts(tmp_path, "float32")
+    assert f"about {mebibytes} MiB in its memory; elsewhere all become float32" in said
 
 
 @pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +47,33 @@ def test_texts_count_up_to_their_end(
     llama_gguf.compare(SimpleNamespace(peers=Path()), pair, 2, 4, outcome)  # type: ignore[arg-type]
     assert len(outcome.lines) == 4
     assert [miss[: len(words)] for miss, words in zip(outcome.misses, missed, strict=True)] == missed
+
+
+def test_answers_come_in_one_piece(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """llama.cpp's streams leave out tokens that end within a character."""
+    server = """
+import http.server, json
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200); self.end_headers()
+        tokens = [*asked["prompt"], asked["n_predict"]] if asked["return_tokens"] and not asked["stream"] else []
+        self.wfile.write(json.dumps({"tokens": tokens}).encode())
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", PORT), Answers).serve_forever()
+"""
+    with socket.socket() as free:
+        free.bind((llama_gguf.HOST, 0))
+        port = free.getsockname()[1]
+    settings = {
+        "command": [sys.executable, "-c", server.replace("PORT", str(port))], "env": {}, "log": str(tmp_path / "log"),
+        "port": port, "health": "/health", "path": "/completion", "api": "llama",
+    }  # fmt: skip
+    monkeypatch.setattr(llama_gguf, "LLAMA", SimpleNamespace(settings=lambda *_: settings))
+    answers = llama_gguf.llama_answers(SimpleNamespace(), SimpleNamespace(), "", [[1, 2], [3]], 5)  # type: ignore[arg-type]
+    assert answers == [[1, 2, 5], [3, 5]]
 
 
 def test_without_llama_cpp_it_says_so(

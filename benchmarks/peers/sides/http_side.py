@@ -26,7 +26,7 @@ POLL_S, STOP_S, LIMIT = 0.2, 20.0, 1 << 24
 LOG_TAIL = 400
 
 
-class _Server:
+class Server:
     """The server's processes, which end with this one."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -66,9 +66,9 @@ class _Server:
         self._process.wait()
 
 
-def request_body(settings: dict[str, Any], prompt: list[int], max_tokens: int) -> bytes:
+def request_body(settings: dict[str, Any], prompt: list[int], max_tokens: int, stream: bool = True) -> bytes:
     """What asks a server of this kind for `max_tokens` tokens, greedily, each with its id."""
-    fields: dict[str, Any] = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True}
+    fields: dict[str, Any] = {"prompt": prompt, "temperature": 0, "stream": stream, "ignore_eos": True}
     if settings["api"] == "llama":
         fields |= {"n_predict": max_tokens, "return_tokens": True, "cache_prompt": False}
     else:
@@ -141,10 +141,10 @@ def events(parts: list[tuple[bytes, float]]) -> Iterator[tuple[dict[str, Any], f
 
 def main() -> None:
     """Start the server, answer, stop it."""
-    servers: list[_Server] = []
+    servers: list[Server] = []
 
     def load(settings: dict[str, Any]) -> tuple[str, Run]:
-        servers.append(_Server(settings))
+        servers.append(Server(settings))
         servers[0].wait(f"http://{HOST}:{settings['port']}{settings['health']}", settings["load_timeout_s"])
         return settings["version"], lambda *asked: asyncio.run(_run(settings, *asked))
 
