@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_client import Delta
 from dflash_openai.errors import ApiError, invalid
@@ -45,7 +45,7 @@ def check_asked(
         return  # the model says what is allowed
     num_prompts, of_prompts = len(num_prompt_tokens), sampling.get("prompt_logprobs")
     terms: list[tuple[int, str]] = []
-    if type(of_prompts) is int and of_prompts >= 0:
+    if is_count(of_prompts, description):
         num_tokens = sum(num_prompt_tokens)
         words = f"{num_tokens} tokens of {num_prompts} prompts x {1 + of_prompts} log-probabilities"
         terms.append((num_tokens * (1 + of_prompts) * BYTES_OF_LOGPROB, f"{words} x {BYTES_OF_LOGPROB} bytes"))
@@ -53,7 +53,7 @@ def check_asked(
         num_tokens = n * sum(max_tokens)
         words, each = f"{num_tokens} tokens of {num_prompts} prompts x {n} answers", BYTES_OF_TOKEN
         of_answers = num_logprobs(sampling)
-        if type(of_answers) is int and of_answers >= 0:
+        if is_count(of_answers, description):
             each += (1 + of_answers) * BYTES_OF_LOGPROB
             words += f" with {1 + of_answers} log-probabilities each"
         terms.append((num_tokens * each, f"{words} x {each} bytes"))
@@ -66,6 +66,11 @@ def check_asked(
             "log-probabilities at a time",
             "prompt_logprobs" if terms[0][0] * 2 > num_bytes and of_prompts is not None else "max_tokens",
         )
+
+
+def is_count(of_likeliest: Any, description: ModelDescription) -> TypeGuard[int]:
+    """Whether it is a number of log-probabilities. Of another the model says what is allowed."""
+    return type(of_likeliest) is int and 0 <= of_likeliest <= description.vocab_size
 
 
 def num_logprobs(sampling: Mapping[str, Any]) -> Any:

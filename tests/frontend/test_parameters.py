@@ -224,6 +224,19 @@ def test_what_is_no_whole_number_is_refused_by_the_name_of_its_field(
     assert not pool.asked
 
 
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, name) for path, names in INTEGERS.items() for name in names if name != "n"]
+)
+def test_a_number_of_400_digits_is_the_clients_mistake(path: str, field: str, sign: str, http: TestClient) -> None:
+    """It becomes no float, in whatever is computed with it. (This stand-in of a model would make `n` answers.)"""
+    several: dict[str, Any] = {"prompt": ["a", "b"], "n": 2, "logprobs": 2}
+    for more in (PLAIN[path], several if path == "/v1/completions" else {"top_logprobs": 2}):
+        body = json.dumps({name: value for name, value in (PLAIN[path] | more).items() if name != field})
+        answer = http.post(path, content=f'{body[:-1]}, "{field}": {sign}{"1" * 400}}}')
+        assert answer.status_code < 500, answer.text
+
+
 def test_so_it_is_in_lists_of_token_ids(http: TestClient, pool: ScriptedPool) -> None:
     body = {"prompt": [97.0, 98], "stop_token_ids": [5.0, 6], "allowed_token_ids": [7.0]}
     assert http.post("/v1/completions", json=body).status_code == 200
