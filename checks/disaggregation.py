@@ -3,8 +3,9 @@
 `python -m checks.disaggregation` starts three servers of the demo pair, asks `--users` prompts of `--tokens` tokens at
 the same time of the two and then of the one, and kills the engine of the prefill server and that of the decode server
 `--kills` times each under load. The exit status is 1 where a text differs, where the prompts were not fetched, where
-acceptance differs by more than a hundredth, or where a request fails other than by the end of the decode server's
-engine: what a prefill server does not give, the decode server computes.
+acceptance differs by more than a hundredth, where a request fails other than by the end of the decode server's engine
+(what a prefill server does not give, the decode server computes), or where a block stays in use. With `--backend nixl`
+records move through NIXL; without the package it says so and ends with 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -30,6 +32,7 @@ from load_tests.server_state import MetricsPage, engine_pids
 
 NUM_OUTPUT = 32
 RESTART_S = 120.0
+KEPT_S = 60  # kv_transfer_timeout_s: above what 64 prompts wait for
 MAX_ACCEPTANCE_DIFFERENCE = 0.01
 
 
@@ -125,6 +128,23 @@ async def ready(client: AsyncDFlashClient) -> None:
                 await asyncio.sleep(0.2)
 
 
+async def blocks_in_use(servers: dict[str, TritonServer]) -> list[str]:
+    """The servers that still use blocks once what a prefill server keeps has run out."""
+    until = time.monotonic() + 2 * KEPT_S
+    while True:
+        usage = {
+            name: MetricsPage.read(server.metrics_url).value("dflash:kv_cache_usage_perc")
+            for name, server in servers.items()
+        }
+        if not any(usage.values()) or time.monotonic() > until:
+            return [
+                f"the {name} server still uses {100 * share:.1f} % of its blocks"
+                for name, share in usage.items()
+                if share
+            ]
+        await asyncio.sleep(0.5)
+
+
 async def compare(servers: list[TritonServer], num_users: int, num_tokens: int, num_kills: int) -> list[str]:
     """What went wrong."""
     prefill, decode, alone = (AsyncDFlashClient(server.grpc_url) for server in servers)
@@ -158,6 +178,7 @@ async def compare(servers: list[TritonServer], num_users: int, num_tokens: int, 
             allowed = () if name == "prefill" else (Internal, Unavailable)
             wrong += [f"prompt {n}: {error!r}" for n, error in two.errors.items() if not isinstance(error, allowed)]
             await ready(prefill if server is servers[0] else decode)
+    wrong += await blocks_in_use({"prefill": servers[0], "decode": servers[1]})
     for client in (prefill, decode, alone):
         await client.close()
     return wrong
@@ -169,14 +190,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--users", type=int, default=64, help="prompts at the same time (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1500, help="of each prompt (%(default)s)")
     parser.add_argument("--kills", type=int, default=10, help="of each engine (%(default)s)")
+    parser.add_argument("--backend", choices=("tcp", "nixl"), default="tcp", help="how KV moves (%(default)s)")
     given = parser.parse_args(arguments)
+    if given.backend == "nixl" and importlib.util.find_spec("nixl") is None:
+        print("skipped: nixl is not installed: pip install --no-deps nixl nixl-cu12")
+        return 0
     common = {"max_model_len": "2048", "kv_cache_gb": "1", "kv_write_guard": "true", "adaptive_speculation": "false"}
+    kept = {
+        role: {"kv_role": role, "kv_transfer_backend": given.backend, "kv_transfer_timeout_s": str(KEPT_S)}
+        for role in ("prefill", "decode")
+    } | {"none": {"kv_role": "none"}}
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(
-                TritonServer(common | {"kv_role": role}, host=HOST, http_port=0, grpc_port=0, metrics_port=0)
-            )
-            for role in ("prefill", "decode", "none")
+            stack.enter_context(TritonServer(common | kept[role], host=HOST, http_port=0, grpc_port=0, metrics_port=0))
+            for role in kept
         ]
         wrong = asyncio.run(compare(servers, given.users, given.tokens, given.kills))
     for each in wrong[:10]:
