@@ -4,6 +4,7 @@
 #include "cpu_products.h"
 
 constexpr float LOG2_E = 1.44269504088896341f;
+constexpr float LAG = 8.0f;        // powers of two by which scores may pass the maximum that they are weighed by
 constexpr int TILE_QUERIES = 144;  // queries times heads that share their KV, by tiles
 constexpr int TOGETHER = 64;       // of those, in rows whose heads are read together
 
@@ -228,49 +229,86 @@ static Keys read_kv(const Attention& p, const int32_t* table, long base, long co
     for (long c = 0; c < deep; c += 16) turn_words(pairs + t * deep + c, deep, (uint32_t*)value + c * (POSITIONS / 2) + t, POSITIONS / 2);
   return keys;
 }
-// 2 to the power of x, for x up to 0; 0 below the smallest normal number.
+// 2 to the power of x; 0 below the smallest normal number.
 static inline Floats power_of_two(Floats x) {
-  __m512 whole = _mm512_roundscale_ps((__m512)x, 0);
-  Floats r = x - (Floats)whole, y = all(1.8775767e-3f);
-  y = y * r + 8.9893397e-3f;
-  y = y * r + 5.5826318e-2f;
-  y = y * r + 2.4015361e-1f;
-  y = y * r + 6.9315308e-1f;
-  y = y * r + 9.9999994e-1f;
-  return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)y, whole);
+  Floats t = x + 12582912.0f, r = x - (t - 12582912.0f), y = all(9.58285294e-3f);
+  y = y * r + 5.59064262e-2f;
+  y = y * r + 2.40240991e-1f;
+  y = y * r + 6.93124175e-1f;
+  y = y * r + 1.0f;
+  __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_add_epi32(normal, (__m512i)y, _mm512_slli_epi32((__m512i)t, 23));
 }
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
-// neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by.
-static inline Floats weigh(const Attention& p, const float* scores, long base, long count, int width, Ints position, bool all_seen, float* most,
+// neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by, which is 1 until
+// scores pass the maximum by LAG.
+static inline Floats weigh(const Attention& p, float* scores, long base, long count, int width, Ints position, bool all_seen, float* most,
                            float* total, bf16* weights) {
-  Floats s[POSITIONS], top = all(-INFINITY);
+  constexpr int CHAINS = 4;  // of maxima and of sums, none of which waits for another
+  Floats tops[CHAINS], sums[CHAINS] = {};
   float scale = p.scale * LOG2_E;
-  Ints seen = Ints{} + int(count), hidden{};
-  if (p.causal) { Ints own = position + 1 - int(base); seen = own < seen ? own : seen; }
-  if (p.window) {
-    hidden = position - int(p.window) + 1 - int(base);
-    if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
+  if (!all_seen) {
+    Ints seen = Ints{} + int(count), hidden{};
+    if (p.causal) { Ints own = position + 1 - int(base); seen = own < seen ? own : seen; }
+    if (p.window) {
+      hidden = position - int(p.window) + 1 - int(base);
+      if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
+    }
+    for (int t = 0; t < width; t++) store(scores + t * LANES, (t < seen) & (t >= hidden) ? load(scores + t * LANES) : all(-INFINITY));
   }
-  for (int t = 0; t < width; t++) {
-    s[t] = load(scores + t * LANES) * scale;
-    if (!all_seen) s[t] = (t < seen) & (t >= hidden) ? s[t] : all(-INFINITY);
-    top = s[t] > top ? s[t] : top;
-  }
-  Floats before = load(most), now = top > before ? top : before, sums{};
+  for (int j = 0; j < CHAINS; j++) tops[j] = all(-INFINITY);
+  for (int t = 0; t < width; t += CHAINS)
+    for (int j = 0; j < CHAINS; j++) tops[j] = larger(load(scores + (t + j) * LANES), tops[j]);
+  Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])) * scale;
+  Floats before = load(most), now = top > before + LAG ? top : before;
   Ints none = now == -INFINITY;
   Floats shift = none ? Floats{} : now;
   const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (int t = 0; t < width; t += 2) {
-    Floats even = power_of_two(s[t] - shift), odd = power_of_two(s[t + 1] - shift);
-    sums += even;
-    sums += odd;
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-    _mm512_storeu_si512(weights + t * LANES, _mm512_permutexvar_epi16(side_by_side, both));
-  }
+  for (int t = 0; t < width; t += CHAINS)
+    for (int j = 0; j < CHAINS; j += 2) {
+      const float* at = scores + (t + j) * LANES;
+      Floats even = power_of_two(load(at) * scale - shift), odd = power_of_two(load(at + LANES) * scale - shift);
+      sums[j] += even;
+      sums[j + 1] += odd;
+      __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+      _mm512_storeu_si512(weights + (t + j) * LANES, _mm512_permutexvar_epi16(side_by_side, both));
+    }
   Floats keep = none ? all(1.0f) : power_of_two(before - shift);
-  store(total, load(total) * keep + sums);
+  store(total, load(total) * keep + (sums[0] + sums[1]) + (sums[2] + sums[3]));
   store(most, now);
   return keep;
+}
+// Scores of 16 queries, turned over, by 32 or 64 keys: `[width][16]`.
+static inline void score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+  _tile_zero(0); _tile_zero(1);
+  if (width > DEEP) { _tile_zero(2); _tile_zero(3); }
+  for (long c = 0; c < dim; c += DEEP) {
+    _tile_loadd(6, turned + c / 2 * LANES, 64);
+    _tile_loadd(4, keys.tile[0] + c, keys.step[0]); _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, keys.tile[1] + c, keys.step[1]); _tile_dpbf16ps(1, 5, 6);
+    if (width <= DEEP) continue;
+    _tile_loadd(4, keys.tile[2] + c, keys.step[2]); _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(5, keys.tile[3] + c, keys.step[3]); _tile_dpbf16ps(3, 5, 6);
+  }
+  _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64);
+  if (width > DEEP) { _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64); }
+}
+// Adds values by the weights of 16 queries to their outputs, `[dim][16]`.
+static inline void value_tiles(const bf16* value, const bf16* weights, long dim, long width, float* out) {
+  _tile_loadd(6, weights, 64);
+  if (width > DEEP) _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
+  for (long c = 0; c < dim; c += 2 * LANES) {
+    const bf16 *upper = value + c * POSITIONS, *lower = upper + LANES * POSITIONS;
+    _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
+    _tile_loadd(4, upper, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, lower, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
+    if (width > DEEP) {
+      _tile_loadd(2, upper + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 2, 7);
+      _tile_loadd(3, lower + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 3, 7);
+    }
+    _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
+  }
 }
 // Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
 // values by weights, so that a lane is a query. All heads read some positions before they read the next, which lie beside them.
@@ -319,33 +357,13 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
       Kept k = kept_of(of);
       Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, value, pairs);
       for (long lot = 0; lot < lots; lot++) {
-        const uint32_t* turned = k.query + lot * dim / 2 * LANES;
+        score_tiles(keys, k.query + lot * dim / 2 * LANES, dim, width, scores);
         float* out = k.output + lot * LANES * dim;
-        for (long half = 0; half < width / DEEP; half++) {
-          _tile_zero(0); _tile_zero(1);
-          for (long c = 0; c < dim; c += DEEP) {
-            _tile_loadd(6, turned + c / 2 * LANES, 64);
-            _tile_loadd(4, keys.tile[half * 2] + c, keys.step[half * 2]); _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, keys.tile[half * 2 + 1] + c, keys.step[half * 2 + 1]); _tile_dpbf16ps(1, 5, 6);
-          }
-          _tile_stored(0, scores + half * 512, 64); _tile_stored(1, scores + half * 512 + 256, 64);
-        }
         Ints at = *(const Ints*)(k.position + lot * LANES);
         Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, k.total + lot * LANES, weights);
         Ints changed = keep != 1.0f;
         if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
-        _tile_loadd(6, weights, 64);
-        if (width > DEEP) _tile_loadd(7, weights + POSITIONS * LANES / 2, 64);
-        for (long c = 0; c < dim; c += 2 * LANES) {
-          _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
-          _tile_loadd(4, value + c * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(5, value + (c + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6);
-          if (width > DEEP) {
-            _tile_loadd(4, value + c * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(0, 4, 7);
-            _tile_loadd(5, value + (c + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(1, 5, 7);
-          }
-          _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
-        }
+        value_tiles(value, weights, dim, width, out);
       }
     }
   }

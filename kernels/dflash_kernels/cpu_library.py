@@ -173,7 +173,7 @@ SIGNATURES: dict[str, list[Any]] = {
 NUMBERS: dict[str, list[Any]] = {
     "dflash_packed_bytes": [L, L, L],
     "dflash_pack_blocks": [I, P, I, P, L, L],
-    "dflash_unpack_rows": [P, P, L, P],
+    "dflash_unpack_rows": [I, P, P, L, P],
     "dflash_has_tiles": [],
 }
 

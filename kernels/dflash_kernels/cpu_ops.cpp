@@ -39,10 +39,10 @@ int64_t dflash_pack_blocks(int threads, const Weight* w, int type, const void* b
   return pack_blocks(*w, type, (const uint8_t*)blocks, first, rows, threads);
 }
 // Returns the place of the first of `rows` that is none of the weight's, -1 where all are.
-int64_t dflash_unpack_rows(const Weight* w, const int64_t* rows, int64_t count, void* out) {
+int64_t dflash_unpack_rows(int threads, const Weight* w, const int64_t* rows, int64_t count, void* out) {
   for (long i = 0; i < count; i++)
     if (rows[i] < 0 || rows[i] >= w->n) return i;
-  unpack_rows(*w, rows, count, out);
+  unpack_rows(*w, rows, count, out, threads);
   return -1;
 }
 void dflash_linear(int threads, const void* x, int64_t x_step, const Weight* weight, const void* bias, void* out, int64_t m) {

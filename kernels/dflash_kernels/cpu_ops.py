@@ -107,7 +107,8 @@ class PackedWeight:
         index = index.contiguous()
         count = len(index)
         out = torch.empty((count, self.shape[1]), dtype=self.dtype)
-        outside = _library.dflash_unpack_rows(self.address, index.data_ptr(), count, out.data_ptr())
+        threads = torch.get_num_threads()
+        outside = _library.dflash_unpack_rows(threads, self.address, index.data_ptr(), count, out.data_ptr())
         if outside >= 0:
             raise IndexError(f"row {int(index[outside])} of a weight of {self.shape[0]} rows")
         return out

@@ -314,16 +314,18 @@ static void linear_bf16(const Product& p, int threads) {
   });
 }
 // Rows of a weight as numbers of its type.
-static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* out) {
-  for (long i = 0; i < count; i++)
-    for (long col = 0; col < w.k; col++) {
-      if (w.kind == FLOATS) ((float*)out)[i * w.k + col] = ((const float*)w.numbers)[rows[i] / LANES * w.k * LANES + col * LANES + rows[i] % LANES];
-      else if (w.kind == HALVES) ((bf16*)out)[i * w.k + col] = ((const bf16*)w.numbers)[place(rows[i], col, depth(HALVES, w.k))];
-      else {
-        float exact = number_at(w, rows[i], col);
-        bf16 number[LANES];
-        store(number, all(exact));
-        if (is_float(w.kind)) ((float*)out)[i * w.k + col] = exact; else ((bf16*)out)[i * w.k + col] = number[0];
+static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* out, int threads) {
+  share(threads, count, std::max<long>(1, 8192 / w.k), [&](long first, long last) {
+    for (long i = first; i < last; i++)
+      for (long col = 0; col < w.k; col++) {
+        if (w.kind == FLOATS) ((float*)out)[i * w.k + col] = ((const float*)w.numbers)[rows[i] / LANES * w.k * LANES + col * LANES + rows[i] % LANES];
+        else if (w.kind == HALVES) ((bf16*)out)[i * w.k + col] = ((const bf16*)w.numbers)[place(rows[i], col, depth(HALVES, w.k))];
+        else if (is_float(w.kind)) ((float*)out)[i * w.k + col] = number_at(w, rows[i], col);
+        else {
+          bf16 number[LANES];
+          store(number, all(number_at(w, rows[i], col)));
+          ((bf16*)out)[i * w.k + col] = number[0];
+        }
       }
-    }
+  });
 }
