@@ -62,6 +62,25 @@ def test_rows_equal_those_of_torch_and_each_is_its_own(
         assert torch.equal(own, results[0][-1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("growth", [-0.2, 0.02, 0.2, 3.0])
+def test_scores_that_grow_with_the_position_move_the_maximum(growth: float, dtype: torch.dtype) -> None:
+    """By less than what a maximum may lag behind, by more from one 64 positions to the next, and by more than a number
+    could hold."""
+    layer = paged(dtype, 1, 32)
+    layer.data[:, :, 0] *= 0.1
+    layer.data[:, :, 0, 0, 0] = torch.arange(48 * BLOCK).view(48, BLOCK) % 256
+    query = torch.randn(21, 3, 32, generator=torch.Generator().manual_seed(2)) * 0.1
+    query[:, :, 0] = growth * 32**0.5
+    layout = AttentionBatch(np.array([1, 20]), np.array([250, 230]), torch.arange(32).view(2, 16).int())
+    results = []
+    for backend in (CpuBackend(BLOCK), TorchBackend(BLOCK)):
+        context = backend.prepare(layout, AttentionPattern(True, None, False), dtype)
+        results.append(backend.attend(query.to(dtype), layer, context, None))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+
+
 def test_it_is_the_first_choice_on_a_cpu() -> None:
     names = list(BACKENDS)
     assert names.index("cpu") < names.index("torch")
