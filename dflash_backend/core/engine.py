@@ -280,7 +280,7 @@ class EngineCore:
 
     def advance_moves(self, timeout_s: float = 0.0) -> EngineCoreOutputs:
         """Go on with what is to go to tiers while nothing is unfinished, for `timeout_s` at most, and say what came
-        of it."""
+        of it: gauges and counters now and then, and once nothing is left to do."""
         tiers = self.scheduler.kv.tiers
         assert tiers is not None
         until = time.monotonic() + timeout_s
@@ -288,7 +288,12 @@ class EngineCore:
         while not tiers.is_idle and (left := until - time.monotonic()) > 0:
             tiers.wait(left)
             tiers.advance()
-        return EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
+        outputs = EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
+        now = self._clock()
+        if (self.is_moving or self.is_keeping) and now - self._stats_sent_at < STATS_INTERVAL_S:
+            return outputs
+        self._stats_sent_at = now
+        return msgspec.structs.replace(outputs, stats=self.stats())
 
     @property
     def num_waiting(self) -> int:

@@ -145,8 +145,10 @@ class EngineLoop:
                 self._core.finish_step()
             elif busy:
                 self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
-            elif moves and (outputs := self._core.advance_moves()).kv_events:
-                self._say(msgspec.structs.replace(outputs, queue=self._queue()))
+            elif moves:
+                outputs = self._core.advance_moves()
+                if outputs.stats or outputs.kv_events:
+                    self._say(msgspec.structs.replace(outputs, queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(EngineCoreOutputs(queue=self._queue()))
 

@@ -180,10 +180,15 @@ def test_what_nobody_fetches_is_kept_for_so_long_and_no_longer() -> None:
     first.clock.advance(59.0)
     first.settle()
     assert len(first.kept) == 1
+    said = first.core.advance_moves().stats
+    assert said is not None
+    assert said.kv_cache_usage > 0
+    assert first.core.advance_moves().stats is None, "counts are said now and then"
     first.clock.advance(1.0)
-    first.settle()
+    said = first.core.advance_moves().stats
+    assert said is not None, "an engine without requests says that its blocks are free"
+    assert (said.kv_cache_usage, said.kept.num_expired) == (0, 1)
     assert is_empty(first)
-    assert first.kept.stats.num_expired == 1
 
 
 @pytest.mark.parametrize("end", ["found", "cancelled"])
