@@ -44,7 +44,9 @@ class NixlAgent:
         self._buffers = threading.local()
         self._peers: dict[bytes, str] = {}
         try:
-            self._agent: Any = nixl.nixl_agent(f"dflash-{uuid.uuid4()}", nixl.nixl_agent_config(backends=["UCX"]))
+            # Its own thread of progress would take a core, also while nothing moves.
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = nixl.nixl_agent(f"dflash-{uuid.uuid4()}", config)
             kind = "VRAM" if device.device.type == "cuda" else "DRAM"
             number = device.device.index or 0
             regions = [(part.data_ptr(), part.numel(), number, "") for parts in device.parts for part in parts]
@@ -71,6 +73,11 @@ class NixlAgent:
                 except Exception as error:  # noqa: BLE001 - as above
                     raise TransferError(f"NIXL does not reach it: {error}") from None
         return _Reader(self, memory, self._peers[memory.metadata])
+
+    def progress(self) -> None:
+        """As `kv_transfer.RegisteredMemory.progress`."""
+        with self._lock:
+            self._agent.get_new_notifs()
 
     def buffer(self) -> np.ndarray:
         """The calling thread's, uint8, for the largest record."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import struct
 import threading
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 IO_TIMEOUT_S, CONNECT_TIMEOUT_S = 5.0, 2.0
 # And seconds for all records of a prompt.
 MAX_READ_S = 60.0
+# And between two looks at what another server reads by itself.
+HELP_S = 0.0001
 # A server that was not to be reached is not tried again for as long: requests that name it compute meanwhile.
 DOWN_S = 5.0
 # Readers at a time, and how many servers this one reads from at a time.
@@ -125,6 +128,9 @@ class RegisteredMemory(Protocol):
     """The device's records where another server's transport reads them by itself."""
 
     memory: Memory
+
+    def progress(self) -> None:
+        """Do this side's part of what others read now, where the network needs one. Raises what the transport raises."""
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -280,7 +286,10 @@ class TransferServer:
             send(connection, Found([slot for _, _, slot in found], memory=memory))
             if memory is None:
                 self._send_records(connection, one, [Record(g, h, slot, 0) for g, h, slot in found if slot >= 0])
-            receive(connection, HasRead, time.monotonic() + MAX_READ_S)
+            until = time.monotonic() + MAX_READ_S
+            if self._registered is not None and memory is not None:
+                _help_reader(connection, self._registered, until)
+            receive(connection, HasRead, until)
             with self._changed:
                 is_kept = self._kept.pop(one.kept.number, None) is not None
                 if is_kept:
@@ -311,6 +320,15 @@ class TransferServer:
         for record in records:
             data = self._device.read(record, scratch[: self._device.sizes[record.group]])
             connection.sendall(data.data)
+
+
+def _help_reader(connection: socket.socket, registered: RegisteredMemory, until: float) -> None:
+    """Go on with what the other side reads until it says something, or is gone."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(0) and time.monotonic() < until:
+        registered.progress()
+        time.sleep(HELP_S)
 
 
 class RemoteRecords(RecordStore):
