@@ -130,7 +130,7 @@ class RegisteredMemory(Protocol):
     memory: Memory
 
     def progress(self) -> None:
-        """Do this side's part of what others read now, where the network needs one. Raises what the transport raises."""
+        """Do this side's part of what others read now, where the network needs one."""
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:

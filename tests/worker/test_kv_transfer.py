@@ -26,7 +26,7 @@ from dflash_backend.engine.llm import LLM
 from dflash_backend.messages import GenerationRequest, KVTransferParams, SamplingParams, TokenDelta
 from dflash_backend.worker import kv_transfer
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
-from dflash_backend.worker.kv_transfer import Facts, RemoteRecords, TransferServer
+from dflash_backend.worker.kv_transfer import Facts, Memory, RemoteRecords, TransferError, TransferServer
 from tests.support.scale import by_night
 from tests.worker.engines import engine
 from tests.worker.test_kv_tiers import ASKED, CASES, COMMON, prompts
@@ -107,9 +107,39 @@ def agents() -> tuple[Any, Any, DeviceRecords]:
     return NixlAgent(keeper), NixlAgent(device(3)), keeper
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+class HelpedTransport:
+    """As NIXL's over a network that needs the keeper's help, on both sides: a record comes once it has helped."""
+
+    name = "nixl"
+    memory = Memory(b"", [], "DRAM", 0)
+
+    def __init__(self, keeper: DeviceRecords) -> None:
+        self._keeper, self._helped = keeper, threading.Semaphore(0)
+
+    def progress(self) -> None:
+        self._helped.release()
+
+    def reader(self, memory: Memory) -> HelpedTransport:
+        return self
+
+    def read(self, group: int, slot: int, size: int) -> np.ndarray:
+        if not self._helped.acquire(timeout=5):
+            raise TransferError("nobody helps")
+        return np.frombuffer(content(self._keeper, group, slot), np.uint8)
+
+
+def transports(name: str) -> tuple[Any, Any, DeviceRecords]:
+    """Of a keeper and of a reader, and the keeper's device."""
+    if name == "nixl":
+        return agents()
+    keeper = device(1)
+    helped = HelpedTransport(keeper) if name == "helped" else None
+    return helped, helped, keeper
+
+
+@pytest.mark.parametrize("transport", ["tcp", "helped", "nixl"])
 def test_what_is_kept_comes_whole_and_is_kept_no_more(transport: str) -> None:
-    own, others, keeper = (None, None, device(1)) if transport == "tcp" else agents()
+    own, others, keeper = transports(transport)
     server, reader = TransferServer(keeper, FACTS, (HOST, 0), own), Reader(agent=others)
     server.keep(kept())
     reader.submit(server.port)
