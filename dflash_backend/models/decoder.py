@@ -23,6 +23,7 @@ from dflash_backend.models.hybrid_layers import (
     read_norm,
 )
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
+from dflash_backend.models.layer_stack import LayerStack
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of
 from dflash_backend.models.ops import LayerOps, select_ops
@@ -93,6 +94,12 @@ class LayeredTarget(TargetModel, ABC):
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         """The output of each layer: `[num_tokens, hidden_size]`, of the embeddings `hidden`."""
 
+    def _run_at_once(
+        self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+    ) -> TargetOutput | None:
+        """All layers in one call; None where they must be run one by one."""
+        return None
+
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         return embedded(token_ids, self.embedding, self._first_id)
 
@@ -102,6 +109,8 @@ class LayeredTarget(TargetModel, ABC):
         hidden = embeddings = self.embed(token_ids)
         if self._share is not None:
             hidden = embeddings = self._share(embeddings)
+        if (found := self._run_at_once(embeddings, context, caches, capture)) is not None:
+            return found
         captured: dict[int, torch.Tensor] = {}
         num_layers = self.spec.decoder.num_layers
         for index, hidden in enumerate(self._run_layers(embeddings, context, caches)):
@@ -126,6 +135,16 @@ class DecoderTarget(LayeredTarget):
         super().__init__(spec, weights, ops)
         self.rotary = Rotary(spec.decoder, max_positions, weights.embedding.device, weights.embedding.dtype)
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
+        self.stack = LayerStack.of(self.layers, self.ops)
+
+    def _run_at_once(
+        self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+    ) -> TargetOutput | None:
+        if self.stack is None:
+            return None
+        rotation = self.ops.rotation(self.rotary, context.positions)
+        found = self.stack.forward(embeddings, context, caches, rotation, capture=capture)
+        return None if found is None else TargetOutput(found[0], found[2])
 
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         rotation = self.ops.rotation(self.rotary, context.positions)

@@ -27,6 +27,28 @@ template <class Each> static void in_blocks(int threads, long rows, const Each& 
   });
 }
 
+// A decoder layer; biases, the norm of q and k, sinks and scales may be null. rows: which of a call's `Rows` are its own.
+struct Layer {
+  const Weight *qkv, *output, *gate_up, *down;
+  const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias, *input_norm, *post_norm, *qk_norm, *sinks;
+  void* cache; float* scales;
+  int64_t window, causal, is_gelu, rows;
+};
+struct Layers { const Layer* first; int64_t count, norm_dtype, qk_norm_dtype, kv_dtype, heads, kv_heads, dim, block_size; double eps; };
+struct Rows {
+  const int64_t* slots; const int32_t* tables; int64_t table_step;
+  const int64_t *first_token, *query_lens, *seq_lens; int64_t count;
+};
+static void add_rows(int dtype, int threads, const void* x, void* total, int64_t rows, int64_t size) {
+  share(threads, rows, std::max<long>(1, 16384 / size), [&](long first, long last) {
+    for (long i = first * size; i < last * size; i += LANES) {
+      int count = int(std::min<long>(LANES, last * size - i));
+      if (dtype == 0) store_some((float*)total + i, load_some((float*)total + i, count) + load_some((const float*)x + i, count), count);
+      else store_some((bf16*)total + i, load_some((bf16*)total + i, count) + load_some((const bf16*)x + i, count), count);
+    }
+  });
+}
+
 extern "C" {
 int64_t dflash_packed_bytes(int64_t kind, int64_t n, int64_t k) { return packed_bytes(kind, n, k); }
 // numbers: of the weight's own type, which is no grid.
@@ -131,6 +153,32 @@ void dflash_gated_mlp(int threads, int is_gelu, const void* x, int64_t x_step, c
     dflash_gate(dtype, threads, is_gelu, both, gated, count, down->k);
     dflash_linear(threads, gated, down->k, down, down_bias, at_row(dtype, out, first, down->n), count);
   });
+}
+// All layers of a decoder over `tokens` tokens, whose embeddings are in `hidden`. Leaves there what the last layer gives out, and,
+// where there is a `last_norm`, the norm of it in `normed`. captured: of each layer, where its output is written as well, rows
+// `captured_step` numbers apart, or null. work: numbers of twice the size of all heads and of the hidden state, for each token.
+void dflash_layers(int threads, const Layers* all, const Rows* rows, const void* cos, const void* sin, void* hidden, void* normed,
+                   const void* last_norm, void* const* captured, int64_t captured_step, void* work, int64_t tokens) {
+  const Layers& s = *all;
+  int dtype = dtype_of(s.first->qkv);
+  long size = s.first->output->n, heads_size = s.heads * s.dim, bytes = dtype == 0 ? 4 : 2;
+  void *query = work, *attended = at_row(dtype, work, tokens, heads_size), *added = at_row(dtype, attended, tokens, heads_size);
+  dflash_norm(dtype, s.norm_dtype, threads, hidden, nullptr, s.first->input_norm, normed, nullptr, tokens, size, s.eps);
+  for (long i = 0; i < s.count; i++) {
+    const Layer& w = s.first[i];
+    const Rows& r = rows[w.rows];
+    dflash_linear_rope_write(s.qk_norm_dtype, s.kv_dtype, threads, normed, size, w.qkv, w.qkv_bias, w.qk_norm, s.eps, cos, sin, r.slots, query,
+                             w.cache, w.scales, tokens, s.heads, s.kv_heads, s.dim);
+    dflash_attend(dtype, s.kv_dtype, threads, query, w.cache, w.scales, attended, r.tables, r.table_step, r.first_token, r.query_lens,
+                  r.seq_lens, r.count, s.heads, s.kv_heads, s.dim, s.block_size, w.causal, w.window, w.sinks, float(1 / std::sqrt(double(s.dim))));
+    dflash_linear_norm(s.norm_dtype, threads, attended, heads_size, w.output, w.output_bias, hidden, w.post_norm, normed, hidden, tokens, s.eps);
+    dflash_gated_mlp(threads, w.is_gelu, normed, size, w.gate_up, w.gate_up_bias, w.down, w.down_bias, added, tokens);
+    const void* next = i + 1 < s.count ? s.first[i + 1].input_norm : last_norm;
+    if (next) dflash_norm(dtype, s.norm_dtype, threads, added, hidden, next, normed, hidden, tokens, size, s.eps);
+    else add_rows(dtype, threads, added, hidden, tokens, size);
+    if (captured[i])
+      for (long t = 0; t < tokens; t++) std::memcpy(at_row(dtype, captured[i], t, captured_step), at_row(dtype, hidden, t, size), size * bytes);
+  }
 }
 // Whether bfloat16 is multiplied by AMX, attention among it.
 int64_t dflash_has_tiles() { return tiles_attend(); }

@@ -326,6 +326,40 @@ def attend(
     )  # fmt: skip
 
 
+def address(tensor: torch.Tensor | None) -> int:
+    """Where a tensor is, for a table that C++ reads; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def layers(
+    table: np.ndarray,
+    rows: np.ndarray,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    hidden: torch.Tensor,
+    last_norm: torch.Tensor | None,
+    captured: np.ndarray,
+    features: torch.Tensor | None,
+    heads_size: int,
+) -> torch.Tensor:
+    """All layers of a decoder, in one call. Returns the norm by `last_norm` of what the last one gives out.
+
+    table: `struct Layers` of `cpu_ops.cpp`, rows: its `Rows`, both int64. cos, sin: `[num_tokens, 1, head_dim]`.
+    hidden: `[num_tokens, hidden_size]`, the embeddings, in whose place the last layer's output comes. captured: int64,
+    of each layer the address in `features` where its output goes, or 0. features: `[num_tokens, L * hidden_size]`, or
+    None.
+    """
+    assert _library is not None
+    num_tokens, size = hidden.shape
+    normed, work = torch.empty_like(hidden), hidden.new_empty(num_tokens * 2 * heads_size + num_tokens * size)
+    _library.dflash_layers(
+        torch.get_num_threads(), table.ctypes.data, rows.ctypes.data, cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
+        normed.data_ptr(), address(last_norm) or None, captured.ctypes.data,
+        0 if features is None else features.shape[1], work.data_ptr(), num_tokens,
+    )  # fmt: skip
+    return normed
+
+
 def argmax(values: torch.Tensor) -> torch.Tensor:
     """As `argmax_reference`."""
     if values.dtype not in DTYPES or values.dim() != 2 or not values.shape[1] or values.stride(1) != 1:

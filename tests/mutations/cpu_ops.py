@@ -7,6 +7,7 @@ from tests.mutations.mutant import mutants_of
 KERNELS = "kernels/dflash_kernels"
 TESTS = ("tests/kernels/test_cpu_ops.py",)
 ATTENTION = ("tests/attention/test_cpu_backend.py",)
+STACK = ("tests/models/test_layer_stack.py",)
 
 CPU_OPS_MUTANTS = (
     *mutants_of(
@@ -111,5 +112,27 @@ CPU_OPS_MUTANTS = (
             "x.data_ptr(), x.stride(0), self.address",
             "x.data_ptr(), k, self.address",
         ),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_ops.cpp",
+        STACK,
+        ("all layers read the rows of the first pattern", "const Rows& r = rows[w.rows];", "const Rows& r = rows[0];"),
+        ("a window is all positions", "w.causal, w.window, w.sinks, float", "w.causal, 0, w.sinks, float"),
+    ),
+    *mutants_of(
+        "dflash_backend/models/layer_stack.py",
+        STACK,
+        ("a pass writes to the caches of the one before", "not all(map(operator.is_, caches, bound[0]))", "False"),
+        (
+            "layers with a window write to the others' slots",
+            "_rows(context.slots_of(pattern), each)",
+            "_rows(context.slots, each)",
+        ),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_attention.h",
+        ATTENTION,
+        ("what came before a larger maximum keeps its weight", "if (any(changed)) for", "if (0) for"),
+        ("a maximum stays behind its scores for ever", "constexpr float LAG = 8.0f;", "constexpr float LAG = 1e9f;"),
     ),
 )

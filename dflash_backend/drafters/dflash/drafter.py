@@ -29,6 +29,7 @@ from dflash_backend.drafters.base import (
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.models.layer_stack import LayerStack
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps
@@ -62,6 +63,7 @@ class DFlashModel(DraftModel):
             vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
             self.mask_embedding = vector.to(self.device, self.dtype)
         self.layers = [self._layer(weights, index, pattern) for index, pattern in enumerate(self.patterns)]
+        self.stack = LayerStack.of(self.layers, self.ops)
         # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
         parts = [layer.qkv.rows(slice(query, None)) for layer in weights.layers]
@@ -99,6 +101,10 @@ class DFlashModel(DraftModel):
         The queries' KV goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
         rotation = self.ops.rotation(self.rotary, context.positions)
+        if self.stack is not None:
+            found = self.stack.forward(embeddings, context, caches, rotation, self.final_norm)
+            if found is not None:
+                return found[1]
         hidden = embeddings
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         next_norms = [layer.weights.input_norm for layer in self.layers[1:]] + [self.final_norm]

@@ -1,0 +1,139 @@
+"""All layers of a decoder in one call of C++, where the operations of a CPU know each of them. With few tokens four
+calls of Python for each layer take a good part of a step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dflash_backend.attention import KVLayer
+from dflash_backend.attention.cpu_backend import CpuBackend, CpuMetadata
+from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.layers import DecoderLayer
+from dflash_backend.models.linear import PackedLinear
+from dflash_backend.models.mlp import DenseMlp
+from dflash_backend.models.ops import CpuLayerOps, LayerOps, Rotation
+from dflash_kernels import cpu_ops
+
+
+class LayerStack:
+    """The layers, and the table that C++ reads of them. Several threads may run it at the same time."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> None:
+        """Of layers that `of` has looked at; dtype: of their numbers."""
+        self._layers, self._dtype = layers, dtype
+        self._patterns = list(dict.fromkeys(layer.pattern for layer in layers))
+        self._bound: tuple[tuple[KVLayer, ...], np.ndarray, np.ndarray, int] | None = None
+
+    @classmethod
+    def of(cls, layers: Sequence[object], ops: LayerOps) -> LayerStack | None:
+        """None where a layer must be run by itself."""
+        if not isinstance(ops, CpuLayerOps) or not layers:
+            return None
+        plain = [layer for layer in layers if type(layer) is DecoderLayer and _is_packed(layer)]
+        if len(plain) < len(layers):
+            return None
+        weights = [layer.weights for layer in plain]
+        norms = {norm.dtype for w in weights for norm in (w.input_norm, w.post_norm)}
+        of_heads = {None if w.qk_norm is None else w.qk_norm.dtype for w in weights}
+        numbers = {_numbers(layer) for layer in plain}
+        known = {*numbers, torch.float32}
+        if max(len(norms), len(of_heads), len(numbers)) > 1 or not norms <= known or not of_heads <= {*known, None}:
+            return None
+        return cls(plain, numbers.pop())
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        context: PagedContext,
+        caches: Sequence[KVLayer],
+        rotation: Rotation,
+        last_norm: torch.Tensor | None = None,
+        capture: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """What the last layer gives out, its norm by `last_norm`, both `[num_tokens, hidden_size]`, and the outputs of
+        the layers `capture` side by side, None without any. None where the layers must be run one by one."""
+        metadata = [context.metadata[pattern] for pattern in self._patterns]
+        if type(context.backend) is not CpuBackend or rotation.rows is not None or embeddings.dtype != self._dtype:
+            return None
+        if len(set(capture)) < len(capture) or (capture and max(capture) >= len(self._layers)):
+            return None
+        rows = np.empty((len(self._patterns), 7), np.int64)
+        for number, (pattern, each) in enumerate(zip(self._patterns, metadata, strict=True)):
+            if type(each) is not CpuMetadata or each.groups or not len(each.seq_lens):
+                return None
+            rows[number] = _rows(context.slots_of(pattern), each)
+        bound = self._bound
+        if bound is None or not all(map(operator.is_, caches, bound[0])):
+            self._bound = bound = self._bind(tuple(caches))
+        _, _, table, heads_size = bound
+        num_tokens, size = embeddings.shape
+        captured = np.zeros(len(self._layers), np.int64)
+        features = None
+        if capture:
+            features = embeddings.new_empty((num_tokens, len(capture) * size))
+            step = size * features.element_size()
+            captured[list(capture)] = features.data_ptr() + step * np.arange(len(capture))
+        hidden = embeddings.clone(memory_format=torch.contiguous_format)
+        normed = cpu_ops.layers(
+            table, rows, rotation.cos.contiguous(), rotation.sin.contiguous(), hidden, last_norm, captured, features,
+            heads_size,
+        )  # fmt: skip
+        return hidden, normed, features
+
+    def _bind(self, caches: tuple[KVLayer, ...]) -> tuple[tuple[KVLayer, ...], np.ndarray, np.ndarray, int]:
+        """The caches, `Layer` for each layer, `Layers`, and the numbers of all heads of a query."""
+        each = np.array([self._row(layer, cache) for layer, cache in zip(self._layers, caches, strict=True)], np.int64)
+        weights, data = self._layers[0].weights, caches[0].data
+        _, block_size, _, num_kv_heads, head_dim = data.shape
+        num_heads = weights.qkv.out_features // head_dim - 2 * num_kv_heads
+        qk_norm = weights.input_norm if weights.qk_norm is None else weights.qk_norm
+        codes = [cpu_ops.DTYPES[weights.input_norm.dtype], cpu_ops.DTYPES[qk_norm.dtype], cpu_ops.KV_DTYPES[data.dtype]]
+        table = np.array(
+            [each.ctypes.data, len(each), *codes, num_heads, num_kv_heads, head_dim, block_size, 0], np.int64
+        )
+        table[-1:].view(np.float64)[0] = self._layers[0].eps
+        return caches, each, table, num_heads * head_dim
+
+    def _row(self, layer: DecoderLayer, cache: KVLayer) -> list[int]:
+        w, pattern = layer.weights, layer.pattern
+        assert isinstance(w.mlp, DenseMlp)
+        linears = [w.qkv, w.output, w.mlp.gate_up, w.mlp.down]
+        tensors = [*(one.bias for one in linears), w.input_norm, w.post_norm, w.qk_norm, w.sinks, cache.data]
+        return [
+            *(one.packed.address for one in linears if isinstance(one, PackedLinear)),
+            *map(cpu_ops.address, tensors),
+            cpu_ops.address(cache.scales),
+            pattern.sliding_window or 0,
+            int(pattern.causal),
+            int(w.mlp.is_gelu),
+            self._patterns.index(pattern),
+        ]
+
+
+def _is_packed(layer: DecoderLayer) -> bool:
+    w = layer.weights
+    linears = [w.qkv, w.output, *((w.mlp.gate_up, w.mlp.down) if type(w.mlp) is DenseMlp else [None])]
+    if not all(type(one) is PackedLinear for one in linears):
+        return False
+    tensors = [w.input_norm, w.post_norm, w.qk_norm, w.sinks, *(one.bias for one in linears if one is not None)]
+    return all(one is None or one.is_contiguous() for one in tensors)
+
+
+def _numbers(layer: DecoderLayer) -> torch.dtype:
+    assert isinstance(layer.weights.qkv, PackedLinear)
+    return layer.weights.qkv.packed.dtype
+
+
+def _rows(slots: torch.Tensor, metadata: CpuMetadata) -> list[int]:
+    """`Rows`."""
+    arrays = metadata.first_tokens, metadata.query_lens, metadata.seq_lens
+    tables = metadata.tables
+    assert slots.is_contiguous()
+    return [
+        slots.data_ptr(), tables.ctypes.data, tables.shape[1], *(each.ctypes.data for each in arrays),
+        len(metadata.seq_lens),
+    ]  # fmt: skip
