@@ -330,6 +330,9 @@ def test_the_client_of_servers_reads_events_cut_anywhere() -> None:
     assert http_side.event_tokens({"choices": [{"token_ids": [1, 2]}, {"token_ids": None}]}, "openai") == [1, 2]
     assert http_side.event_tokens({"usage": {}, "choices": []}, "openai") == []
     assert http_side.event_tokens({"content": "a", "tokens": [5]}, "llama") == [5]
+    last = {"content": "", "stop": True, "tokens_predicted": 9}
+    assert http_side.event_tokens(last | {"tokens": [4]}, "llama", 6) == [4, http_side.LOST, http_side.LOST]
+    assert http_side.event_tokens(last, "llama", 9) == []
     with pytest.raises(RuntimeError, match="the server answered"):
         http_side.event_tokens({"error": {"message": "no"}}, "llama")
 

@@ -24,6 +24,7 @@ from benchmarks.peers.sides.protocol import Clock, Prompts, Run, serve
 HOST = "127.0.0.1"
 POLL_S, STOP_S, LIMIT = 0.2, 20.0, 1 << 24
 LOG_TAIL = 400
+LOST = -1  # in place of the id of a token that a stream did not show
 
 
 class Server:
@@ -76,12 +77,15 @@ def request_body(settings: dict[str, Any], prompt: list[int], max_tokens: int, s
     return json.dumps(fields).encode()
 
 
-def event_tokens(event: dict[str, Any], api: str) -> list[int]:
-    """The new tokens of an event. Raises `RuntimeError` for an error."""
+def event_tokens(event: dict[str, Any], api: str, num_before: int = 0) -> list[int]:
+    """The new tokens of an event, behind `num_before` of the events before it. Raises `RuntimeError` for an error."""
     if "error" in event:
         raise RuntimeError(f"the server answered {event['error']}")
     if api == "llama":
-        return list(event.get("tokens") or ())
+        tokens = list(event.get("tokens") or ())
+        # The last event counts all tokens; of those that end within a character there were no ids.
+        num_lost = event.get("tokens_predicted", 0) - num_before - len(tokens) if event.get("stop") else 0
+        return tokens + [LOST] * max(0, num_lost)
     return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
@@ -123,8 +127,11 @@ async def _run(settings: dict[str, Any], prompts: Prompts, streams: int, max_tok
     await asyncio.gather(*(stream() for _ in range(streams)))
     seconds = time.perf_counter() - started
     for index in sorted(parts):
+        num_tokens = 0
         for event, now in events(parts[index]):
-            clock.arrived(index, event_tokens(event, settings["api"]), now)
+            tokens = event_tokens(event, settings["api"], num_tokens)
+            num_tokens += len(tokens)
+            clock.arrived(index, tokens, now)
     return clock.result(seconds=seconds)
 
 
