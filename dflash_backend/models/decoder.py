@@ -140,11 +140,11 @@ class DecoderTarget(LayeredTarget):
     def _run_at_once(
         self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput | None:
-        if self.stack is None:
+        if self.stack is None or (rows := self.stack.rows(context, embeddings.dtype, capture)) is None:
             return None
         rotation = self.ops.rotation(self.rotary, context.positions)
-        found = self.stack.forward(embeddings, context, caches, rotation, capture=capture)
-        return None if found is None else TargetOutput(found[0], found[2])
+        hidden, _, features = self.stack.forward(rows, embeddings, caches, rotation, capture=capture)
+        return TargetOutput(hidden, features)
 
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         rotation = self.ops.rotation(self.rotary, context.positions)

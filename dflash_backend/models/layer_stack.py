@@ -39,33 +39,38 @@ class LayerStack:
         weights = [layer.weights for layer in plain]
         norms = {norm.dtype for w in weights for norm in (w.input_norm, w.post_norm)}
         of_heads = {None if w.qk_norm is None else w.qk_norm.dtype for w in weights}
-        numbers = {_numbers(layer) for layer in plain}
-        known = {*numbers, torch.float32}
-        if max(len(norms), len(of_heads), len(numbers)) > 1 or not norms <= known or not of_heads <= {*known, None}:
+        dtypes = {_dtype(layer) for layer in plain}
+        known = {*dtypes, torch.float32}
+        if max(len(norms), len(of_heads), len(dtypes)) > 1 or not norms <= known or not of_heads <= {*known, None}:
             return None
-        return cls(plain, numbers.pop())
+        return cls(plain, dtypes.pop())
 
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        context: PagedContext,
-        caches: Sequence[KVLayer],
-        rotation: Rotation,
-        last_norm: torch.Tensor | None = None,
-        capture: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """What the last layer gives out, its norm by `last_norm`, both `[num_tokens, hidden_size]`, and the outputs of
-        the layers `capture` side by side, None without any. None where the layers must be run one by one."""
-        metadata = [context.metadata[pattern] for pattern in self._patterns]
-        if type(context.backend) is not CpuBackend or rotation.rows is not None or embeddings.dtype != self._dtype:
+    def rows(self, context: PagedContext, dtype: torch.dtype, capture: tuple[int, ...] = ()) -> np.ndarray | None:
+        """`Rows` of each pattern, for a pass in `dtype` that captures these layers; None where its layers must be run
+        one by one."""
+        if type(context.backend) is not CpuBackend or dtype != self._dtype:
             return None
         if len(set(capture)) < len(capture) or (capture and max(capture) >= len(self._layers)):
             return None
         rows = np.empty((len(self._patterns), 7), np.int64)
-        for number, (pattern, each) in enumerate(zip(self._patterns, metadata, strict=True)):
-            if type(each) is not CpuMetadata or each.groups or not len(each.seq_lens):
+        for number, pattern in enumerate(self._patterns):
+            metadata = context.metadata[pattern]
+            if type(metadata) is not CpuMetadata or metadata.groups or not len(metadata.seq_lens):
                 return None
-            rows[number] = _rows(context.slots_of(pattern), each)
+            rows[number] = _rows(context.slots_of(pattern), metadata)
+        return rows
+
+    def forward(
+        self,
+        rows: np.ndarray,
+        embeddings: torch.Tensor,
+        caches: Sequence[KVLayer],
+        rotation: Rotation,
+        last_norm: torch.Tensor | None = None,
+        capture: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What the last layer gives out, its norm by `last_norm`, both `[num_tokens, hidden_size]`, and the outputs of
+        the layers `capture` side by side, None without any. rows: as `rows` gave them."""
         bound = self._bound
         if bound is None or not all(map(operator.is_, caches, bound[0])):
             self._bound = bound = self._bind(tuple(caches))
@@ -123,7 +128,7 @@ def _is_packed(layer: DecoderLayer) -> bool:
     return all(one is None or one.is_contiguous() for one in tensors)
 
 
-def _numbers(layer: DecoderLayer) -> torch.dtype:
+def _dtype(layer: DecoderLayer) -> torch.dtype:
     assert isinstance(layer.weights.qkv, PackedLinear)
     return layer.weights.qkv.packed.dtype
 

@@ -242,7 +242,7 @@ static inline Floats power_of_two(Floats x) {
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
 // neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by, which is 1 until
-// scores pass the maximum by LAG.
+// scores pass the maximum by LAG. The scale is above 0.
 static inline Floats weigh(const Attention& p, float* scores, long base, long count, int width, Ints position, bool all_seen, float* most,
                            float* total, bf16* weights) {
   constexpr int CHAINS = 4;  // of maxima and of sums, none of which waits for another

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.process import EngineLoop
 from dflash_backend.engine_client.client import EngineClient, EngineError, QueueLoad, engine_command
 from dflash_backend.messages import (
     AbortRequests,
@@ -193,6 +195,7 @@ def start_stub(code: str, *arguments: str) -> subprocess.Popen[str]:
 STUB = """
 import sys, time
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.process import EngineLoop
 from dflash_backend.engine_client.client import EngineClient, engine_command
 client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_process"))
 if sys.argv[1] == "ready":
@@ -215,6 +218,7 @@ def test_an_engine_ends_with_its_stub_however_that_went(when):
 STUCK = """
 import ctypes, subprocess, sys
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.process import EngineLoop
 from dflash_backend.engine_client.client import EngineClient, engine_command
 server = subprocess.Popen(["sleep", "600"])
 client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_process"), server.pid)
@@ -243,6 +247,25 @@ def test_an_idle_engine_speaks_now_and_then(engine):
     received = [engine.receive(5000) for _ in range(3)]
     assert all(isinstance(message, EngineCoreOutputs) for messages in received for message in messages)
     assert all(received)
+
+
+def test_an_idle_engine_says_what_came_of_moves():
+    """Blocks that were kept for other servers are let go of while there are no requests."""
+    sent, said = [], [EngineCoreOutputs(kv_events=[]), EngineCoreOutputs(stats="now")]
+    core = SimpleNamespace(
+        has_unfinished=lambda: False, is_moving=False, is_keeping=True, advance_moves=lambda: said.pop(0),
+        num_waiting=0, num_free_rows=1, crowded_tenants=dict,
+    )  # fmt: skip
+
+    def receive(timeout_ms: int) -> list[bytes]:
+        if not said:
+            loop.end()
+        return []
+
+    channel = SimpleNamespace(receive=receive, send=sent.append)
+    loop = EngineLoop(SimpleNamespace(core=core, check=lambda: None, trace=None, drafters=None), channel)
+    loop.run()
+    assert [message.stats for message in sent if message.stats] == ["now"]
 
 
 def test_requests_are_confirmed_before_they_are_worked_on(engine):

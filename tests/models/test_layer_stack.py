@@ -44,15 +44,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 class Watched:
-    """`LayerStack.forward`, or what says that layers must be run one by one, and what passes of targets gave."""
+    """`LayerStack.rows`, or what says that layers must be run one by one, and what passes of targets gave."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.num_found = True, 0
         self.given: list[TargetOutput] = []
-        forward, target_forward = LayerStack.forward, DecoderTarget.forward
+        rows, target_forward = LayerStack.rows, DecoderTarget.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            found = forward(*args, **kwargs) if self.on else None
+            found = rows(*args, **kwargs) if self.on else None
             self.num_found += found is not None
             return found
 
@@ -60,7 +60,7 @@ class Watched:
             self.given.append(target_forward(*args, **kwargs))
             return self.given[-1]
 
-        monkeypatch.setattr(LayerStack, "forward", watched)
+        monkeypatch.setattr(LayerStack, "rows", watched)
         monkeypatch.setattr(DecoderTarget, "forward", target)
 
     def run(self, prompts: list[list[int]], **settings: Any) -> tuple[Any, list[TargetOutput]]:

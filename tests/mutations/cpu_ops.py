@@ -125,8 +125,8 @@ CPU_OPS_MUTANTS = (
         ("a pass writes to the caches of the one before", "not all(map(operator.is_, caches, bound[0]))", "False"),
         (
             "layers with a window write to the others' slots",
-            "_rows(context.slots_of(pattern), each)",
-            "_rows(context.slots, each)",
+            "_rows(context.slots_of(pattern), metadata)",
+            "_rows(context.slots, metadata)",
         ),
     ),
     *mutants_of(

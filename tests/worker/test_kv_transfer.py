@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from dflash_backend.engine.llm import LLM
 from dflash_backend.messages import GenerationRequest, KVTransferParams, SamplingParams, TokenDelta
 from dflash_backend.worker import kv_transfer
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
+from dflash_backend.worker.kv_nixl import NixlAgent
 from dflash_backend.worker.kv_transfer import Facts, Memory, RemoteRecords, TransferError, TransferServer
 from tests.support.scale import by_night
 from tests.worker.engines import engine
@@ -101,10 +103,31 @@ def agents() -> tuple[Any, Any, DeviceRecords]:
     """NIXL's of a keeper and of a reader, and the keeper's device."""
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("nixl is not installed")
-    from dflash_backend.worker.kv_nixl import NixlAgent
-
     keeper = device(1)
     return NixlAgent(keeper), NixlAgent(device(3)), keeper
+
+
+def test_nixl_has_no_thread_that_takes_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Agent:
+        def __init__(self, name: str, config: dict[str, Any]) -> None:
+            asked.append(config)
+
+        def register_memory(self, regions: Any, kind: str) -> None:
+            assert kind == "DRAM"
+
+        def get_agent_metadata(self) -> bytes:
+            return b"who"
+
+        def get_new_notifs(self) -> None:
+            asked.append("progress")
+
+    monkeypatch.setitem(sys.modules, "nixl._api", SimpleNamespace(nixl_agent=Agent, nixl_agent_config=dict))
+    agent = NixlAgent(device(1))
+    agent.progress()
+    assert asked == [{"enable_prog_thread": False, "backends": ["UCX"]}, "progress"]
+    assert agent.memory.metadata == b"who"
 
 
 class HelpedTransport:

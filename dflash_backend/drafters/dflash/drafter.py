@@ -101,10 +101,8 @@ class DFlashModel(DraftModel):
         The queries' KV goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
         rotation = self.ops.rotation(self.rotary, context.positions)
-        if self.stack is not None:
-            found = self.stack.forward(embeddings, context, caches, rotation, self.final_norm)
-            if found is not None:
-                return found[1]
+        if self.stack is not None and (rows := self.stack.rows(context, embeddings.dtype)) is not None:
+            return self.stack.forward(rows, embeddings, caches, rotation, self.final_norm)[1]
         hidden = embeddings
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         next_norms = [layer.weights.input_norm for layer in self.layers[1:]] + [self.final_norm]
