@@ -19,8 +19,9 @@ from dflash_backend.attention.interface import (
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks
 from dflash_kernels import cpu_ops
 
-# Rows with more queries than this go to torch; in bfloat16 by AMX none do, without it all that have more than a few.
-MAX_QUERIES, MAX_BFLOAT16_QUERIES = 512, 1 << 30 if cpu_ops.HAS_TILES else 64
+# Rows with more queries than this go to torch; in bfloat16 none do where the processor
+# multiplies it, else all that have more than a few.
+MAX_QUERIES, MAX_BFLOAT16_QUERIES = 512, 1 << 30 if cpu_ops.HAS_PAIRS else 64
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ measures what the bounds let through.
 
 from __future__ import annotations
 
+import heapq
 import json
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +37,9 @@ MAX_STATES = 100_000
 
 # Terminals of terminals of terminals may have more parts than there are numbers for.
 MOST_PARTS = 10**9
-_QUOTED = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:|[^\]\\])*\]", re.DOTALL)
+# A class that does not end goes to the end of the text, so that no character is looked at twice.
+_QUOTED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)", re.DOTALL)
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 _PART = re.compile(r"[?*+{]|(?<=[(|:])(?=[|)])|(?<=\|)\Z|\A(?=\|)")
 _GROUP = re.compile(r"\(\?(?:P?<\w+>|[a-zA-Z-]*:|[a-zA-Z-]+(?=\)))?")
 _EXPRESSION = re.compile(r'"(?:pattern|format)"')
@@ -62,6 +66,8 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 def num_parts(expression: str) -> int:
     """How many parts of a regular expression are optional or repeated, an empty alternative included."""
+    if _VERBOSE.search(expression):  # comments hide what a class is
+        return sum(map(expression.count, "?*+{|"))
     return len(_PART.findall(_GROUP.sub("(", _QUOTED.sub("x", expression))))
 
 
@@ -108,28 +114,38 @@ def expression_grammars(grammar: StructuredOutputs) -> list[str]:
     """A grammar in llguidance's own form for each expression that `grammar` has, by itself, so that an answer begins in
     it."""
     if grammar.kind == "json":
-        found = {json.dumps(schema): parts for schema, parts in _with_expression(_read(grammar.text))}
-        return [str(LLMatcher.grammar_from_json_schema(schema)) for schema in _largest(found)]
+        return _schemas([_read(grammar.text)])
     if grammar.kind != "grammar":
         return []
     lark = read_lark(grammar.text)
-    text = grammar.text
-    for at in reversed(lark.starts):
-        text = f"{text[:at]}begin-of-all{text[at + len('start') :]}"
-    found = {f"start: {name}\n{text}": parts for name, parts in _parts_of_terminals(lark).items()}
-    found |= {f"start: /{expression}/\n": num_parts(expression) for expression in lark.expressions}
-    schemas = {
-        json.dumps(schema): parts
-        for keyword, value in lark.values
-        if keyword == "%json"
-        for schema, parts in _with_expression(value)
-    }
-    grammars = [str(LLMatcher.grammar_from_lark(one)) for one in _largest(found)]
-    return grammars + [str(LLMatcher.grammar_from_json_schema(schema)) for schema in _largest(schemas)]
+    parts = _parts_of_terminals(lark)
+    parts |= {f"/{expression}/": num_parts(expression) for expression in lark.expressions}
+    largest = heapq.nlargest(MAX_TRIED_EXPRESSIONS, parts, key=parts.__getitem__)
+    # Only now, since each that is a terminal is as long as the whole.
+    rest = _without_start(lark, grammar.text)
+    texts = [f"start: {one}\n" if one.startswith("/") else f"start: {one}\n{rest}" for one in largest]
+    values = [value for keyword, value in lark.values if keyword == "%json"]
+    return [str(LLMatcher.grammar_from_lark(text)) for text in texts] + _schemas(values)
 
 
-def _largest(found: dict[str, int]) -> list[str]:
-    return sorted(found, key=lambda text: -found[text])[:MAX_TRIED_EXPRESSIONS]
+def _schemas(roots: list[Any]) -> list[str]:
+    """A grammar for each of the largest expressions of these schemas."""
+    found = (one for root in roots for one in _with_expression(root))
+    largest = heapq.nlargest(MAX_TRIED_EXPRESSIONS, found, key=operator.itemgetter(2))
+    try:
+        texts = dict.fromkeys(json.dumps(defs | schema) for defs, schema, _ in largest)
+    except RecursionError:  # llguidance takes a tenth of that depth
+        return []
+    return [str(LLMatcher.grammar_from_json_schema(text)) for text in texts]
+
+
+def _without_start(lark: LarkParts, text: str) -> str:
+    """A grammar whose rule `start` has another name."""
+    pieces, at = [], 0
+    for start in lark.starts:
+        pieces += [text[at:start], "begin-of-all"]
+        at = start + len("start")
+    return "".join((*pieces, text[at:]))
 
 
 def _expressions(grammar: StructuredOutputs) -> Iterator[tuple[str, str, int]]:
@@ -154,63 +170,83 @@ def _parts_of_terminals(lark: LarkParts) -> dict[str, int]:
     """Parts of each terminal, those of the terminals that it consists of included. One that consists of itself is
     wrong, which llguidance says."""
     known: dict[str, int] = {}
+    open_ones: set[str] = set()
     for first in lark.terminals:
         todo = [first]
         while todo:
-            terminal = lark.terminals[todo[-1]]
-            missing = [name for name in terminal.names if name in lark.terminals and name not in known]
-            if missing and todo[-1] not in known:
-                known[todo[-1]] = 0
-                todo += missing
-                continue
             name = todo.pop()
-            own = terminal.num_parts + sum(map(num_parts, terminal.expressions))
-            known[name] = min(MOST_PARTS, own + sum(known.get(other, 0) for other in terminal.names))
+            if name in known:
+                continue
+            names = [other for other in lark.terminals[name].names if other in lark.terminals]
+            missing = [other for other in dict.fromkeys(names) if other not in known and other not in open_ones]
+            if missing and name not in open_ones:
+                open_ones.add(name)
+                todo += [name, *missing]
+                continue
+            own = lark.terminals[name].num_parts + sum(map(num_parts, lark.terminals[name].expressions))
+            known[name] = min(MOST_PARTS, own + sum(known.get(other, 0) for other in names))
     return known
 
 
 def _in_schema(schema: Any) -> Iterator[tuple[str, str, int]]:
-    for key, value in _items(schema):
-        if key == "pattern" and isinstance(value, str):
-            yield "a 'pattern'", value, num_parts(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            for name in value:
-                yield "a name of 'patternProperties'", name, num_parts(name)
-        elif key == "whitespace_pattern" and isinstance(value, str):
-            yield "a 'whitespace_pattern'", value, num_parts(value)
-
-
-def _with_expression(root: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """A schema for each expression of `root`, in which nothing comes before it, and its number of parts."""
-    defs = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
-    todo = [root]
+    todo = [schema]
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
-            if isinstance(value.get("pattern"), str):
-                own = {key: value[key] for key in ("pattern", "format", "minLength", "maxLength") if key in value}
-                yield {"type": "string", **own}, num_parts(value["pattern"])
-            if isinstance(value.get("patternProperties"), dict):
-                yield from (
-                    ({"type": "string", "pattern": name}, num_parts(name)) for name in value["patternProperties"]
-                )
-            if isinstance(value.get("allOf"), list):
-                yield {**defs, **value}, sum(parts for _, _, parts in _in_schema(value["allOf"]))
+            yield from ((name, text, num_parts(text)) for name, text in _own_expressions(value))
             todo += value.values()
         elif isinstance(value, list):
             todo += value
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key within a value of JSON, and what it has."""
-    todo = [value]
+def _with_expression(root: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
+    """For each expression of `root` what it may refer to, a schema in which nothing comes before it, and its number of
+    parts. The schema of an `allOf` has all expressions within."""
+    defs = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+    seen: set[tuple[str, ...]] = set()
+    for value, parts in _subtrees(root):
+        if isinstance(value.get("pattern"), str):
+            own: dict[str, Any] = {
+                key: value[key] for key in ("pattern", "format", "minLength", "maxLength") if key in value
+            }
+            if (key := tuple(map(repr, own.items()))) not in seen:
+                seen.add(key)
+                yield {}, {"type": "string", **own}, num_parts(value["pattern"])
+        if isinstance(value.get("patternProperties"), dict):
+            yield from (
+                ({}, {"type": "string", "pattern": name}, num_parts(name)) for name in value["patternProperties"]
+            )
+        if isinstance(value.get("allOf"), list):
+            yield defs, value, parts
+
+
+def _subtrees(root: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every object within a value of JSON, with the number of parts of all expressions in it; what is within an object
+    comes before it, so each is looked at once."""
+    parts: dict[int, int] = {}
+    todo = [(root, False)]
     while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            yield from one.items()
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
+        value, is_done = todo.pop()
+        if not isinstance(value, dict | list):
+            continue
+        within = list(value.values()) if isinstance(value, dict) else value
+        if not is_done:
+            todo.append((value, True))
+            todo += [(one, False) for one in within]
+            continue
+        parts[id(value)] = sum(parts.get(id(one), 0) for one in within)
+        if isinstance(value, dict):
+            parts[id(value)] += sum(num_parts(text) for _, text in _own_expressions(value))
+            yield value, parts[id(value)]
+
+
+def _own_expressions(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What each expression of an object is, without those within, and its text."""
+    for key in ("pattern", "whitespace_pattern"):
+        if isinstance(schema.get(key), str):
+            yield f"a '{key}'", schema[key]
+    if isinstance(schema.get("patternProperties"), dict):
+        yield from (("a name of 'patternProperties'", name) for name in schema["patternProperties"])
 
 
 def _read(text: str) -> Any:

@@ -149,7 +149,7 @@ class GrammarCompiler:
         text = llguidance_grammar(grammar)
         tried, heavy = needs_trial(grammar), is_heavy(grammar)
         if tried:
-            num_bytes = self._try(key, text, expression_grammars(grammar), vocabulary.trials[heavy])
+            num_bytes = self._try(key, text, grammar, vocabulary.trials[heavy])
         else:
             num_bytes = -bytes_in_use()
         matcher = _matcher(vocabulary.tokenizer, text)
@@ -163,13 +163,13 @@ class GrammarCompiler:
             self._keep(key, compiled)
         return compiled
 
-    def _try(self, key: Key, text: str, expressions: list[str], trial: GrammarTrial) -> int:
+    def _try(self, key: Key, text: str, grammar: StructuredOutputs, trial: GrammarTrial) -> int:
         """The bytes that a grammar keeps. Raises `GrammarError` for one that takes too much, which for some minutes is
         not tried again, and `OSError`."""
         known, until = self._refused.get(key, ("", 0.0))
         if time.monotonic() < until:
             raise GrammarError(known)
-        verdict = trial.run(text, expressions)
+        verdict = trial.run(text, expression_grammars(grammar))
         reason = verdict.reason if verdict.error is None else _wrong(verdict.error, text)
         if reason is None:
             return verdict.num_bytes

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+# Each character is looked at once: what does not end, or marks without a name, is taken whole and tried no further.
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
-      | (?P<string>"(?:\\.|[^"\\\n])*"i?)
-      | (?P<regex>/(?:\\.|[^/\\])+/[imslux]*)
+      | (?P<string>"(?:\\.|[^"\\\n])*+"i?)
+      | (?P<regex>/(?:\\.|[^/\\])++/[imslux]*)
+      | (?P<endless>"(?:\\.|[^"\\\n])*+|/(?:\\.|[^/\\])*+)
       | (?P<special><[^<>\s]+>)
       | (?P<json>%(?:json|regex|llguidance)\b\s*)
-      | (?P<name>[!?_]*[A-Za-z][\w-]*)
+      | (?P<name>[!?_]*+[A-Za-z][\w-]*)
+      | (?P<marks>[!?_]{2,}+)
       | (?P<operator>[?*+~{|()\[:])
       | (?P<end>\n(?=[ \t]*[!?_]*[A-Za-z%]))""",
     re.VERBOSE,
@@ -62,12 +65,16 @@ def read_lark(text: str) -> LarkParts:
             if value == "start":
                 parts.starts.append(at)
         elif kind == "regex":
-            expression = value[1 : value.rindex("/")]
+            expression, _, flags = value[1:].rpartition("/")
+            if "x" in flags:
+                expression = f"(?x){expression}"
             parts.expressions.append(expression)
             if current is not None:
                 current.expressions.append(expression)
         elif kind == "operator" and value in "?*+~{" and current is not None:
             current.num_parts += 1
+        elif kind == "marks" and current is not None:
+            current.num_parts += value.count("?")
         elif kind == "string" and current is None:
             parts.strings.append((at, value))
         elif kind == "special":
@@ -83,8 +90,9 @@ def _begins(tokens: list[tuple[str, int, Any]], number: int) -> bool:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int, Any]]:
-    """Kind, place and text of each; of a `value` the keyword and what is behind it."""
-    at, decoder = 0, json.JSONDecoder()
+    """Kind, place and text of each; of a `value` the keyword and what is behind it. A value that is no JSON is wrong,
+    which llguidance says: those behind it are not read."""
+    at, decoder, all_read = 0, json.JSONDecoder(), True
     while (found := _TOKEN.search(text, at)) is not None:
         kind, at = str(found.lastgroup), found.end()
         if kind == "comment":
@@ -93,7 +101,10 @@ def _tokens(text: str) -> Iterator[tuple[str, int, Any]]:
             yield kind, found.start(), found.group()
             continue
         try:
+            if not all_read:
+                continue
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
+            all_read = False
             continue
         yield "value", found.start(), (found.group().strip(), value)

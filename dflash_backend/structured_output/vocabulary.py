@@ -77,9 +77,11 @@ def with_ids(lark: str, special: SpecialTokens) -> str:
     found += [
         (at, quoted, special.visible[quoted[1:-1]]) for at, quoted in parts.strings if quoted[1:-1] in special.visible
     ]
-    for at, text, token_id in sorted(found, reverse=True):
-        lark = f"{lark[:at]}<[{token_id}]>{lark[at + len(text) :]}"
-    return lark
+    pieces, end = [], 0
+    for at, text, token_id in sorted(found):
+        pieces += [lark[end:at], f"<[{token_id}]>"]
+        end = at + len(text)
+    return "".join((*pieces, lark[end:]))
 
 
 def named_tokens(lark: str, ids: Mapping[str, int], among: tuple[int, ...]) -> list[str]:

@@ -38,13 +38,17 @@ class Publication:
         write_json(folder / "config.json", fields)
 
 
-def vocabulary_tensors(draft_tokens: Tensor | None, head: Tensor, vocab_size: int, form: str) -> dict[str, Tensor]:
+def vocabulary_tensors(
+    draft_tokens: Tensor | None, head: Tensor | None, vocab_size: int, form: str
+) -> dict[str, Tensor]:
     """What a smaller vocabulary adds: `d2t`, what to add to a draft id, in the format of speculators `t2d` too, and
-    the LM head's rows, which other engines do not take from the target."""
+    the LM head's rows, which other engines do not take from the target; None leaves them out."""
     if draft_tokens is None:
         return {}
     tokens = draft_tokens.cpu()
-    found = {"d2t": tokens - torch.arange(len(tokens)), "lm_head.weight": head.detach().to("cpu", torch.bfloat16)}
+    found = {"d2t": tokens - torch.arange(len(tokens))}
+    if head is not None:
+        found["lm_head.weight"] = head.detach().to("cpu", torch.bfloat16)
     if form == SPECULATORS:
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
         t2d[tokens] = True

@@ -35,7 +35,7 @@ from dflash_backend.training.acceptance import measure_acceptance
 from dflash_backend.training.data import DataOptions, Store, collect
 from dflash_backend.training.errors import TrainingError
 from dflash_backend.training.features import Teacher
-from dflash_backend.training.formats import FORMATS, KINDS, ZLAB, Naming, make_drafter
+from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, ZLAB, Naming, make_drafter
 from dflash_backend.training.loop import LoopOptions, Schedule, Trainer, run_steps, save_atomically
 from dflash_backend.training.network import DFLASH, DrafterConfig, DraftModel, Tables
 from dflash_backend.training.publish import Publication, plot, vocabulary_tensors, write_json
@@ -85,6 +85,7 @@ class TrainOptions:
     batch_tokens: int | None = None
     accumulate: int = 1
     draft_vocab: int | None = None
+    share_head: bool = False
     bf16: bool | None = None
     restart: bool = False
     drafter: Mapping[str, Any] = field(default_factory=dict)
@@ -263,7 +264,8 @@ class Run:
         if tokens is not None:
             whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=tokens)
         config = for_vocabulary(config, tokens)
-        tensors = vocabulary_tensors(tokens, whole.head, self.spec.vocab_size, self.form)
+        head = None if options.share_head else whole.head
+        tensors = vocabulary_tensors(tokens, head, self.spec.vocab_size, self.form)
         draft = make_drafter(config)
         begin_from_target(draft, self.spec)
         return config, draft, whole, Publication(config, self.form, naming, None, tensors)
@@ -399,6 +401,7 @@ class Run:
             "--batch-tokens": options.batch_tokens,
             "--accumulate": options.accumulate,
             "--draft-vocab": options.draft_vocab,
+            "--share-head": options.share_head,
             "--seed": options.data.seed,
             "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
         }
@@ -487,8 +490,12 @@ def _check(options: TrainOptions) -> None:
         raise TrainingError(f"--out {out} is a file; name a folder")
     if (out / "config.json").exists() and not (out / "training").is_dir():
         raise TrainingError(f"--out {out} holds a model that no training wrote; name another folder")
-    if options.begin_from is not None and (options.drafter or options.draft_vocab or options.form):
+    if options.begin_from is not None and any((options.drafter, options.draft_vocab, options.form, options.share_head)):
         raise TrainingError(
-            "--from keeps the format and the sizes of its drafter; leave --format, --layers, --layer-ids, "
-            "--block-size, --drafts, --mask-token and --draft-vocab out"
+            "--from keeps the format and the sizes of its drafter; leave --format, --layers, --intermediate-size, "
+            "--layer-ids, --block-size, --drafts, --mask-token, --draft-vocab and --share-head out"
         )
+    if options.share_head and not options.draft_vocab:
+        raise TrainingError("--share-head is for a --draft-vocab: without one the target's LM head is shared anyway")
+    if options.share_head and options.form == SPECULATORS:
+        raise TrainingError("--share-head is not for --format speculators, which other engines read with its LM head")

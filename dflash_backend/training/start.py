@@ -36,14 +36,15 @@ MASKS = ("<|mask|>", "<mask>", "[MASK]", "<|reserved_special_token_0|>", "<|fim_
 
 
 def default_config(target: TargetSpec, kind: str, mask_token_id: int, **given: Any) -> DrafterConfig:
-    """A drafter for a target. given: fields of `DrafterConfig` that are not None. Raises `TrainingError`."""
+    """A drafter for a target. given: fields of `DrafterConfig` and `intermediate_size`, those that are not None. Raises
+    `TrainingError`."""
     decoder, own = target.decoder, {name: value for name, value in given.items() if value is not None}
     large = decoder.hidden_size >= LARGE
     layers = 1 if kind == EAGLE3 else own.pop("draft_layers", 5 if large else 3)
     num = decoder.num_layers
-    inner = decoder.intermediate_size
-    if decoder.moe is not None:
-        inner = 3 * decoder.hidden_size
+    inner = own.pop("intermediate_size", None)
+    if inner is None:
+        inner = decoder.intermediate_size if decoder.moe is None else 3 * decoder.hidden_size
     shape = Shape(
         vocab_size=target.vocab_size,
         hidden_size=decoder.hidden_size,
@@ -113,7 +114,7 @@ def begin_from_target(draft: DraftModel, target: TargetSpec) -> int:
     _mean_of_taps(draft)
     dense = decoder.moe is None and decoder.delta_net is None and decoder.gemma4 is None
     dense = dense and not (decoder.centred_norms or decoder.attention_gate or decoder.rotary_dim)
-    if not dense or config.drafter == EAGLE3:
+    if not dense or config.drafter == EAGLE3 or config.shape.intermediate_size > decoder.intermediate_size:
         return 0
     count = min(config.draft_layers, decoder.num_layers)
     first = decoder.num_layers // 2
@@ -153,7 +154,7 @@ def _copy_layer(own: Any, weights: LayerWeights, decoder: DecoderSpec) -> None:
     q, k, v = weights.qkv.weight.split([query, kv, kv])
     attention = own.self_attn
     assert isinstance(weights.mlp, DenseMlp)
-    gate, up = weights.mlp.gate_up.weight.chunk(2)
+    gate, up, down = _widest(weights.mlp, own.mlp.gate_proj.weight.shape[0])
     pairs = [
         (attention.q_proj.weight, q),
         (attention.k_proj.weight, k),
@@ -161,7 +162,7 @@ def _copy_layer(own: Any, weights: LayerWeights, decoder: DecoderSpec) -> None:
         (attention.o_proj.weight, weights.output.weight),
         (own.mlp.gate_proj.weight, gate),
         (own.mlp.up_proj.weight, up),
-        (own.mlp.down_proj.weight, weights.mlp.down.weight),
+        (own.mlp.down_proj.weight, down),
         (own.input_layernorm.weight, weights.input_norm),
         (own.post_attention_layernorm.weight, weights.post_norm),
     ]
@@ -169,6 +170,15 @@ def _copy_layer(own: Any, weights: LayerWeights, decoder: DecoderSpec) -> None:
         pairs += [(attention.q_norm.weight, weights.qk_norm[0]), (attention.k_norm.weight, weights.qk_norm[-1])]
     for parameter, value in pairs:
         parameter.copy_(value)
+
+
+def _widest(mlp: DenseMlp, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of gate, up and down of the `inner` channels of an MLP that weigh most, in their order."""
+    gate, up = mlp.gate_up.weight.chunk(2)
+    down = mlp.down.weight
+    strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = strength.topk(inner).indices.sort().values
+    return gate[kept], up[kept], down[:, kept]
 
 
 @dataclass(frozen=True)

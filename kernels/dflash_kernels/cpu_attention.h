@@ -139,8 +139,7 @@ static void attend_piece(const Attention& p, long row, long head, long last_head
     }
   }
 }
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
-static bool tiles_attend() { return has_tiles; }  // of queries in bfloat16
+#if HAS_PAIRS
 // A square of 16 by 16 words turned over; rows lie `from_step` and `to_step` words apart.
 static inline void turn_words(const uint32_t* from, long from_step, uint32_t* to, long to_step) {
   __m512i r[16], s[16];
@@ -279,6 +278,23 @@ static inline Floats weigh(const Attention& p, float* scores, long base, long co
   store(most, now);
   return keep;
 }
+// out[r][16] (+)= sum over pairs of a[r][2 i], a[r][2 i + 1] by b[i][16][2], of ROWS rows that lie `step` bytes apart.
+template <int ROWS> static inline void sum_pairs(const bf16* a, long step, const void* b, long count, bool add, float* out) {
+  __m512 sums[ROWS];
+  for (int r = 0; r < ROWS; r++) sums[r] = add ? _mm512_loadu_ps(out + r * LANES) : _mm512_setzero_ps();
+  for (long i = 0; i < count; i += 2) {
+    __m512bh lanes = (__m512bh)_mm512_loadu_si512((const uint32_t*)b + i / 2 * LANES);
+    for (int r = 0; r < ROWS; r++) sums[r] = _mm512_dpbf16_ps(sums[r], pair_at((const bf16*)((const char*)a + r * step) + i), lanes);
+  }
+  for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + r * LANES, sums[r]);
+}
+static inline void score_pairs(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+  for (long t = 0; t < width / 16; t++) sum_pairs<16>(keys.tile[t], keys.step[t], turned, dim, false, scores + t * 256);
+}
+static inline void value_pairs(const bf16* value, const bf16* weights, long dim, long width, float* out) {
+  for (long c = 0; c < dim; c += 16) sum_pairs<16>(value + c * POSITIONS, POSITIONS * 2, weights, width, true, out + c * LANES);
+}
+#if defined(__AMX_BF16__)
 // Scores of 16 queries, turned over, by 32 or 64 keys: `[width][16]`.
 static inline void score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
   _tile_zero(0); _tile_zero(1);
@@ -310,6 +326,10 @@ static inline void value_tiles(const bf16* value, const bf16* weights, long dim,
     _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
   }
 }
+#else
+static void score_tiles(const Keys&, const uint32_t*, long, long, float*) {}
+static void value_tiles(const bf16*, const bf16*, long, long, float*) {}
+#endif
 // Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
 // values by weights, so that a lane is a query. All heads read some positions before they read the next, which lie beside them.
 template <class KV> static void attend_tiles(const Attention& p, long row, long head, long last_head, long first, long last) {
@@ -347,7 +367,7 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     }
     std::memset(k.output, 0, lots * LANES * dim * sizeof(float));
   }
-  set_tiles(16, 16);
+  if (has_tiles) set_tiles(16, 16);
   long end = p.causal ? start + (last - first) : p.seq_lens[row];
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
@@ -357,17 +377,18 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
       Kept k = kept_of(of);
       Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, value, pairs);
       for (long lot = 0; lot < lots; lot++) {
-        score_tiles(keys, k.query + lot * dim / 2 * LANES, dim, width, scores);
+        const uint32_t* query = k.query + lot * dim / 2 * LANES;
+        if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores);
         float* out = k.output + lot * LANES * dim;
         Ints at = *(const Ints*)(k.position + lot * LANES);
         Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, k.total + lot * LANES, weights);
         Ints changed = keep != 1.0f;
         if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
-        value_tiles(value, weights, dim, width, out);
+        if (has_tiles) value_tiles(value, weights, dim, width, out); else value_pairs(value, weights, dim, width, out);
       }
     }
   }
-  _tile_release();
+  if (has_tiles) free_tiles();
   for (long of = head; of < last_head; of++)
     for (long lot = 0; lot < lots; lot++) {
       Kept k = kept_of(of);
@@ -383,12 +404,11 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     }
 }
 #else
-static bool tiles_attend() { return false; }
 template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
   struct Piece { int row, head, last_head, first, last; };
-  bool by_tiles = std::is_same<T, bf16>::value && tiles_attend();
+  bool by_tiles = HAS_PAIRS && std::is_same<T, bf16>::value;
   long group = p.heads / p.kv_heads, most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / group);
   std::vector<Piece> pieces;
   for (long row = 0; row < p.rows; row++) {

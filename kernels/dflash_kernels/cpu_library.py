@@ -175,7 +175,7 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_packed_bytes": [L, L, L],
     "dflash_pack_blocks": [I, P, I, P, L, L],
     "dflash_unpack_rows": [I, P, P, L, P],
-    "dflash_has_tiles": [],
+    "dflash_has_pairs": [],
 }
 
 

@@ -25,6 +25,13 @@ typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint64_t Longs __attribute__((vector_size(64), aligned(8), may_alias));
 
+// Whether the processor sums products of pairs of bfloat16 in float32 (VDPBF16PS), which is what AMX's tiles do as well.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
 // A number of bfloat16, and a byte of FP8 (e4m3), by their bits.
 struct bf16 { uint16_t bits; };
 struct fp8 { uint8_t bits; };

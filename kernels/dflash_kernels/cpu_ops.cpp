@@ -180,8 +180,8 @@ void dflash_layers(int threads, const Layers* all, const Rows* rows, const void*
       for (long t = 0; t < tokens; t++) std::memcpy(at_row(dtype, captured[i], t, captured_step), at_row(dtype, hidden, t, size), size * bytes);
   }
 }
-// Whether bfloat16 is multiplied by AMX, attention among it.
-int64_t dflash_has_tiles() { return tiles_attend(); }
+// Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.
+int64_t dflash_has_pairs() { return HAS_PAIRS; }
 // Runs on a processor for the first time: 0 where it does what it should.
 int dflash_trial() {
   const float number[] = {1.0f, 0.5f};

@@ -38,8 +38,8 @@ MAX_HEAD_DIM = 1024
 
 _library = cpu_library.load()
 HAS_CPU_OPS = _library is not None
-HAS_TILES = _library is not None and bool(_library.dflash_has_tiles())
-"""Whether bfloat16 is multiplied by AMX."""
+HAS_PAIRS = _library is not None and bool(_library.dflash_has_pairs())
+"""Whether the processor multiplies bfloat16, by AMX or AVX-512."""
 
 
 class PackedWeight:

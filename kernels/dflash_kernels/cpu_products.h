@@ -58,6 +58,44 @@ static void products(int rows, int vectors, const float* a, long a_step, const B
   }
 }
 
+#if HAS_PAIRS
+// A pair of neighbouring numbers, in all lanes.
+static inline __m512bh pair_at(const bf16* from) {
+  int32_t both;
+  std::memcpy(&both, from, 4);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+// out[r][j] = sum over k of a[r][k] * b[k][j] in bfloat16, as `product`, of ROWS rows and PANELS pairs of panels, `apart`.
+template <int ROWS, int PANELS>
+static void pair_product(const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step) {
+  __m512 sums[ROWS][2 * PANELS];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < 2 * PANELS; j++) sums[r][j] = _mm512_setzero_ps();
+  for (long k = 0; k < count; k += 2) {
+    const bf16* at = b + k / 32 * 1024 + k % 32 * LANES;
+    __m512bh column[2 * PANELS];
+    for (int j = 0; j < 2 * PANELS; j++) column[j] = (__m512bh)_mm512_loadu_si512(at + j / 2 * apart + j % 2 * 512);
+    for (int r = 0; r < ROWS; r++) {
+      __m512bh x = pair_at(a + r * a_step + k);
+      for (int j = 0; j < 2 * PANELS; j++) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], x, column[j]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < 2 * PANELS; j++) _mm512_storeu_ps(out + r * out_step + j * LANES, sums[r][j]);
+}
+template <int PANELS>
+static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step) {
+  switch (rows) {
+    case 1: return pair_product<1, PANELS>(a, a_step, b, apart, count, out, out_step);
+    case 2: return pair_product<2, PANELS>(a, a_step, b, apart, count, out, out_step);
+    case 3: return pair_product<3, PANELS>(a, a_step, b, apart, count, out, out_step);
+    case 4: return pair_product<4, PANELS>(a, a_step, b, apart, count, out, out_step);
+    case 5: return pair_product<5, PANELS>(a, a_step, b, apart, count, out, out_step);
+    default: return pair_product<AT_ONCE, PANELS>(a, a_step, b, apart, count, out, out_step);
+  }
+}
+#endif
+
 // A packed weight. kind: how its numbers lie. n, k: outputs and inputs.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
@@ -166,6 +204,7 @@ static void set_tiles(long upper, long lower) {
   }
   _tile_loadconfig(&c);
 }
+static void free_tiles() { _tile_release(); }
 constexpr long CHUNK = 384;                // inputs of a pair of panels that a core's first cache holds beside the rows
 constexpr long ROWS_BYTES = 512 * 1024;    // of x that its second cache holds
 constexpr long AHEAD_BYTES = 8192;         // memory is slower than the product of few rows
@@ -232,7 +271,39 @@ static void tile_product(const Product& p, const bf16* x, long x_step, long firs
   long most = std::max<long>(PAIR, ROWS_BYTES / 2 / depth(p.weight->kind, p.k) / PAIR * PAIR);
   for (long row = 0; row < p.m; row += most)
     for (long pair = first; pair < last; pair++) tile_pair(p, x, x_step, row, std::min(p.m, row + most), pair);
-  _tile_release();
+  free_tiles();
+}
+#else
+constexpr bool has_tiles = false;
+static void set_tiles(long, long) {}
+static void free_tiles() {}
+#endif
+
+#if HAS_PAIRS
+// Of at most AT_ONCE rows from `row` on by one or two pairs of panels from `first` on, whose numbers are at `packed`.
+static void pair_rows(const Product& p, const bf16* x, long x_step, long row, long first, const bf16* packed) {
+  long deep = depth(p.weight->kind, p.k), apart = deep * PAIR, pairs = rounded_up(p.n, PAIR) / PAIR;
+  int rows = int(std::min<long>(AT_ONCE, p.m - row)), vectors = int(std::min<long>(VECTORS, (pairs - first) * 2));
+  float sums[AT_ONCE * VECTORS * LANES], part[AT_ONCE * VECTORS * LANES];
+  for (long begin = 0; begin < deep; begin += DEPTH_AT_ONCE) {
+    const bf16 *from = packed + begin * PAIR, *at = x + row * x_step + begin;
+    long count = std::min(DEPTH_AT_ONCE, deep - begin);
+    float* into = begin ? part : sums;
+    if (vectors > 2) pair_products<2>(rows, at, x_step, from, apart, count, into, VECTORS * LANES);
+    else pair_products<1>(rows, at, x_step, from, apart, count, into, VECTORS * LANES);
+    for (int r = 0; begin && r < rows; r++)
+      for (int j = 0; j < vectors; j++) {
+        float* sum = sums + (r * VECTORS + j) * LANES;
+        store(sum, load(sum) + load(part + (r * VECTORS + j) * LANES));
+      }
+  }
+  for (int j = 0; j < vectors; j++) {
+    long col = first * PAIR + j * LANES;
+    int count = int(std::min<long>(LANES, p.n - col));
+    if (count <= 0) break;
+    Floats offset = p.bias ? load_some((const bf16*)p.bias + col, count) : Floats{};
+    for (int r = 0; r < rows; r++) store_some((bf16*)p.out + (row + r) * p.n + col, load(sums + (r * VECTORS + j) * LANES) + offset, count);
+  }
 }
 #endif
 
@@ -280,27 +351,9 @@ static void linear_float_grid(const Product& p, int threads) {
         grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, int(std::min<long>(VECTORS, panels - panel)));
   });
 }
-static void linear_bf16(const Product& p, int threads) {
+// Calls `each(two, packed)` for two pairs of panels after the other, with their numbers: where they are, or made.
+template <class Each> static void each_two_pairs(const Product& p, int threads, const Each& each) {
   long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR;
-  const bf16* x = (const bf16*)p.x;
-#if defined(__AMX_BF16__)
-  if (has_tiles && threads >= 0) {
-    long step = p.x_step;
-    if (deep != p.k) {  // a tile reads whole kilobytes
-      bf16* wide = (bf16*)scratch(p.m * deep / 2, OF_ALL);
-      for (long r = 0; r < p.m; r++) {
-        std::memcpy((void*)(wide + r * deep), x + r * step, p.k * 2);
-        std::memset((void*)(wide + r * deep + p.k), 0, (deep - p.k) * 2);
-      }
-      x = wide;
-      step = deep;
-    }
-    return share(threads, pairs, 1, [&](long first, long last) { tile_product(p, x, step, first, last); });
-  }
-#endif
-  float* wide = scratch(p.m * deep, OF_ALL);
-  for (long r = 0; r < p.m; r++)
-    for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
   share(threads, (pairs + 1) / 2, 1, [&](long first, long last) {
     for (long two = first; two < last; two++) {
       const bf16* packed = (const bf16*)p.weight->numbers + two * 2 * deep * PAIR;
@@ -309,9 +362,37 @@ static void linear_bf16(const Product& p, int threads) {
         for (long pair = two * 2; pair < std::min(pairs, two * 2 + 2); pair++) numbers_of(*p.weight, pair, 0, deep, made + (pair - two * 2) * deep * PAIR);
         packed = made;
       }
-      plain_product<bf16>(p, wide, deep, packed, two, two + 1);
+      each(two, packed);
     }
   });
+}
+static void linear_bf16(const Product& p, int threads) {
+  long deep = depth(p.weight->kind, p.k);
+  const bf16* x = (const bf16*)p.x;
+#if HAS_PAIRS
+  long step = p.x_step;
+  if (deep != p.k) {  // tiles and pairs are read to their ends
+    bf16* wide = (bf16*)scratch(p.m * deep / 2, OF_ALL);
+    for (long r = 0; r < p.m; r++) {
+      std::memcpy((void*)(wide + r * deep), x + r * step, p.k * 2);
+      std::memset((void*)(wide + r * deep + p.k), 0, (deep - p.k) * 2);
+    }
+    x = wide;
+    step = deep;
+  }
+#if defined(__AMX_BF16__)
+  if (has_tiles)
+    return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { tile_product(p, x, step, first, last); });
+#endif
+  each_two_pairs(p, threads, [&](long two, const bf16* packed) {
+    for (long row = 0; row < p.m; row += AT_ONCE) pair_rows(p, x, step, row, two * 2, packed);
+  });
+#else
+  float* wide = scratch(p.m * deep, OF_ALL);
+  for (long r = 0; r < p.m; r++)
+    for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
+  each_two_pairs(p, threads, [&](long two, const bf16* packed) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
+#endif
 }
 // Rows of a weight as numbers of its type.
 static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* out, int threads) {

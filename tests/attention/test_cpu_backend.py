@@ -12,7 +12,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.attention.cpu_backend import CpuBackend
 from dflash_backend.attention.selection import BACKENDS
 from dflash_backend.attention.torch_backend import TorchBackend
-from dflash_kernels.cpu_ops import HAS_CPU_OPS, HAS_TILES
+from dflash_kernels.cpu_ops import HAS_CPU_OPS, HAS_PAIRS
 from dflash_kernels.fp8_kv import quantise_kv_reference
 
 pytestmark = pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
@@ -56,7 +56,7 @@ def test_rows_equal_those_of_torch_and_each_is_its_own(
     row = AttentionBatch(QUERY_LENS[2:3], SEQ_LENS[2:3], tables[2:3])
     own = alone.attend(query[4:20], layer, alone.prepare(row, pattern, dtype), sinks)
     assert torch.equal(own, results[0][4:20])
-    if dtype == torch.bfloat16 and HAS_TILES:  # a query of a prompt is as one alone
+    if dtype == torch.bfloat16 and HAS_PAIRS:  # a query of a prompt is as one alone
         last = AttentionBatch(QUERY_LENS[3:4], SEQ_LENS[4:5], tables[4:5])
         own = alone.attend(query[-1:], layer, alone.prepare(last, pattern, dtype), sinks)
         assert torch.equal(own, results[0][-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: 
     ended = cli(
         "train", "some/target", "--out", "out", "--data", str(file), "--tokens", "99", "--temperature", "0.5",
         "--kind", "dspark", "--format", "speculators", "--layers", "2", "--layer-ids", "5,1", "--block-size", "12",
-        "--mask-token", "3", "--draft-vocab", "50", "--minutes", "2.5", "--accumulate", "3", "--float32",
+        "--intermediate-size", "70", "--mask-token", "3", "--draft-vocab", "50", "--share-head", "--minutes", "2.5",
+        "--accumulate", "3", "--float32",
         "--set", "max_num_seqs=4", "--chat-template-kwargs", '{"enable_thinking": false}', "--seed", "8",
     )  # fmt: skip
     assert (ended.status, ended.err) == (0, "")
@@ -43,10 +45,11 @@ def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: 
     )
     data = DataOptions(99, temperature=0.5, seed=8, files=(file,), template_options={"enable_thinking": False})
     sizes = {"draft_layers": 2, "target_layer_ids": (1, 5), "block_size": 12, "mask_token_id": 3}
+    sizes["intermediate_size"] = 70
     assert asked == [
         TrainOptions(
             "some/target", Path("out"), data, kind="dspark", form="speculators", minutes=2.5, accumulate=3,
-            draft_vocab=50, bf16=False, drafter=sizes, settings={"max_num_seqs": "4"},
+            draft_vocab=50, share_head=True, bf16=False, drafter=sizes, settings={"max_num_seqs": "4"},
         )
     ]  # fmt: skip
 
@@ -72,6 +75,23 @@ def test_what_is_wrong_is_said(cli, asked: list[Any], argv: list[str], status: i
     assert ended.status == status
     assert words in ended.err
     assert asked == []
+
+
+def test_sigterm_ends_a_run_that_a_shell_has_in_the_background(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ctrl-C is ignored."""
+
+    def train(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(run_module, "train", train)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = cli("train", "t", "--out", "out")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended.status, ended.err) == (130, f"dflash-triton: {STOPPED}\n")
 
 
 def test_a_run_that_is_stopped_or_fails_says_how_to_go_on(cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,15 +81,44 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "a terminal has its own parts alone",
-            "own + sum(known.get(other, 0) for other in terminal.names)",
+            "own + sum(known.get(other, 0) for other in names)",
             "own",
         ),
         ("an empty alternative is no optional part", "|(?<=[(|:])(?=[|)])", ""),
         (
             "a name in patternProperties is no expression",
-            "            for name in value:\n",
-            "            for name in ():\n",
+            'for name in schema["patternProperties"])',
+            "for name in ())",
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/bounds.py",
+        ("tests/structured_output/test_bounds.py",),
+        ("a class ends where it can be matched otherwise", r"[^\]\\])*+(?:\]|\\?\Z)", r"\[:|[^\]\\])*\]"),
+        ("comments of an expression hide its parts", "if _VERBOSE.search(expression):", "if False:"),
+        (
+            "each terminal becomes a text of its own",
+            "largest = heapq.nlargest(MAX_TRIED_EXPRESSIONS, parts, key=parts.__getitem__)",
+            "largest = list(parts)",
+        ),
+        (
+            "a terminal is looked at each time that it is named",
+            "if name in known:\n                continue",
+            "if False:\n                continue",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/lark.py",
+        ("tests/structured_output/test_bounds.py",),
+        ("a string that does not end is tried at each quote", '"(?:\\\\.|[^"\\\\\\n])*+|/', "/"),
+        ("marks are tried one after the other", "(?P<marks>[!?_]{2,}+)", "(?P<marks>(?!))"),
+        ("values behind one that is no JSON are read", "all_read = False", "pass"),
+        ("flags behind an expression are not read", 'if "x" in flags:', "if False:"),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/lark.py",
+        ("tests/structured_output/test_compiler.py",),
+        ("optional parts in marks do not count", 'value.count("?")', "0"),
     ),
     *mutants_of(
         "dflash_backend/structured_output/vocabulary.py",

@@ -105,6 +105,36 @@ def test_a_new_drafter_begins_with_layers_of_its_target() -> None:
             assert torch.equal(parameter, stored[f"model.layers.{index}.{name}"].float()), (index, name)
 
 
+def test_a_narrower_drafter_gets_the_channels_of_its_target_that_weigh_most() -> None:
+    inner = SPEC.decoder.intermediate_size
+    draft = make_drafter(default_config(SPEC, DFLASH, 3, intermediate_size=inner // 3))
+    assert begin_from_target(draft, SPEC) == 3
+    stored = load_file(TARGET / "model.safetensors")
+    gate, up, down = (stored[f"model.layers.4.mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
+    strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = strength.argsort(descending=True)[: inner // 3].sort().values
+    own = next(iter(layers_of(draft.layers))).mlp
+    assert torch.equal(own.gate_proj.weight, gate[kept])
+    assert torch.equal(own.up_proj.weight, up[kept])
+    assert torch.equal(own.down_proj.weight, down[:, kept])
+    wider = make_drafter(default_config(SPEC, DFLASH, 3, intermediate_size=inner + 16))
+    assert begin_from_target(wider, SPEC) == 0
+
+
+def test_a_smaller_vocabulary_without_a_head_is_read_with_the_targets_rows(tmp_path: Path) -> None:
+    tokens = torch.arange(0, 600, 2)
+    config = for_vocabulary(default_config(SPEC, DFLASH, 3, draft_layers=1), tokens)
+    draft = make_drafter(config)
+    tensors = vocabulary_tensors(tokens, None, SPEC.vocab_size, "zlab")
+    Publication(config, "zlab", Naming(), None, tensors).write(draft, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    outputs = LLM(str(TARGET), str(tmp_path), kv_cache_gb=0.05).generate(["Tom has 3 apples."], max_tokens=8)
+    expected = LLM(str(TARGET), "", kv_cache_gb=0.05).generate(["Tom has 3 apples."], max_tokens=8)
+    assert outputs[0].token_ids == expected[0].token_ids
+    assert outputs[0].stats is not None
+    assert outputs[0].stats.spec_decoding.num_draft_tokens > 0
+
+
 def test_a_published_drafter_is_read_and_written_again_as_it_is(tmp_path: Path) -> None:
     published = read_published(DRAFT, SPEC)
     draft = make_drafter(published.config)

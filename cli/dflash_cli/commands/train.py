@@ -106,11 +106,19 @@ def _add_length_options(parser: argparse.ArgumentParser) -> None:
 def _add_size_options(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layers", type=positive_int, metavar="N", help="of the drafter (by the target's size: 3 or 5)")
+    sizes.add_argument(
+        "--intermediate-size", type=positive_int, metavar="N", help="of the drafter's MLPs (the target's)"
+    )
     sizes.add_argument("--layer-ids", metavar="A,B,...", help="target layers that it reads, from 0 on (evenly spaced)")
     sizes.add_argument("--block-size", type=positive_int, metavar="N", help="an anchor and its drafts (8 or 16)")
     sizes.add_argument("--drafts", type=positive_int, metavar="N", help="drafts of an eagle3 drafter (7)")
     sizes.add_argument("--mask-token", type=non_negative_int, metavar="ID", help="a token that no text has")
     sizes.add_argument("--draft-vocab", type=positive_int, metavar="N", help="tokens that it can propose (all)")
+    sizes.add_argument(
+        "--share-head",
+        action="store_true",
+        help="with --draft-vocab: write no LM head; this engine takes its rows from the target, others do not",
+    )
     sizes.add_argument("--learning-rate", type=positive_float, metavar="R", help="(0.004; with --from 0.001)")
     sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
     sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
@@ -127,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         from dflash_backend.training.run import train
     except ImportError as error:
         return fail(engine_missing(error))
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # A shell has what it starts in the background ignore Ctrl-C, by which SIGTERM ends a run as well.
+    before = signal.signal(signal.SIGTERM, _interrupt), signal.signal(signal.SIGINT, signal.default_int_handler)
     progress = Progress("tokens of answers", say)
     try:
         summary = train(_options(arguments), say, progress.step)
@@ -138,7 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (TrainingError, *LOAD_ERRORS) as error:
         return fail(str(error))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
     if not summary:  # of one process among several, the first speaks
         return 0
     show(
@@ -166,6 +176,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
             raise TrainingError(f"--layer-ids is {arguments.layer_ids!r}; expected numbers, such as 1,5,9") from None
     sizes = {
         "draft_layers": arguments.layers,
+        "intermediate_size": arguments.intermediate_size,
         "target_layer_ids": layer_ids,
         "block_size": arguments.block_size,
         "eagle_drafts": arguments.drafts,
@@ -195,6 +206,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         batch_tokens=arguments.batch_tokens,
         accumulate=arguments.accumulate,
         draft_vocab=arguments.draft_vocab,
+        share_head=arguments.share_head,
         bf16=False if arguments.float32 else None,
         restart=arguments.restart,
         drafter={name: value for name, value in sizes.items() if value is not None},

@@ -26,7 +26,8 @@ _ARGS = "[ARGS]"
 _JSON_TYPES = {"integer", "number", "boolean", "object", "array", "null"}
 _RULE = re.compile(r"^[a-z]\w*(?=[\[:])", re.MULTILINE)
 # A name of Lark outside of strings, comments and expressions.
-_LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name>(?<![\w-])[A-Za-z_][\w-]*)')
+# What does not end is taken whole, so that no character is looked at twice.
+_LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+"?|(?://|#)[^\n]*|/(?:\\.|[^/\\])++/?|(?P<name>(?<![\w-])[A-Za-z_][\w-]*)')
 
 
 class NoGrammar(ValueError):
