@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# Each character is looked at once: what does not end, or marks without a name, is taken whole and tried no further.
+# Each character is looked at once: what does not end, or is no name, is taken whole and tried no further.
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
       | (?P<string>"(?:\\.|[^"\\\n])*+"i?)
@@ -17,8 +17,8 @@ _TOKEN = re.compile(
       | (?P<endless>"(?:\\.|[^"\\\n])*+|/(?:\\.|[^/\\])*+)
       | (?P<special><[^<>\s]+>)
       | (?P<json>%(?:json|regex|llguidance)\b\s*)
-      | (?P<name>[!?_]*+[A-Za-z][\w-]*)
-      | (?P<marks>[!?_]{2,}+)
+      | (?P<name>_*+[A-Za-z][\w-]*)
+      | (?P<nameless>_++)
       | (?P<operator>[?*+~{|()\[:])
       | (?P<end>\n(?=[ \t]*[!?_]*[A-Za-z%]))""",
     re.VERBOSE,
@@ -71,10 +71,8 @@ def read_lark(text: str) -> LarkParts:
             parts.expressions.append(expression)
             if current is not None:
                 current.expressions.append(expression)
-        elif kind == "operator" and value in "?*+~{" and current is not None:
+        elif kind == "operator" and value in "?*+~{" and current is not None and not _begins(tokens, number):
             current.num_parts += 1
-        elif kind == "marks" and current is not None:
-            current.num_parts += value.count("?")
         elif kind == "string" and current is None:
             parts.strings.append((at, value))
         elif kind == "special":
@@ -85,7 +83,9 @@ def read_lark(text: str) -> LarkParts:
 
 
 def _begins(tokens: list[tuple[str, int, Any]], number: int) -> bool:
-    """Whether a token is the first of its line."""
+    """Whether a token is the first of its line, the mark of a rule aside."""
+    if number and tokens[number - 1][2] == "?":
+        number -= 1
     return number == 0 or tokens[number - 1][0] == "end"
 
 

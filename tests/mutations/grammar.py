@@ -111,14 +111,10 @@ GRAMMAR_MUTANTS = (
         "dflash_backend/structured_output/lark.py",
         ("tests/structured_output/test_bounds.py",),
         ("a string that does not end is tried at each quote", '"(?:\\\\.|[^"\\\\\\n])*+|/', "/"),
-        ("marks are tried one after the other", "(?P<marks>[!?_]{2,}+)", "(?P<marks>(?!))"),
+        ("lines are tried one after the other", "(?P<nameless>_++)", "(?P<nameless>(?!))"),
         ("values behind one that is no JSON are read", "all_read = False", "pass"),
+        ("a mark before a name is a part of it", "(?P<name>_*+", "(?P<name>[?_]*+"),
         ("flags behind an expression are not read", 'if "x" in flags:', "if False:"),
-    ),
-    *mutants_of(
-        "dflash_backend/structured_output/lark.py",
-        ("tests/structured_output/test_compiler.py",),
-        ("optional parts in marks do not count", 'value.count("?")', "0"),
     ),
     *mutants_of(
         "dflash_backend/structured_output/vocabulary.py",

@@ -43,9 +43,13 @@ GRAMMARS: dict[str, tuple[Any, str]] = {
     "a string that never ends": ("grammar", 'start: "' + '\\"' * (SIZE // 2)),
     "an expression that never ends": ("grammar", "start: /" + "\\/" * (SIZE // 2)),
     "marks without a name": ("grammar", "start: " + "!_" * (SIZE // 2)),
-    "values that are no JSON": ("grammar", "start: " + "%json [" * (SIZE // 7)),
+    "values that are no JSON": ("grammar", "start: " + "%json [" * SIZE),
     "a terminal that names another often": ("grammar", "A: " + "T " * (SIZE // 4) + "\nT: " + "B " * (SIZE // 4)),
     "terminals of terminals": ("grammar", "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(SIZE // 20))),
+    "terminals that name one of many names": (
+        "grammar",
+        "".join(f"A{n}: T A{n + 1}\n" for n in range(SIZE // 20)) + "T: " + "B " * (SIZE // 3),
+    ),
     "many terminals": ("grammar", many_terminals(SIZE)),
     "intersections beside definitions": (
         "json",
@@ -93,6 +97,13 @@ def test_parts_are_those_outside_of_classes(expression: str, parts: int) -> None
 def test_flags_behind_an_expression_are_read() -> None:
     with pytest.raises(BoundError, match="optional or repeated parts"):
         check_bounds(StructuredOutputs("grammar", "start: /# [\n" + "a?" * 600 + "# ]/x\n"))
+
+
+@pytest.mark.parametrize("repeated", ['"a"?B ', '"a"?_B ', "B?B "])
+def test_a_mark_counts_that_a_name_follows(repeated: str) -> None:
+    text = f'?start: A\nA: {repeated * 600}\nB: "b"\n_B: "c"\n?rule: "d"\n'
+    with pytest.raises(BoundError, match="600 optional or repeated parts in the terminal A"):
+        check_bounds(StructuredOutputs("grammar", text))
 
 
 def test_a_terminal_that_is_named_often_counts_as_often() -> None:
