@@ -64,6 +64,14 @@ _BESIDE = {"if": ("then", "else"), "contains": ("minContains", "maxContains")}
 _NO_AUTOMATON = re.compile(r"\\[1-9bB]|\\k<|\(\?(?:P=|<?[=!])|\\.()", re.DOTALL)
 # Objects that bound the number of their properties become this many alternatives at most.
 MAX_ALTERNATIVES = 64
+# A schema that is given once may stand in several alternatives. Written out it has this many parts at most: one with
+# more is longer than any grammar may be.
+MAX_PARTS = 262_144
+# Of a place in a schema, what is told: names of properties may be long, and each keyword has a place.
+MAX_PLACE_CHARS = 500
+
+# What is known of the parts of lists and objects, by their ids; they are kept, so that no other one gets the id.
+_Sizes = dict[int, tuple[Any, int]]
 
 
 class SchemaError(ValueError):
@@ -75,17 +83,22 @@ def normalise(schema: Any, where: str = "", left_out: list[str] | None = None) -
     objects where it bounds the number of their properties. where: the place of the schema, for errors. What is no
     schema is returned as it is. Raises `SchemaError`; where there is a list `left_out`, what cannot be held goes there,
     as a keyword and its place, and the schema allows more values."""
+    return _normalised(schema, where, left_out, {})
+
+
+def _normalised(schema: Any, where: str, left_out: list[str] | None, sizes: _Sizes) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         if (value is None and keyword not in _ANY_VALUE) or keyword == "x-guidance":
             continue
-        found[keyword] = _value(keyword, value, f"{where}.{keyword}" if where else keyword, left_out)
+        place = _place(where, f".{keyword}" if where else keyword)
+        found[keyword] = _value(keyword, value, place, left_out, sizes)
     if found.get("not") in (True, {}):
         return False
     _drop_what_asks_for_nothing(found)
-    _name_properties(found)
+    _name_properties(found, sizes)
     at = f" at {where}" if where else ""
     if left_out is not None:
         left_out += [f"'{keyword}'{at}" for keyword in _widen(found)]
@@ -93,12 +106,32 @@ def normalise(schema: Any, where: str = "", left_out: list[str] | None = None) -
         if keyword in found:
             raise SchemaError(f"has the keyword '{keyword}'{at}, which this server cannot hold; leave it out")
     try:
-        return _bound_properties(found, at)
+        return _bound_properties(found, at, sizes)
     except SchemaError:
         if left_out is None:
             raise
         left_out.append(f"the number of properties{at}")
         return {key: value for key, value in found.items() if key not in ("minProperties", "maxProperties")}
+
+
+def _place(where: str, part: str) -> str:
+    """The place of a part of what is at `where`, and of a long one its beginning."""
+    if len(where) > MAX_PLACE_CHARS:
+        return where
+    place = where + part
+    return place if len(place) <= MAX_PLACE_CHARS else f"{place[:MAX_PLACE_CHARS]}..."
+
+
+def _num_parts(value: Any, sizes: _Sizes) -> int:
+    """How many values a value of JSON is made of; what is in several places counts in each."""
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    if id(value) not in sizes:
+        total = 1
+        for item in value.values() if isinstance(value, dict) else value:
+            total += _num_parts(item, sizes)
+        sizes[id(value)] = value, total
+    return sizes[id(value)][1]
 
 
 def _widen(schema: dict[str, Any]) -> Iterator[str]:
@@ -131,14 +164,14 @@ def _is_no_automaton(pattern: Any) -> bool:
     return any(match[1] is None for match in found)
 
 
-def _value(keyword: str, value: Any, where: str, left_out: list[str] | None) -> Any:
+def _value(keyword: str, value: Any, where: str, left_out: list[str] | None, sizes: _Sizes) -> Any:
     """What a keyword has, its schemas normalised."""
     if keyword in _NAMED and isinstance(value, Mapping):
-        return {name: normalise(one, f"{where}.{name}", left_out) for name, one in value.items()}
+        return {name: _normalised(one, _place(where, f".{name}"), left_out, sizes) for name, one in value.items()}
     if keyword in _LISTS and isinstance(value, list | tuple):
-        return [normalise(one, f"{where}[{i}]", left_out) for i, one in enumerate(value)]
+        return [_normalised(one, _place(where, f"[{i}]"), left_out, sizes) for i, one in enumerate(value)]
     if keyword in _ONE:
-        return normalise(value, where, left_out)
+        return _normalised(value, where, left_out, sizes)
     if keyword in _INTEGERS and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -175,8 +208,9 @@ def _drop_what_asks_for_nothing(schema: dict[str, Any]) -> None:
             schema[exclusive] = schema.pop(inclusive)
 
 
-def _name_properties(schema: dict[str, Any]) -> None:
-    """Say by `properties` and `patternProperties` what `propertyNames` says, where that is the same."""
+def _name_properties(schema: dict[str, Any], sizes: _Sizes) -> None:
+    """Say by `properties` and `patternProperties` what `propertyNames` says, where that is the same and not too
+    long."""
     names = schema.get("propertyNames")
     if not isinstance(names, Mapping):
         return
@@ -191,19 +225,25 @@ def _name_properties(schema: dict[str, Any]) -> None:
     elif others and set(rules) == {"pattern"}:
         del schema["propertyNames"]
         schema |= {"patternProperties": {rules["pattern"]: values}, "additionalProperties": False}
-    elif others and set(rules) == {"enum"} and all(isinstance(name, str) for name in rules["enum"]):
+    elif (
+        others
+        and set(rules) == {"enum"}
+        and all(isinstance(name, str) for name in rules["enum"])
+        and len(rules["enum"]) * _num_parts(values, sizes) <= MAX_PARTS
+    ):
         del schema["propertyNames"]
         schema |= {"properties": dict.fromkeys(rules["enum"], values), "additionalProperties": False}
 
 
-def _bound_properties(schema: dict[str, Any], at: str) -> Schema:
+def _bound_properties(schema: dict[str, Any], at: str, sizes: _Sizes) -> Schema:
     """An object with a bound on the number of its properties, of which some may be left out, as alternatives that say
     which are there: llguidance counts the others alone."""
     low, high = schema.get("minProperties", 0), schema.get("maxProperties")
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or type(low) is not int:
         return schema
-    optional = [name for name, one in properties.items() if name not in required and one is not False]
+    named = {name for name in required if isinstance(name, str)}
+    optional = [name for name, one in properties.items() if name not in named and one is not False]
     if not (low > 0 or high is not None) or not optional:
         return schema
     kept = {key: value for key, value in schema.items() if key not in ("minProperties", "maxProperties")}
@@ -222,18 +262,23 @@ def _bound_properties(schema: dict[str, Any], at: str) -> Schema:
         chosen = (names for count in range(missing, most + 1) for names in combinations(optional, count))
         last, kept["additionalProperties"] = False, False
         kept.pop("patternProperties", None)
-    alternatives = []
+    shared: dict[str, Any] = {key: kept.pop(key) for key in ("$defs", "definitions") if key in kept}
+    alternatives: list[dict[str, Any]] = []
+    num_parts = 0
     for names in chosen:
         alternatives.append(_with_properties(kept, optional, names, required, last))
+        num_parts += _num_parts(alternatives[-1], sizes)
+        if num_parts > MAX_PARTS:
+            raise SchemaError(
+                f"bounds the number of {len(optional)} optional properties{at}, in ways that written out are too "
+                "long; allowed: fewer properties, or required ones"
+            )
         if len(alternatives) > MAX_ALTERNATIVES:
             raise SchemaError(
                 f"bounds the number of {len(optional)} optional properties{at}, in more "
                 f"than {MAX_ALTERNATIVES} ways; allowed: fewer properties, or required ones"
             )
-    shared: dict[str, Any] = {key: kept[key] for key in ("$defs", "definitions") if key in kept}
-    if not alternatives:
-        return False
-    return {**shared, "anyOf": [{k: v for k, v in one.items() if k not in shared} for one in alternatives]}
+    return {**shared, "anyOf": alternatives} if alternatives else False
 
 
 def _with_properties(
@@ -241,6 +286,6 @@ def _with_properties(
 ) -> dict[str, Any]:
     """`schema` with the optional properties `names`, and no others; with `others_after` perhaps those after them."""
     end = optional.index(names[-1]) + 1 if others_after and names else len(optional)
-    left_out = {name for name in optional[:end] if name not in names}
+    left_out = set(optional[:end]).difference(names)
     properties = {name: False if name in left_out else one for name, one in schema["properties"].items()}
     return {**schema, "properties": properties, "required": [*required, *names]}

@@ -177,8 +177,8 @@ GRAMMAR_MUTANTS = (
         ("const null is left out", '_ANY_VALUE = frozenset(("const", "default"))', "_ANY_VALUE = frozenset()"),
         (
             "properties are looked at as keywords",
-            '{name: normalise(one, f"{where}.{name}", left_out) for name, one in value.items()}',
-            "normalise(value, where)",
+            '{name: _normalised(one, _place(where, f".{name}"), left_out, sizes) for name, one in value.items()}',
+            "_normalised(value, where, None, sizes)",
         ),
         ("a whole float is no integer", "isinstance(value, float) and value.is_integer()", "False"),
         (

@@ -406,8 +406,8 @@ VALUE_MUTANTS = (
         ),
         (
             "keywords of schemas within others are refused where others are left out",
-            "return normalise(value, where, left_out)",
-            "return normalise(value, where)",
+            "return _normalised(value, where, left_out, sizes)",
+            "return _normalised(value, where, None, sizes)",
         ),
     ),
     *mutants_of(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_backend.text.json_schema import MAX_ALTERNATIVES, SchemaError, normalise
+from dflash_backend.text.json_schema import MAX_ALTERNATIVES, MAX_PLACE_CHARS, SchemaError, normalise
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
 
 INTEGER = {"type": "integer"}
@@ -233,3 +233,54 @@ def test_schemas_of_all_parameters_are_brought_to_that_form() -> None:
         assert grammar.text == text
     with pytest.raises(FormatError, match="has a JSON schema that has the keyword 'not', which"):
         read_structured_outputs({"json": {"not": INTEGER}})
+
+
+class Counted(str):
+    """A name that counts how often it is compared with another."""
+
+    times = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.times += 1
+        return str.__eq__(self, other)
+
+
+@pytest.mark.parametrize("beside", [{}, {"minProperties": 150}])
+def test_names_of_properties_are_compared_with_few_others(beside: dict[str, Any]) -> None:
+    names = [Counted(f"{number:03}") for number in range(300)]
+    required = names if not beside else []
+    Counted.times = 0
+    try:
+        normalise({"properties": dict.fromkeys(names, INTEGER), "required": required, **beside})
+    except SchemaError:
+        assert beside
+    assert Counted.times < 20_000
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda inner: {"properties": {"a": {}, "b": inner}, "minProperties": 1},
+        lambda inner: {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": inner},
+    ],
+)
+@pytest.mark.parametrize("depth", [17, 30])
+def test_a_schema_that_would_grow_with_each_level_is_refused(outer: Any, depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = outer(schema)
+    with pytest.raises(FormatError):
+        read_structured_outputs({"json": schema})
+    with pytest.raises(SchemaError):
+        normalise(schema)
+    assert isinstance(normalise(schema, left_out=[]), dict)
+
+
+def test_of_a_place_with_a_long_name_the_beginning_is_told() -> None:
+    within = {f"{number}": {"not": INTEGER} for number in range(100)}
+    left_out: list[str] = []
+    normalise({"properties": {"a" * 10_000: {"properties": within}}}, left_out=left_out)
+    assert len(left_out) == 100
+    assert left_out[0].startswith("'not' at properties.aaa")
+    assert max(map(len, left_out)) < 2 * MAX_PLACE_CHARS
