@@ -146,8 +146,8 @@ class SpecialTokens:
         beginnings = _any_of({token[:length] for token in tokens for length in range(1, len(token))})
         self._longest = max(map(len, tokens), default=0)
         # A text that ends within a special token, which the text that a template puts after it could complete: of
-        # several texts, joined, and of one.
-        self._ends = re.compile(rf"{beginnings}\s*{_BETWEEN}") if tokens else None
+        # several texts, joined, and of one. A token may begin with white space: each of a long run is looked at.
+        self._ends = re.compile(rf"{beginnings}\s{{0,{self._longest + MAX_SPACE}}}{_BETWEEN}") if tokens else None
         self._end = re.compile(rf"{beginnings}\s*\Z")
 
     def marked(self, value: Any) -> tuple[Any, str | None]:
