@@ -25,6 +25,7 @@ from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
 from tests.frontend.test_parsing import call, joined, parse
 from tests.frontend.test_tools import HELLO, WEATHER, ask, forcing  # noqa: F401
+from tests.support.growth import assert_linear
 
 PROMPT = "<|start|>user<|message|>Hello<|end|><|start|>assistant"
 HARMONY = OutputFormat(TOOLS, REASONING)
@@ -290,3 +291,21 @@ def test_a_forced_call_that_breaks_off_has_its_arguments_as_far_as_they_came(
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "I see."
     assert not any(isinstance(event, ContentDelta) for event in events)
     assert all(each.complete is each.arguments.endswith("}") for each in calls)
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        ("", "<|start|><|message|>"),
+        ("", ">to=functions."),
+        (CALL.partition("{")[0], " " * 100),
+    ],
+)
+def test_each_place_of_an_answer_is_looked_at_once(begin: str, repeated: str) -> None:
+    def read(size: int) -> None:
+        parser = HarmonyParser("", reasoning=True, calls=True, forced=True)
+        for piece in (begin, repeated * size) if not repeated.isspace() else (begin, *[repeated * 10] * (size // 4)):
+            parser.feed(piece)
+        parser.finish()
+
+    assert_linear(read, 400)

@@ -18,7 +18,16 @@ from dflash_openai.parsing import (
     select_output_format,
 )
 from dflash_openai.parsing.reasoning_formats import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
-from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ToolFormat
+from dflash_openai.parsing.tool_formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    QWEN3_CODER,
+    TOOL_FORMATS,
+    ToolFormat,
+    begun_calls,
+)
+from tests.support.growth import assert_linear
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -381,3 +390,59 @@ def test_of_a_forced_answer_with_one_call_only_that_one_is_returned() -> None:
     parser = OutputFormat(MISTRAL).parser(PROMPT, TOOLS, False, forced=True)
     events = [*parser.feed(f"[TOOL_CALLS]{TWO}"), *parser.finish()]
     assert [event.name for event in events if isinstance(event, ToolCallDelta)] == ["f"]
+
+
+# The formats, the beginning of an answer, a piece that goes on and on, and how many pieces are few.
+LONG_ANSWERS: dict[str, tuple[OutputFormat, str, str, int]] = {
+    "white space before reasoning": (OutputFormat(HERMES, QWEN3), "", " " * 1000, 25),
+    "white space before a call of Llama's": (OutputFormat(LLAMA3_JSON), "", " " * 1000, 25),
+    "white space before reasoning without its mark": (OutputFormat(HERMES, DEEPSEEK_R1), "", " " * 1000, 125),
+    "white space within content": (OutputFormat(HERMES), "x", " " * 1000, 125),
+    "a parameter's name": (OutputFormat(QWEN3_CODER), "<tool_call><function=f><parameter=", "a" * 1000, 25),
+    "white space before a parameter": (
+        OutputFormat(QWEN3_CODER),
+        "<tool_call><function=f><parameter=a></parameter>",
+        " " * 1000,
+        25,
+    ),
+    "a value that is no text": (
+        OutputFormat(QWEN3_CODER),
+        "<tool_call><function=get_weather><parameter=places>",
+        "[1, " * 250,
+        125,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_ANSWERS)
+def test_a_piece_of_a_long_answer_is_read_once(name: str) -> None:
+    output, begin, piece, few = LONG_ANSWERS[name]
+
+    def read(size: int) -> None:
+        parser = output.parser("", TOOLS)
+        for text in (begin, *[piece] * size):
+            parser.feed(text)
+        parser.finish()
+
+    assert_linear(read, few)
+
+
+@pytest.mark.parametrize(
+    ("tools", "begin", "repeated", "end"),
+    [
+        (MISTRAL, "[TOOL_CALLS]a", " ", "x"),
+        (QWEN3_CODER, "<tool_call><function=f>", " ", "x</tool_call>"),
+        (QWEN3_CODER, "<tool_call><function=f>x", "<parameter=a>", "</tool_call>"),
+    ],
+)
+def test_each_place_of_an_answer_is_looked_at_once(tools: ToolFormat, begin: str, repeated: str, end: str) -> None:
+    def read(size: int) -> None:
+        parser = OutputFormat(tools).parser("", TOOLS)
+        parser.feed(begin + repeated * size + end)
+        parser.finish()
+
+    assert_linear(read, 500)
+
+
+def test_calls_that_broke_off_behind_a_name_that_is_no_text_are_none() -> None:
+    assert begun_calls(HERMES, '{"name": "\\q", "arguments": {') == []

@@ -346,7 +346,7 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_parsing.py",),
         (
             "marks do not count in the places of content",
-            "num_chars = num_spaces + len(mark)",
+            "num_chars = begin + len(mark) - self._told",
             "num_chars = 0",
         ),
     ),

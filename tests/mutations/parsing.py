@@ -27,8 +27,8 @@ PARSING_MUTANTS = mutants_of(
     ),
     (
         "white space that divides two texts of content is lost",
-        "        text = self._space + text\n",
-        "",
+        'shown = "".join([*space, shown])\n        events',
+        "events",
     ),
     (
         "reasoning that its prompt has ended is looked for",
@@ -48,12 +48,12 @@ PARSING_MUTANTS += mutants_of(
     ("an escaped quote at the end of a part ends a string", "self._escaped = True", "self._escaped = False"),
     ("arguments that broke off are complete", 'return [Piece(None, "", False)]', 'return [Piece(None, "", True)]'),
     ("calls of Llama's may name any function", "schemas.keys() if format is LLAMA3_JSON else None", "None"),
-    ("the mark that may end a text is text", "end = len(self._text) - held", "end = len(self._text)"),
+    ("the mark that may end a text is text", "end = max(self._at, len(self._text) - held)", "end = len(self._text)"),
     ("values of numbers are texts", 'self._is_text = declared == "string"', "self._is_text = True"),
     (
         "arguments come when they are whole",
-        "if end is None:\n                return pieces",
-        "if end is None:\n                return []",
+        "if end is None:\n                break",
+        "if end is None:\n                pieces = []\n                break",
     ),
 )
 PARSING_MUTANTS += mutants_of(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from dflash_openai.parsing.tool_formats import (
+    BARE_NAME,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -46,7 +47,6 @@ class CallStream(Protocol):
 
 _MARK = re.compile(r'["\\{}\[\]]')
 _HEAD = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_BARE = r"([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)"
 # How a call begins up to its arguments: the first one between the marks, and others after it.
 _HEADS = {
     HERMES.name: (re.compile(rf"\s*{_HEAD}", re.DOTALL), None),
@@ -56,7 +56,7 @@ _HEADS = {
     ),
     MISTRAL.name: (re.compile(rf"\s*\[\s*{_HEAD}", re.DOTALL), re.compile(rf"\s*,\s*{_HEAD}", re.DOTALL)),
 }
-_BARE_HEADS = re.compile(rf"\s*{_BARE}"), re.compile(rf"\s*{re.escape(MISTRAL.open)}\s*{_BARE}")
+_BARE_HEADS = re.compile(rf"\s*+{BARE_NAME}"), re.compile(rf"\s*+{re.escape(MISTRAL.open)}\s*+{BARE_NAME}")
 # A head is shorter: a longer text has none.
 MAX_HEAD_CHARS = 4096
 
@@ -68,10 +68,10 @@ class JsonText:
         """depth: of the brackets that are open already."""
         self._depth, self._in_string, self._escaped = depth, False, False
 
-    def end(self, text: str) -> int | None:
-        """Where in more text the last bracket closes; None where it does not."""
-        at = int(self._escaped and bool(text))
-        self._escaped = self._escaped and not text
+    def end(self, text: str, begin: int = 0) -> int | None:
+        """Where in more text, which begins there, the last bracket closes; None where it does not."""
+        at = begin + int(self._escaped and begin < len(text))
+        self._escaped = self._escaped and begin == len(text)
         while found := _MARK.search(text, at):
             at, sign = found.end(), found[0]
             if self._in_string:
@@ -101,57 +101,65 @@ class JsonCalls:
         self._format, self._names = format, names
         self._text = ""
         self._is_bare = False
-        # What is read: a call's head, its arguments, or what its object has after them.
+        # What is read: a call's head, its arguments, what its object has after them, or nothing more, which is kept.
         self._state = "head"
+        self._unread: list[str] = []
         self._json = JsonText()
 
     def feed(self, text: str) -> list[Piece]:
         """As of `CallStream`."""
+        if self._state == "none":
+            self._unread.append(text)
+            return []
         self._text += text
         pieces: list[Piece] = []
         name: str | None = None
+        at = 0
         while True:
             if self._state == "head":
-                found = self._head()
+                found = self._head(at)
                 if found is None:
-                    return pieces
-                name, self._text = found
+                    break
+                name, at = found
                 self.begun, self._state, self._json = True, "arguments", JsonText()
-            end = self._json.end(self._text)
-            more, self._text = self._text[:end], "" if end is None else self._text[end:]
+            end = self._json.end(self._text, at)
+            more, at = self._text[at:end], len(self._text) if end is None else end
             if self._state == "arguments" and (more or name is not None):
                 pieces.append(Piece(name, more, None if end is None else True))
                 name = None
             if end is None:
-                return pieces
+                break
             if self._state == "arguments" and not self._is_bare:
                 self._state, self._json = "rest", JsonText(1)
             else:
                 self._state = "head"
+        self._text = self._text[at:]
+        return pieces
 
     def finish(self) -> list[Piece]:
         """As of `CallStream`."""
         if self._state == "arguments":
             return [Piece(None, "", False)]
-        if not self.begun or self._state != "head":
+        if not self.begun or self._state == "rest":
             return []
-        calls = begun_calls(self._format, self._text, self._is_bare)
+        calls = begun_calls(self._format, "".join([self._text, *self._unread]), self._is_bare)
         allowed = (each for each in calls if self._names is None or each[0].name in self._names)
         return [Piece(call.name, call.arguments, complete) for call, complete in allowed]
 
-    def _head(self) -> tuple[str, str] | None:
-        """The name of the call that begins here, and the text from its arguments on; None where there is none yet."""
+    def _head(self, at: int) -> tuple[str, int] | None:
+        """The name of the call that begins there, and where its arguments begin; None where there is none yet."""
         if not self.begun and self._format is MISTRAL:
-            self._is_bare = not self._text.lstrip().startswith("[")
+            self._is_bare = not self._text[:MAX_HEAD_CHARS].lstrip().startswith("[")
         first, others = _BARE_HEADS if self._is_bare else _HEADS[self._format.name]
         pattern = others if self.begun else first
-        found = None if pattern is None else pattern.match(self._text, 0, MAX_HEAD_CHARS)
-        if found is None:
-            return None
-        name = found[1] if self._is_bare else _decoded(found[1])
-        if not name or (self._names is not None and name not in self._names):
-            return None
-        return name, self._text[found.end() :]
+        found = None if pattern is None else pattern.match(self._text, at, at + MAX_HEAD_CHARS)
+        if found is not None:
+            name = found[1] if self._is_bare else _decoded(found[1])
+            if name and (self._names is None or name in self._names):
+                return name, found.end()
+        if pattern is None or found is not None or len(self._text) - at >= MAX_HEAD_CHARS:
+            self._state = "none"
+        return None
 
 
 def _decoded(text: str) -> str:
@@ -162,7 +170,8 @@ def _decoded(text: str) -> str:
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*(?=<parameter=|</function>)")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(?:\n|(?=[^\n]))")
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(?:\n|(?=[^\n]))")
+_SPACES = re.compile(r"\s*")
 _CLOSE, _END = "</parameter>", "</function>"
 
 
@@ -173,25 +182,33 @@ class TaggedCalls:
     def __init__(self, schemas: Schemas) -> None:
         self.begun = False
         self._schemas = schemas
-        self._text = ""
+        # Text that came, and up to where it is read.
+        self._text, self._at = "", 0
         self._properties: Any = None
         # What is read: the call's head, a parameter's, its value, or nothing more.
         self._state = "head"
         self._schema: Any = None
         self._is_text = False
         self._num_parameters = 0
+        # A value that is no text, as far as it came.
+        self._value_parts: list[str] = []
 
     def feed(self, text: str) -> list[Piece]:
         """As of `CallStream`."""
-        self._text += text
+        if self._state not in ("head", "parameter", "value"):
+            return []
+        self._text, self._at = self._text[self._at :] + text, 0
         name: str | None = None
         parts: list[str] = []
         ended: bool | None = None
-        if self._state == "head" and (found := _FUNCTION.match(self._text, 0, MAX_HEAD_CHARS)):
-            name, self._text = found[1], self._text[found.end() :]
-            self.begun, self._state = True, "parameter"
-            self._properties = self._schemas.get(name, {}).get("properties")
-            parts.append("{")
+        if self._state == "head":
+            if found := _FUNCTION.match(self._text, 0, MAX_HEAD_CHARS):
+                name, self._at = found[1], found.end()
+                self.begun, self._state = True, "parameter"
+                self._properties = self._schemas.get(name, {}).get("properties")
+                parts.append("{")
+            elif len(self._text) >= MAX_HEAD_CHARS:
+                self._state = "none"
         while self._state in ("parameter", "value"):
             more = self._parameter() if self._state == "parameter" else self._value()
             if more is None:
@@ -206,14 +223,17 @@ class TaggedCalls:
         """As of `CallStream`. The mark that ends the function may be missing."""
         if not self.begun or self._state == "done":
             return []
-        is_whole = self._state == "parameter" and not self._text.strip()
+        is_whole = self._state == "parameter" and not self._text[self._at :].strip()
         self._state = "done"
         return [Piece(None, "}" if is_whole else "", is_whole)]
 
     def _parameter(self) -> str | None:
         """The JSON of what comes next: a parameter's name, or the end; None where it is not whole."""
-        if found := _PARAMETER.match(self._text):
-            name, self._text = found[1], self._text[found.end() :]
+        spaces = _SPACES.match(self._text, self._at)
+        assert spaces is not None
+        self._at = spaces.end()
+        if found := _PARAMETER.match(self._text, self._at, self._at + MAX_HEAD_CHARS):
+            name, self._at = found[1], found.end()
             self._state = "value"
             self._schema = self._properties.get(name) if isinstance(self._properties, dict) else None
             declared = self._schema.get("type") if isinstance(self._schema, dict) else "string"
@@ -221,32 +241,34 @@ class TaggedCalls:
             comma = "," if self._num_parameters else ""
             self._num_parameters += 1
             return f"{comma}{json.dumps(name, ensure_ascii=False)}:" + '"' * self._is_text
-        rest = self._text.lstrip()
+        rest = self._text[self._at : self._at + MAX_HEAD_CHARS]
         if rest.startswith(_END):
             self._state = "done"
             return "}"
-        if not any(mark.startswith(rest) or rest.startswith(mark) for mark in (_END, "<parameter=")):
+        may_follow = any(mark.startswith(rest) or rest.startswith(mark) for mark in (_END, "<parameter="))
+        if not may_follow or len(rest) == MAX_HEAD_CHARS:
             self._state = "broken"
         return None
 
     def _value(self) -> str | None:
         """The JSON of more of a value; None where there is nothing yet."""
-        at = self._text.find(_CLOSE)
+        at = self._text.find(_CLOSE, self._at)
         if at >= 0:
-            value, self._text = self._text[:at].removesuffix("\n"), self._text[at + len(_CLOSE) :]
+            value, self._at = self._text[self._at : at], at + len(_CLOSE)
             self._state = "parameter"
             if self._is_text:
-                return _escaped(value) + '"'
-            return msgspec.json.encode(typed_value(value, self._schema)).decode()
+                return _escaped(value.removesuffix("\n")) + '"'
+            value, self._value_parts = "".join([*self._value_parts, value]), []
+            return msgspec.json.encode(typed_value(value.removesuffix("\n"), self._schema)).decode()
+        held = len(_CLOSE)
+        if self._is_text:
+            ends = (f"\n{_CLOSE}", _CLOSE)
+            held = max((n for end in ends for n in range(1, len(end)) if self._text.endswith(end[:n])), default=0)
+        end = max(self._at, len(self._text) - held)
+        value, self._at = self._text[self._at : end], end
         if not self._is_text:
-            return None
-        held = max((n for n in range(1, len(_CLOSE) + 1) if self._text.endswith(f"\n{_CLOSE}"[:n])), default=0)
-        held = max(held, max((n for n in range(1, len(_CLOSE)) if self._text.endswith(_CLOSE[:n])), default=0))
-        end = len(self._text) - held
-        if not end:
-            return None
-        value, self._text = self._text[:end], self._text[end:]
-        return _escaped(value)
+            self._value_parts.append(value)
+        return _escaped(value) if self._is_text and value else None
 
 
 def _escaped(text: str) -> str:

@@ -24,11 +24,15 @@ from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKS = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)
+LONGEST_MARK = max(map(len, MARKS))
 FUNCTIONS = "functions."
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
-# The head of a call whose name is whole.
-_BEGUN_RECIPIENT = re.compile(rf"(?:^|[\s>])to={re.escape(FUNCTIONS)}([^\s<]+)(?=[\s<])")
+# The head of a call whose name is whole. Of a longer name each place would be looked at again and again.
+_BEGUN_RECIPIENT = re.compile(rf"(?:^|[\s>])to={re.escape(FUNCTIONS)}([^\s<]{{1,128}}+)(?=[\s<])")
+# What ends a head, and a body.
+_HEAD_MARKS, _BODY_MARKS = (START, MESSAGE, *ENDS), (START, *ENDS)
+_HEAD_MARK, _BODY_MARK = (re.compile("|".join(map(re.escape, marks))) for marks in (_HEAD_MARKS, _BODY_MARKS))
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
@@ -79,11 +83,14 @@ class HarmonyParser:
         # Text that has not been told of, and where it begins in the answer.
         self._ahead, self._position = "", 0
         # The beginning of a message as far as it has come; None within its body.
-        self._head: str | None = ""
-        self._is_reasoning, self._function, self._body = False, "", ""
+        self._head: list[str] | None = []
+        self._is_reasoning, self._function = False, ""
+        # A message to a function as far as it has come, and whether that begins with more than white space.
+        self._body: list[str] = []
+        self._body_begun = False
         # The call that is being written, and white space at the end of its arguments so far.
         self._call: ToolCallDelta | None = None
-        self._space = ""
+        self._space: list[str] = []
         self._num_messages = self._num_calls = 0
         self._reasoned = False
         head, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
@@ -92,62 +99,66 @@ class HarmonyParser:
 
     def feed(self, text: str) -> list[Event]:
         """As `OutputParser.feed`."""
-        self._ahead += text
+        text, self._ahead = self._ahead + text, ""
+        at = 0
         events: list[Event] = []
         while True:
-            marks = (START, MESSAGE, *ENDS) if self._head is not None else (START, *ENDS)
-            found = [(place, mark) for mark in marks if (place := self._ahead.find(mark)) >= 0]
-            if not found:
-                self._take(len(self._ahead) - held_back(self._ahead, marks), events)
+            in_head = self._head is not None
+            found = (_HEAD_MARK if in_head else _BODY_MARK).search(text, at)
+            if found is None:
+                marks = _HEAD_MARKS if in_head else _BODY_MARKS
+                end = len(text) - held_back(text[max(at, len(text) - LONGEST_MARK) :], marks)
+                self._take(text[at:end], events)
+                self._ahead = text[end:]
                 return events
-            place, mark = min(found)
-            self._take(place, events)
-            self._ahead = self._ahead[len(mark) :]
+            self._take(text[at : found.start()], events)
+            at = found.end()
             if self._head is None:
                 self._close(events)
-            elif mark == MESSAGE:
-                self._begin(self._head)
+            elif found[0] == MESSAGE:
+                self._begin("".join(self._head))
             else:
-                self._head = ""
-            self._position += len(mark)
+                self._head = []
+            self._position += len(found[0])
 
     def finish(self) -> list[Event]:
         """As `OutputParser.finish`. The end of the last message is not in the text, since it ended the answer."""
         events: list[Event] = []
-        self._take(len(self._ahead), events)
+        text, self._ahead = self._ahead, ""
+        self._take(text, events)
+        head = "".join(self._head or [])
         if self._head is None:
             self._close(events)
         elif self._forced:
-            if begun := _BEGUN_RECIPIENT.search(self._head):
+            if begun := _BEGUN_RECIPIENT.search(head):
                 events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), begun[1], "", complete=False))
-        elif self._head and not self._num_messages and not self._head.lstrip().startswith((CHANNEL, "to=")):
+        elif head and not self._num_messages and not head.lstrip().startswith((CHANNEL, "to=")):
             # A model that does not write in this format.
-            events.append(ContentDelta(self._head, self._position))
-        self._head = ""
+            events.append(ContentDelta(head, self._position))
+        self._head = []
         return events
 
     def _begin(self, head: str) -> None:
         """The body of a message with this head begins."""
         channel, recipient = _CHANNEL_NAME.search(head), _RECIPIENT.search(head)
-        self._head, self._body = None, ""
+        self._head, self._body, self._body_begun = None, [], False
         self._num_messages += 1
         self._function = recipient[1].removeprefix(FUNCTIONS) if recipient and self._calls else ""
         self._is_reasoning = self._reasoning and channel is not None and channel[1] == "analysis"
         if self._is_reasoning and self._reasoned:
-            self._body = "\n"  # between two messages of it
+            self._body = ["\n"]  # between two messages of it
 
-    def _take(self, num_chars: int, events: list[Event]) -> None:
-        """The text up to there is of the head or of the body."""
-        text, self._ahead = self._ahead[:num_chars], self._ahead[num_chars:]
-        self._position += num_chars
+    def _take(self, text: str, events: list[Event]) -> None:
+        """The next text is of the head or of the body."""
+        self._position += len(text)
         if self._head is not None:
-            self._head += text
+            self._head.append(text)
         elif self._function:
-            self._body += text
+            self._body.append(text)
             self._add_arguments(text, events)
         elif text and self._is_reasoning:
-            events.append(ReasoningDelta(self._body + text))
-            self._body, self._reasoned = "", True
+            events.append(ReasoningDelta("".join([*self._body, text])))
+            self._body, self._reasoned = [], True
         elif text and not self._forced:
             events.append(ContentDelta(text, self._position))
 
@@ -155,16 +166,19 @@ class HarmonyParser:
         """More of the body of a message to a function; one that begins as an object is a call from there on."""
         first = self._call is None
         if first:
-            text = self._body.lstrip()
-            if not text.startswith("{"):
+            text = text.lstrip()
+            is_call = text.startswith("{") and not self._body_begun
+            self._body_begun = self._body_begun or bool(text)
+            if not is_call:
                 return
             self._call = ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, "")
             self._num_calls += 1
-        text = self._space + text
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._tell(events, shown, first=first)
+        if not shown:
+            self._space.append(text)
+            return
+        space, self._space = self._space, [text[len(shown) :]]
+        self._tell(events, "".join([*space, shown]), first=first)
 
     def _tell(
         self, events: list[Event], arguments: str, complete: bool = True, first: bool = False, last: bool = False
@@ -176,22 +190,23 @@ class HarmonyParser:
 
     def _close(self, events: list[Event]) -> None:
         """The body ends."""
+        body = "".join(self._body)
         if self._call is not None:
-            complete = arguments_of(self._body) is not None
-            self._tell(events, "" if complete else self._space, complete, last=True)
-            self._call, self._space = None, ""
+            complete = arguments_of(body) is not None
+            self._tell(events, "" if complete else "".join(self._space), complete, last=True)
+            self._call, self._space = None, []
         elif self._function:
             # A grammar has the model write an object, however empty.
-            arguments = None if self._forced and not self._body.strip() else arguments_of(self._body)
+            arguments = None if self._forced and not body.strip() else arguments_of(body)
             if arguments is None and self._forced:
-                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, self._body, False))
+                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, body, False))
                 self._num_calls += 1
             elif arguments is None:
-                events.append(ContentDelta(self._body, self._position))
+                events.append(ContentDelta(body, self._position))
             elif self._max_calls is None or self._num_calls < self._max_calls:
                 events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, arguments))
                 self._num_calls += 1
-        self._head, self._function, self._body = "", "", ""
+        self._head, self._function, self._body = [], "", []
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:

@@ -22,6 +22,9 @@ from dflash_openai.parsing.tool_formats import Schemas, ToolFormat, truncated_ca
 _CONTENT, _REASONING, _TOOL_CALLS = "content", "reasoning", "tool_calls"
 # Text is taken as it is: what the parser makes of a region at its end is not used.
 _VERBATIM = {"content": "text", "content_args": {"strip": False}}
+_SPACES = re.compile(r"\s*")
+# Text that the regions have told of is let go when it is longer than this.
+MAX_TOLD_CHARS = 4096
 
 
 class PlainParser:
@@ -64,40 +67,62 @@ class RegionParser:
         # The beginning of an answer that starts within its reasoning, until it is known whether it has the open mark.
         self._implied = reasoning if reasoning is not None and reasoning.starts_open and not in_prompt else None
         self._beginning = ""
+        # Whether the regions have told of anything; until then white space waits for what follows it.
+        self._begun = False
+        self._blank: list[str] = []
         # Of a region that may be calls: its text, what reads it, and the call that is being written.
         self._body: list[str] = []
         self._calls: CallStream | None = None
         self._call = ToolCallDelta(-1, "", "", "")
         # White space that belongs to the text so far if more of the same text follows.
-        self._space = ""
+        self._space: list[str] = []
         # Whether the next region that opens does so by a mark in the prompt, which is not in the answer.
         self._opens_in_prompt = in_prompt
         # Whether nothing but white space came since a region ended, or since the reasoning began.
         self._at_start = in_prompt
         self._num_calls = 0
-        # What the regions were fed and have not told of yet, and where it begins in the answer's text.
-        self._ahead, self._position = "", 0
+        # What the regions were fed, up to where they have told of it, there and in the answer's text.
+        self._ahead, self._told, self._position = "", 0, 0
 
     def feed(self, text: str) -> list[Event]:
         """As `OutputParser.feed`."""
+        if not text or (not self._begun and text.isspace()):
+            self._blank.append(text)
+            return []
+        if self._blank:
+            text, self._blank = "".join([*self._blank, text]), []
         text = self._with_implied_mark(text)
         return self._fed(text) if text else []
 
     def finish(self) -> list[Event]:
         """As `OutputParser.finish`."""
         events: list[Event] = []
+        self._beginning += "".join(self._blank)
         if self._implied is not None:
             self._position = -len(self._implied.open)
             events = self._fed(self._implied.open + self._beginning)
+        elif self._blank:
+            events = self._fed("".join(self._blank))
         _, last = self._regions.finalize()
         events += self._events(last, at_end=True)
         if self._space and not self._at_start:
-            events.append(ContentDelta(self._space, self._position))
+            events.append(ContentDelta("".join(self._space), self._position))
         return events
 
     def _fed(self, text: str) -> list[Event]:
-        self._ahead += text
-        return self._events(self._regions.feed(text), at_end=False)
+        self._ahead, self._told = self._ahead[self._told :] + text, 0
+        regions = self._regions.feed(text)
+        self._begun = self._begun or bool(regions)
+        self._let_go()
+        return self._events(regions, at_end=False)
+
+    def _let_go(self) -> None:
+        """Let go of text that the regions have told of: they would copy it with each piece that comes. One character
+        stays, since an answer's beginning is where their text begins."""
+        regions = self._regions
+        if regions._pos > MAX_TOLD_CHARS:
+            regions._buffer, regions._pos = regions._buffer[regions._pos - 1 :], 1
+        regions._body = ""
 
     def _with_implied_mark(self, text: str) -> str:
         """What the regions are found in: the text, behind the open mark that an answer leaves out. Empty until the
@@ -129,8 +154,8 @@ class RegionParser:
                 self._add_text(events, region["text"], ReasoningDelta if field == _REASONING else ContentDelta)
             elif field == _REASONING:
                 # Content before the reasoning is white space only.
-                self._space, self._at_start = "", True
-        return events
+                self._space, self._at_start = [], True
+        return _joined(events)
 
     def _pass(self, region: Mapping[str, Any]) -> None:
         """Move past the text that a region's event stands for: a chunk, or the mark that opens or closes the region."""
@@ -142,33 +167,28 @@ class RegionParser:
             self._opens_in_prompt = False
         elif region["field"] != _CONTENT and marks is not None:
             mark = marks.open if kind == "region_open" else marks.close
-            num_spaces = len(self._ahead) - len(self._ahead.lstrip()) if kind == "region_open" else 0
+            spaces = _SPACES.match(self._ahead, self._told) if kind == "region_open" else None
+            begin = self._told if spaces is None else spaces.end()
             # The answer's end closes a region without a mark.
-            if mark and self._ahead.startswith(mark, num_spaces):
-                num_chars = num_spaces + len(mark)
-        self._ahead = self._ahead[num_chars:]
+            if mark and self._ahead.startswith(mark, begin):
+                num_chars = begin + len(mark) - self._told
+        self._told += num_chars
         self._position += num_chars
 
     def _add_text(self, events: list[Event], text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
         """Add text to a region, the last of which is where the parser is; white space at its end waits for what follows
         it."""
-        text = self._space + text
         if self._at_start:
             text = text.lstrip()
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._at_start = False
-            last = events[-1] if events else None
-            if kind is ReasoningDelta:
-                before = events.pop().text if isinstance(last, ReasoningDelta) else ""  # type: ignore[union-attr]
-                events.append(ReasoningDelta(before + shown))
-                return
-            end = self._position - len(self._space)
-            if isinstance(last, ContentDelta) and last.end == end - len(shown):
-                events.pop()
-                shown = last.text + shown
-            events.append(ContentDelta(shown, end))
+        if not shown:
+            self._space += [text] if text else []
+            return
+        end = self._position - len(text) + len(shown)
+        space, self._space = self._space, [text[len(shown) :]] if len(shown) < len(text) else []
+        self._at_start = False
+        shown = "".join([*space, shown])
+        events.append(ContentDelta(shown, end) if kind is ContentDelta else ReasoningDelta(shown))
 
     def _add_calls(self, events: list[Event], text: str) -> None:
         """What more text of a region has of calls."""
@@ -182,7 +202,7 @@ class RegionParser:
         assert self._tools is not None
         for name, arguments, complete in pieces:
             if name is not None:
-                self._space, self._at_start = "", True
+                self._space, self._at_start = [], True
                 self._call = ToolCallDelta(self._num_calls, self._tools.new_id(), name, "")
                 self._num_calls += 1
             if self._max_calls is None or self._call.index < self._max_calls:
@@ -199,7 +219,7 @@ class RegionParser:
             # A call that has only its name is one where it had to be one.
             pieces = [each for each in stream.finish() if each.name is None or each.complete or self._forced]
             self._tell(events, pieces)
-            self._space, self._at_start = "", True
+            self._space, self._at_start = [], True
             return
         # The answer's end closes only regions that have no close mark.
         complete = not (at_end and self._tools.close)
@@ -208,7 +228,30 @@ class RegionParser:
             self._add_text(events, self._tools.open + body + (self._tools.close if complete else ""), ContentDelta)
             return
         self._tell(events, [Piece(call.name, call.arguments, True) for call in calls])
-        self._space, self._at_start = "", True
+        self._space, self._at_start = [], True
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """The events, with texts that follow one another in one."""
+    groups: list[list[Event]] = []
+    for event in events:
+        if groups and _goes_on(groups[-1][-1], event):
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups]
+
+
+def _goes_on(last: Event, event: Event) -> bool:
+    if isinstance(last, ContentDelta) and isinstance(event, ContentDelta):
+        return last.end == event.end - len(event.text)
+    return isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta)
+
+
+def _one_of(group: Sequence[Event]) -> Event:
+    text = "".join([event.text for event in group if not isinstance(event, ToolCallDelta)])
+    last = group[-1]
+    return ContentDelta(text, last.end) if isinstance(last, ContentDelta) else ReasoningDelta(text)
 
 
 class ForcedParser:

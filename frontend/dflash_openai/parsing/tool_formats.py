@@ -15,14 +15,19 @@ import msgspec
 PYTHON_TAG = "<|python_tag|>"
 # Mistral's chat templates refuse a history with ids of another form.
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_FUNCTION = re.compile(r"\s*+<function=([^>\s]+)>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*+", re.DOTALL)
 # A call as JSON up to its arguments, and a call of Mistral's newer form, as far as they came.
 _BEGUN_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
+    r'\s*(\{)\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
 )
+# What goes before calls as JSON, between them, and behind the arguments of one that is whole.
+_BEFORE_CALLS, _BETWEEN_CALLS = re.compile(r"[} \n,;\[]*"), re.compile(r"[} \n,;]*")
+_GOES_ON = re.compile(r'\s*(?:\}|,\s*")')
 _BEGUN_MISTRAL = re.compile(r"\s*([^\s\[{]+)\s*(?=[\[{])(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)?", re.DOTALL)
-_MISTRAL_NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# Nothing is given back: white space that two parts of a pattern may take would be tried both ways.
+BARE_NAME = r"([^\s\[{]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)"
+_MISTRAL_NAME = re.compile(rf"\s*+{BARE_NAME}")
 
 
 class ToolCall(NamedTuple):
@@ -72,6 +77,7 @@ class _JsonCall(msgspec.Struct):
 _CALL = msgspec.json.Decoder(_JsonCall)
 _CALLS = msgspec.json.Decoder(list[_JsonCall])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DECODER = json.JSONDecoder()
 # What a malformed or deeply nested text raises.
 _ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
@@ -121,16 +127,14 @@ def _read_mistral(text: str, schemas: Schemas) -> list[ToolCall] | None:
 
 def _read_qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """`<function=name>` around `<parameter=name>value</parameter>`; the schema says which values are text."""
-    function = _FUNCTION.fullmatch(text)
+    function = _FUNCTION.match(text)
     if function is None:
         return None
-    name, body = function.groups()
+    name, body = function[1], text[function.end() :].rstrip().removesuffix("</function>")
     properties = schemas.get(name, {}).get("properties")
     arguments: dict[str, Any] = {}
     end = 0
-    for parameter in _PARAMETER.finditer(body):
-        if parameter.start() != end:
-            return None
+    while parameter := _PARAMETER.match(body, end):
         end = parameter.end()
         schema = properties.get(parameter[1]) if isinstance(properties, Mapping) else None
         arguments[parameter[1]] = typed_value(parameter[2], schema)
@@ -187,29 +191,42 @@ def begun_calls(format: ToolFormat, text: str, is_bare: bool = False) -> list[tu
         found = [_BEGUN_MISTRAL.match(part) for part in text.split(format.open)]
         return [(ToolCall(part[1], part[2] or ""), _is_object(part[2] or "")) for part in found if part]
     calls: list[tuple[ToolCall, bool]] = []
-    text = text.lstrip("} \n,;[")
-    while begun := _BEGUN_CALL.match(text):
-        whole, end = _whole_call(text)
-        if whole is not None:
-            calls.append((whole, True))
-            text = text[end:].lstrip("} \n,;")
-            continue
-        name, rest = json.loads(begun[1]), begun[2] or ""
+    at = _end_of(_BEFORE_CALLS, text, 0)
+    while begun := _BEGUN_CALL.match(text, at):
         try:
-            _, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [*calls, (ToolCall(name, rest), False)]
-        calls.append((ToolCall(name, rest[:end]), True))
-        text = rest[end:].lstrip("} \n,;")
+            name = json.loads(begun[2])
+        except ValueError:
+            return calls
+        begin = end = begun.start(3)
+        if begin >= 0:
+            try:
+                end = _DECODER.raw_decode(text, begin)[1]
+            except (ValueError, RecursionError):
+                return [*calls, (ToolCall(name, begun[3]), False)]
+        # An error costs as much as all the text before it, so one is not looked for in vain.
+        may_be_whole = begin < 0 or _GOES_ON.match(text, end) is not None
+        whole, end_of_call = _whole_call(text, begun.start(1)) if may_be_whole else (None, 0)
+        if whole is not None:
+            end = end_of_call
+        elif begin < 0:
+            return [*calls, (ToolCall(name, ""), False)]
+        calls.append((whole or ToolCall(name, text[begin:end]), True))
+        at = _end_of(_BETWEEN_CALLS, text, end)
     return calls
 
 
-def _whole_call(text: str) -> tuple[ToolCall | None, int]:
-    """The call that a text begins with, and where it ends; None for one that is not whole."""
-    text = text.lstrip()
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where a pattern that may be empty ends."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _whole_call(text: str, at: int) -> tuple[ToolCall | None, int]:
+    """The call that begins there, and where it ends; None for one that is not whole."""
     try:
-        _, end = json.JSONDecoder().raw_decode(text)
-        return _CALL.decode(text[:end].encode()).call(), end
+        _, end = _DECODER.raw_decode(text, at)
+        return _CALL.decode(text[at:end].encode()).call(), end
     except (ValueError, *_ERRORS):
         return None, 0
 
