@@ -101,6 +101,7 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[st
 def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where: str) -> None:
     """Add one message of blocks: a message, and one before it for each result of a tool."""
     texts: list[str] = []
+    thoughts: list[str] = []
     fields: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
@@ -118,13 +119,15 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
             text = "\n".join(_text_of(part, f"{at}.content[{place}]") for place, part in enumerate(parts))
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking":
-            fields["reasoning"] = fields.get("reasoning", "") + str(block.get("thinking") or "")
+            thoughts.append(str(block.get("thinking") or ""))
         elif kind == "redacted_thinking":
             continue
         elif isinstance(kind, str) and (kind == "server_tool_use" or kind.endswith("_tool_result")):
             _leave_out(kind[:64])
         else:
             texts.append(_text_of(block, at))
+    if thoughts:
+        fields["reasoning"] = "".join(thoughts)
     messages += results
     if texts or fields or not results:
         messages.append({"role": role, "content": "\n".join(texts), **fields})

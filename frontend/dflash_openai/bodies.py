@@ -45,7 +45,10 @@ async def read_body(request: Request, kind: type[Body], then: Callable[[Body], R
         body = decode(raw, kind, config.reject_unknown_fields)
         if isinstance(body, GenerationFields):
             _use_defaults(body, config)
-        return then(body)
+        try:
+            return then(body)
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
 
     return await in_thread(len(raw), read)
 

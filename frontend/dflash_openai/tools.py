@@ -44,6 +44,8 @@ class ToolUse:
             return forced_calls(output.tools, functions, self.parallel, special_token_ids)
         except NoGrammar as error:
             raise invalid(str(error), "tools" if wanted else "tool_choice") from None
+        except RecursionError:
+            raise invalid("a function has parameters whose schema is nested too deeply", "tools") from None
 
 
 NO_TOOLS = ToolUse()

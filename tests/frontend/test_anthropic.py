@@ -12,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dflash_client.errors import Internal, QueueFull
+from dflash_openai.anthropic_request import MessagesRequest, as_chat
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.middleware.api_keys import parse_keys
@@ -19,6 +20,7 @@ from dflash_openai.security import SecurityConfig
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, forcing, prompt_text, running  # noqa: F401
+from tests.support.growth import assert_linear
 
 PATH = "/v1/messages"
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -360,3 +362,20 @@ def test_the_models_have_anthropics_form_for_its_clients(http: TestClient) -> No
         )
         assert datetime.fromisoformat(model["created_at"]).timestamp() == created
     assert http.get("/v1/models/dflash", headers=headers).json() == listed["data"][1]
+
+
+def test_blocks_that_are_nested_too_deeply_are_refused(http: TestClient) -> None:
+    inner = '{"type":"search_result","content":[' * 480 + "]}" * 480
+    body = f'{{"model":"dflash","max_tokens":1,"messages":[{{"role":"user","content":[{inner}]}}]}}'
+    response = http.post(PATH, content=body.encode())
+    assert response.status_code == 400
+    assert "nested too deeply" in response.text
+
+
+def test_thoughts_are_joined_once() -> None:
+    def join(size: int) -> None:
+        thoughts = [{"type": "thinking", "thinking": text} for text in ("x" * 1000 * size, *["y"] * size)]
+        request = MessagesRequest(max_tokens=1, messages=[{"role": "assistant", "content": thoughts}])
+        as_chat(request)
+
+    assert_linear(join, 200)

@@ -12,6 +12,10 @@ from starlette.testclient import TestClient
 from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from dflash_openai import notices
+from dflash_openai.errors import ApiError
+from dflash_openai.parsing import OutputFormat
+from dflash_openai.parsing.tool_formats import HERMES
+from dflash_openai.tools import ToolUse
 from tests.frontend.scripted_pool import Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, forcing, prompt_text, running  # noqa: F401
 
@@ -443,3 +447,12 @@ def test_reasoning_of_the_history_may_have_any_of_its_names(path: str, http: Tes
         prompts.append(answer["tokens"] if path == "/tokenize" else pool.asked[-1].token_ids)
     assert prompts[0] == prompts[1] == prompts[2]
     assert b"assistant:Hm.ok" in bytes(token_id for token_id in prompts[0] if token_id < 256)
+
+
+def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"items": schema}
+    use = ToolUse([{"type": "function", "function": {"name": "f", "parameters": schema}}], forced=True)
+    with pytest.raises(ApiError, match="nested too deeply"):
+        use.grammar(OutputFormat(HERMES), {})
