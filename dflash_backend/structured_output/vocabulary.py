@@ -102,4 +102,4 @@ def named_tokens(lark: str, ids: Mapping[str, int], among: tuple[int, ...]) -> l
 
 def _within(ranges: str, token_id: int) -> bool:
     bounds = [part.strip().partition("-") for part in ranges.split(",")]
-    return any(low.isdigit() and int(low) <= token_id <= int(high or low) for low, _, high in bounds)
+    return any(low.isdigit() and int(low[:10]) <= token_id <= int((high or low)[:10]) for low, _, high in bounds)

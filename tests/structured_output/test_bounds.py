@@ -19,7 +19,6 @@ from dflash_backend.structured_output.bounds import (
     is_heavy,
     num_parts,
 )
-from dflash_backend.structured_output.vocabulary import SpecialTokens, with_ids
 
 SIZE = 60_000
 LIMIT_S = 2.0
@@ -69,13 +68,6 @@ def test_bounds_are_told_in_a_time_that_grows_with_the_text(name: str) -> None:
     grammars = expression_grammars(grammar)
     assert time.process_time() - began < LIMIT_S
     assert len(grammars) <= 2 * MAX_TRIED_EXPRESSIONS
-
-
-def test_names_of_special_tokens_become_ids_in_one_pass() -> None:
-    began = time.process_time()
-    found = with_ids("start: " + "<a> " * SIZE, SpecialTokens({"<a>": 31}, {}))
-    assert time.process_time() - began < LIMIT_S
-    assert found == "start: " + "<[31]> " * SIZE
 
 
 @pytest.mark.parametrize(

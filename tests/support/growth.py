@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 def assert_linear(work: Callable[[int], object], size: int) -> None:
-    """Fail where eight times the input takes far more than eight times the time."""
+    """Fail where eight times the input takes far more than eight times the time, of which caches make up to three."""
     short, long = _seconds(work, size), _seconds(work, 8 * size)
-    assert long < 16 * short + 0.01, f"{size}: {short:.4f} s, {8 * size}: {long:.4f} s"
+    assert long < 24 * short + 0.02, f"{size}: {short:.4f} s, {8 * size}: {long:.4f} s"
 
 
 def _seconds(work: Callable[[int], object], size: int) -> float:
