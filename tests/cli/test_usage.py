@@ -7,8 +7,20 @@ import socket
 
 import pytest
 
-from dflash_cli.main import main
+from dflash_cli.main import main, parser
 from tests.support.servers import PORT_OPTIONS
+
+COMMANDS = sorted(next(iter(parser()._subparsers._group_actions)).choices)  # type: ignore[union-attr, arg-type]
+NEEDED = {"generate": ["x"], "inspect": ["x"], "train": ["x", "--out", "y"], "swap-drafter": ["x"]}
+"""What the commands that need something are to be given."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_it_does_not_know(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, *NEEDED.get(command, ()), "--zzz"])
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: --zzz; dflash-triton {command} --help lists the options" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -36,6 +48,7 @@ from tests.support.servers import PORT_OPTIONS
         (["chat", "--port", "8001"], "--url HOST:PORT"),
         (["chat", "--set-param", "n=2"], "n"),
         (["chat", "--set-param", "messages=[]"], "messages"),
+        (["train", "m", "--out", "d", "--max-num-seqs", "4"], "a setting is given with --set max_num_seqs=4"),
         (["inspect"], "DIR|ID"),
         (["inspect", "x", "--zzz"], "dflash-triton inspect --help lists the options"),
         (["serve", "--max-queue-size", "32"], "a setting is given with --set max_queue_size=32"),

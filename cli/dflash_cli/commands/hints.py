@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dflash_client.sampling import Sampling
 
-SETTINGS_COMMANDS = ("serve", "eval")
+SETTINGS_COMMANDS = ("serve", "eval", "train")
 REQUEST_COMMANDS = ("generate", "chat")
 NO_ADAPTERS = "there are no adapters; merge them into the weights"
 ENDPOINT = "the server is given with --url HOST:PORT"
@@ -53,7 +53,6 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "chat": {"": "messages are typed, or piped in", "--host": ENDPOINT, "--port": ENDPOINT},
     "eval": {"--host": ENDPOINT, "--port": ENDPOINT, "--model": "the model is given with --target"},
-    "inspect": {},
 }
 
 
@@ -64,7 +63,7 @@ def hint(command: str, parser: argparse.ArgumentParser, unknown: Sequence[str]) 
     place = list(unknown).index(words)
     if not value and place + 1 < len(unknown) and not unknown[place + 1].startswith("--"):
         value = unknown[place + 1]
-    known = KNOWN[command].get(option if option.startswith("-") else "")
+    known = KNOWN.get(command, {}).get(option if option.startswith("-") else "")
     if known is not None:
         return f"; {known}"
     name = option.lstrip("-").replace("-", "_")
