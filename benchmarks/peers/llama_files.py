@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.pairs import Pair
+from benchmarks.peers.pairs import Pair, whole_vocabulary
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Runs convert_hf_to_gguf.py with the name that a text's split has in the file, and without SentencePiece, which it
@@ -35,10 +35,11 @@ def target_file(installed: Path, pair: Pair) -> Path:
     return _converted(installed, pair, pair.target, [])
 
 
-def drafter_file(installed: Path, pair: Pair) -> Path:
-    """The drafter as GGUF, in the target's dtype. Raises `RuntimeError`."""
+def drafter_file(installed: Path, pair: Pair, folder: Path) -> Path:
+    """The drafter as GGUF, in the target's dtype. folder: for files of this run. Raises `RuntimeError`."""
     assert pair.drafter is not None
-    return _converted(installed, pair, pair.drafter, ["--target-model-dir", str(pair.target)])
+    drafter = whole_vocabulary(pair.drafter, folder)
+    return _converted(installed, pair, drafter, ["--target-model-dir", str(pair.target)])
 
 
 def _converted(installed: Path, pair: Pair, source: Path, options: list[str]) -> Path:

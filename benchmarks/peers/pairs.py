@@ -6,9 +6,12 @@ text is ignored.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+
+from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
@@ -63,6 +66,22 @@ class Pair:
     original: Path | None = None
 
 
+def whole_vocabulary(drafter: Path, folder: Path) -> Path:
+    """A drafter for engines that take the target's whole LM head: its copy in `folder` without the map of a draft
+    vocabulary that has no head of its own; itself where there is none."""
+    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(drafter / "model.safetensors")
+    if "d2t" not in tensors or "lm_head.weight" in tensors:
+        return drafter
+    copy = folder / f"{drafter.name}-whole-vocabulary"
+    copy.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in config.items() if name != "draft_vocab_size"}
+    (copy / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    kept = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
 def find_pair(name: str, drafter: str = "") -> Pair:
     """The pair of this name, with another drafter where one is given. Raises `CheckpointError` for a package that is
     not installed."""
@@ -70,10 +89,11 @@ def find_pair(name: str, drafter: str = "") -> Pair:
         folder = asset_path("demo", "pair")
         return Pair(name, folder / "target", Path(drafter or folder / "draft").absolute(), "float32", 15)
     from dflash_backend.checkpoints.gguf.convert import converted
-    from dflash_backend.checkpoints.named import named_file
+    from dflash_backend.checkpoints.named import NAMED, named_file
 
-    own, file = Path(drafter).absolute() if drafter else None, named_file(name)
-    return Pair(name, converted(file, plain=True), own, "bfloat16", 15, file)
+    own, file = Path(drafter or asset_path(*NAMED[name].drafter)).absolute(), named_file(name)
+    block_size = json.loads((own / "config.json").read_text(encoding="utf-8"))["block_size"]
+    return Pair(name, converted(file, plain=True), own, "bfloat16", block_size - 1, file)
 
 
 def prompts(pair: Pair, kind: str, count: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.llama_files import drafter_file, target_file
-from benchmarks.peers.pairs import DFLASH, MAX_MODEL_LEN, NGRAM, NONE, Pair
+from benchmarks.peers.pairs import DFLASH, MAX_MODEL_LEN, NGRAM, NONE, Pair, whole_vocabulary
 from dflash_cli.launcher.ports import settle_ports
 
 HOST = "127.0.0.1"
@@ -151,22 +151,23 @@ def _vllm_missing(context: Context, pair: Pair, drafts: str) -> str:
     return _no_drafter(context, pair, drafts)
 
 
-def _speculative(pair: Pair, drafts: str) -> dict[str, Any] | None:
+def _speculative(context: Context, pair: Pair, drafts: str) -> dict[str, Any] | None:
     """vLLM's `speculative_config`."""
     if drafts == NONE:
         return None
     if drafts == NGRAM:
         names = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
         return {"method": "ngram"} | dict(zip(names, (NGRAM_TOKENS, NGRAM_MAX, NGRAM_MIN), strict=True))
+    assert pair.drafter is not None
     return {
         "method": "dflash",
-        "model": str(pair.drafter),
+        "model": str(whole_vocabulary(pair.drafter, context.folder)),
         "num_speculative_tokens": pair.num_speculative_tokens,
     }
 
 
 def _vllm(context: Context, pair: Pair, drafts: str) -> dict[str, Any]:
-    return _common(context, pair, drafts) | {"speculative_config": _speculative(pair, drafts)}
+    return _common(context, pair, drafts) | {"speculative_config": _speculative(context, pair, drafts)}
 
 
 def _vllm_environ(context: Context) -> dict[str, str]:
@@ -186,7 +187,7 @@ def _vllm_http(context: Context, pair: Pair, drafts: str) -> dict[str, Any]:
     command += ["--host", HOST, "--port", str(port), "--served-model-name", MODEL, "--dtype", pair.dtype]
     command += ["--max-num-seqs", str(context.most_streams), "--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--no-enable-prefix-caching"]
-    if (config := _speculative(pair, drafts)) is not None:
+    if (config := _speculative(context, pair, drafts)) is not None:
         command += ["--speculative-config", json.dumps(config)]
     environ = _vllm_environ(context) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     return _server(context, "vllm-http", command, port, "openai", environ)
@@ -216,7 +217,12 @@ def _llama(build: str, quantised: bool) -> Callable[[Context, Pair, str], dict[s
             command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_MIN)]
             command += ["--spec-ngram-simple-size-m", str(NGRAM_TOKENS)]
         if drafts == DFLASH:
-            command += ["--spec-type", "draft-dflash", "-md", str(drafter_file(context.peers / "llama.cpp", pair))]
+            command += [
+                "--spec-type",
+                "draft-dflash",
+                "-md",
+                str(drafter_file(context.peers / "llama.cpp", pair, context.folder)),
+            ]
             command += ["--spec-draft-n-max", str(pair.num_speculative_tokens), "--spec-draft-p-min", "0"]
             command += ["-td", str(context.threads), "-tbd", str(context.threads)]
         environ = {"LD_LIBRARY_PATH": str(context.llama(build).parent)}

@@ -62,6 +62,8 @@ from dflash_backend.core.tenants import (
 MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
+# Prompt tokens of a step for each token that it decodes, or the times that they take as long as its decode rows.
+PROMPT_SHARE = 4
 # How long a plan waits for KV from a tier when there is nothing to run.
 LOAD_WAIT_S = 0.005
 
@@ -112,9 +114,9 @@ class PlanBuilder:
     def prefill_budget(self) -> int:
         """Prompt tokens that the step can still take.
 
-        A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
-        the running streams; without decode rows it gets the whole step. When more requests wait for their first token
-        than for their next one, the share grows in proportion, and the time of the step bounds it.
+        A step takes as long as its tokens need, so beside decode rows prompts get `PROMPT_SHARE` times their part of
+        it; without decode rows they get the whole step. Where more than this many requests wait for a first token for
+        each that decodes, the share grows in proportion. The time of the step bounds it.
         """
         config = self.config
         budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
@@ -126,7 +128,7 @@ class PlanBuilder:
         if share is None:
             # A step of few tokens takes nearly as long as one of some more, so its time counts, not its tokens alone.
             alike = max(self.num_decode_tokens, self.num_tokens_like_decoding)
-            most = max(alike // 2, alike * self.num_without_token // self.num_decoding)
+            most = alike * max(PROMPT_SHARE, self.num_without_token // self.num_decoding)
             share = max(config.min_prefill_tokens_per_step, most)
         return min(budget, share - self.num_prefill_tokens)
 
