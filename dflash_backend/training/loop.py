@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,10 @@ class Trainer:
             self._orders = {epoch: torch.randperm(len(self._batches), generator=generator).tolist()}
         return self._orders[epoch]
 
+    def end_at(self, steps: int) -> None:
+        """End after this many steps of the whole run, if there are more."""
+        self.options = replace(self.options, steps=min(self.options.steps, steps))
+
     def seconds_of_a_step(self) -> float:
         """How long a step takes, by a few whose gradients are thrown away."""
         times = []
@@ -253,8 +257,12 @@ class Schedule:
 
 def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = None) -> str:
     """Run the steps that are left. Returns why they ended: `steps`, `deadline` or `plateau`, which is what `evaluate`
-    says by True. After Ctrl-C the state of whole steps is saved, and `KeyboardInterrupt` raised."""
+    says by True. After Ctrl-C the state of whole steps is saved, and `KeyboardInterrupt` raised.
+
+    Where fewer steps fit the time up to `deadline` (`time.monotonic`) than there are, there are as many: the learning
+    rate falls to its end in any case."""
     saved, progress, whole = time.monotonic(), trainer.progress, HeldInterrupt()
+    seconds, step = progress.seconds, progress.step
     try:
         while progress.step < trainer.options.steps:
             if deadline is not None and time.monotonic() > deadline:
@@ -263,6 +271,10 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
                 trainer.step()
             if progress.step % schedule.report_every == 0:
                 progress.losses.append((progress.step, progress.loss))
+                if deadline is not None:
+                    left = (deadline - time.monotonic()) * (progress.step - step) / (progress.seconds - seconds)
+                    trainer.end_at(progress.step + max(1, int(left)))
+                    seconds, step = progress.seconds, progress.step
                 schedule.report()
             is_last = progress.step == trainer.options.steps
             if progress.step % schedule.evaluate_every == 0 and not is_last:

@@ -324,8 +324,8 @@ class Run:
         return replace(loop, steps=steps)
 
     def _train(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> dict[str, Any]:
-        options, steps = self.options, trainer.options.steps
-        every = max(1, steps // EVALUATIONS)
+        options = self.options
+        every = max(1, trainer.options.steps // EVALUATIONS)
         if options.evaluate_minutes is not None:
             every = max(1, round(60 * options.evaluate_minutes / trainer.seconds_of_a_step()))
         if self.published is not None and not self.record.evaluations and self._speaks:
@@ -338,7 +338,7 @@ class Run:
             return self._evaluate(trainer, teacher, store, publication)
 
         def report() -> None:
-            progress = trainer.progress
+            progress, steps = trainer.progress, trainer.options.steps
             rate = progress.tokens / max(progress.seconds, 1e-9)
             left = (steps - progress.step) * progress.seconds / max(1, progress.step)
             self._say(
@@ -346,7 +346,7 @@ class Run:
                 f"about {left / 60:.1f} min left"
             )
 
-        schedule = Schedule(save, report, evaluate, every, report_every=max(1, min(100, steps // 20)))
+        schedule = Schedule(save, report, evaluate, every, max(1, min(100, trainer.options.steps // 20)))
         alone = not dist.is_initialized() and options.steps is None
         deadline = self.began + 60 * options.minutes * (1 - LAST_SHARE) if alone else None
         self.record.ended = run_steps(trainer, schedule, deadline)

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,15 @@ from dflash_backend.training import loop
 from dflash_backend.training import run as run_module
 from dflash_backend.training.data import DataOptions, Sample
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.loop import LoopOptions, Trainer, make_batches, save_atomically
+from dflash_backend.training.loop import (
+    LoopOptions,
+    Progress,
+    Schedule,
+    Trainer,
+    make_batches,
+    run_steps,
+    save_atomically,
+)
 from dflash_backend.training.run import TrainOptions, train
 from dflash_backend.training.sizes import Memory, check_fits
 
@@ -265,3 +274,27 @@ def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Pa
         for name in ("two", "half")
     }
     assert apart["two"] < 0.05 * apart["half"], apart
+
+
+class SlowTrainer(Trainer):
+    """Its steps take two seconds of a clock."""
+
+    def __init__(self, steps: int) -> None:
+        self.options, self.progress, self.now = LoopOptions(steps, learning_rate=1.0), Progress(), 100.0
+
+    def step(self) -> None:
+        self.now += 2
+        self.progress.tick(tokens=1, loss=1.0, seconds=2.0)
+
+
+@pytest.mark.parametrize(("steps", "deadline", "taken"), [(400, 200.0, 50), (30, 200.0, 30), (400, None, 400)])
+def test_a_run_has_the_steps_that_fit_its_time(
+    steps: int, deadline: float | None, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = SlowTrainer(steps)
+    monkeypatch.setattr(time, "monotonic", lambda: trainer.now)
+    told: list[int] = []
+    schedule = Schedule(lambda: None, lambda: told.append(trainer.options.steps), lambda: False, 1000, report_every=8)
+    assert run_steps(trainer, schedule, deadline) == "steps"
+    assert trainer.progress.step == trainer.options.steps == taken
+    assert set(told) == {taken}
