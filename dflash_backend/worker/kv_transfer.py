@@ -40,8 +40,8 @@ HELP_S = 0.0001
 DOWN_S = 5.0
 # Readers at a time, and how many servers this one reads from at a time.
 MAX_READERS, NUM_READING = 64, 4
-# Of a message: the records of a prompt of a million tokens.
-MAX_MESSAGE_BYTES = 64 << 20
+# Of a message, and more for each record that it may name; memory for as much of it as has come, and for this more.
+MESSAGE_BYTES, RECORD_BYTES, PIECE_BYTES = 1 << 20, 64, 64 << 10
 # A line in the log for each kind of trouble, this often at most.
 LOG_EVERY_S = 60.0
 _LENGTH = struct.Struct("<Q")
@@ -139,16 +139,19 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket, kind: type[Message], until: float) -> Message:
-    """The next message. until: as of `receive_into`. Raises `OSError`, or `TransferError` for anything else than one of
-    this kind."""
+def receive(connection: socket.socket, kind: type[Message], until: float, num_records: int = 0) -> Message:
+    """The next message. until: as of `receive_into`. num_records: that it may name. Raises `OSError`, or
+    `TransferError` for anything else than one of this kind."""
     header = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(header), until)
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_MESSAGE_BYTES:
+    if length > MESSAGE_BYTES + num_records * RECORD_BYTES:
         raise TransferError(f"a message of {length} bytes came, which is no {kind.__name__}")
-    data = bytearray(length)
-    receive_into(connection, memoryview(data), until)
+    data = bytearray()
+    while len(data) < length:
+        piece = bytearray(min(PIECE_BYTES, length - len(data)))
+        receive_into(connection, memoryview(piece), until)
+        data += piece
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -272,7 +275,8 @@ class TransferServer:
                 self._readers.discard(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        ask = receive(connection, Ask, time.monotonic() + IO_TIMEOUT_S)
+        most = len(self._device.sizes) * (self._facts.max_model_len // self._facts.kv_block_size)
+        ask = receive(connection, Ask, time.monotonic() + IO_TIMEOUT_S, most)
         if (difference := self._facts.difference(ask.facts)) is not None:
             send(connection, Found(error=difference))
             return
@@ -425,7 +429,7 @@ class _Session(RecordStore):
             connection.settimeout(IO_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             send(connection, Ask(owner._facts, peer.key, records, "tcp" if transport is None else transport.name))
-            found = receive(connection, Found, self._until)
+            found = receive(connection, Found, self._until, len(records))
             if found.error:
                 raise TransferError(found.error)
             if len(found.slots) != len(records):

@@ -7,9 +7,11 @@ import contextlib
 import importlib.util
 import logging
 import socket
+import struct
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,6 +350,30 @@ def test_a_reader_that_is_none_leaves_what_is_kept(sent: bytes, server: Transfer
     with socket.create_connection((HOST, server.port)) as connection:
         connection.sendall(sent)
     assert reader.read(server.port).arrived == (True,) * 4
+
+
+def test_a_length_takes_no_memory_before_its_bytes_come() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("<Q", kv_transfer.MESSAGE_BYTES))
+        theirs.shutdown(socket.SHUT_WR)
+        tracemalloc.start()
+        with pytest.raises(ConnectionResetError):
+            kv_transfer.receive(ours, kv_transfer.Ask, time.monotonic() + 5)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 4 * kv_transfer.PIECE_BYTES
+
+
+def test_a_message_is_no_longer_than_the_records_that_it_may_name_take(server: TransferServer) -> None:
+    num_records = len(SIZES) * FACTS.max_model_len // FACTS.kv_block_size
+    longest = kv_transfer.MESSAGE_BYTES + num_records * kv_transfer.RECORD_BYTES
+    for length, is_waited_for in ((longest, True), (longest + 1, False)):
+        with socket.create_connection((HOST, server.port)) as connection:
+            connection.settimeout(0.1 if is_waited_for else 4.0)
+            connection.sendall(struct.pack("<Q", length))
+            with pytest.raises(TimeoutError) if is_waited_for else contextlib.nullcontext():
+                assert connection.recv(1) == b""
 
 
 def answer(built: BuiltEngine, prompt: list[int], **sampling: Any) -> tuple[list[Any], TokenDelta]:
