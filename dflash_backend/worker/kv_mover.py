@@ -328,13 +328,16 @@ class BackgroundMover:
         source = self._stores[job.move.source].opened(job.move)
         with self._changed:
             job.source = source
-        is_whole = is_done = False
+        is_whole = is_done = is_usable = False
         try:
             is_done = self._copy(job, source, scratch)
             is_whole = is_done and not job.is_cancelled and not self._closing
         finally:
-            if not source.ended(is_whole):
-                job.arrived, job.missing = [], set()
+            try:
+                is_usable = source.ended(is_whole)
+            finally:
+                if not is_usable:
+                    job.arrived, job.missing = [], set()
         return is_done
 
     def _copy(self, job: _Job, source: RecordStore, scratch: np.ndarray) -> bool:

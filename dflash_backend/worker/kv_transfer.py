@@ -154,7 +154,7 @@ def receive(connection: socket.socket, kind: type[Message], until: float, num_re
         data += piece
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"what came is no {kind.__name__}: {error}") from None
 
 

@@ -47,3 +47,20 @@ def test_a_bound_of_stores_holds_up_stores_alone(slow_stores: BackgroundMover) -
     slow_stores.cancel(frozenset({2}))
     (stored,) = slow_stores.finished()
     assert (stored.move_id, stored.arrived) == (2, (True, False))
+
+
+class Unconfirmed(HostRecords):
+    """Of which nobody can say in the end whether it may be used."""
+
+    def ended(self, is_whole: bool) -> bool:
+        raise RuntimeError("no word")
+
+
+def test_what_a_source_cannot_confirm_has_not_arrived() -> None:
+    device = DeviceRecords([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {HOST: Unconfirmed([SIZE], [NUM_RECORDS], False)})
+    mover.submit(Move(1, HOST, DEVICE, records(2)))
+    mover.wait(10.0)
+    (moved,) = mover.finished()
+    assert moved.arrived == (False, False)
+    mover.close()

@@ -292,8 +292,18 @@ def _no_word_in_the_end(connection: socket.socket) -> None:
     kv_transfer.receive(connection, kv_transfer.HasRead, time.monotonic() + 5)
 
 
+def _nested_too_deeply_in_the_end(connection: socket.socket) -> None:
+    _no_word_in_the_end(connection)
+    nested = b"\x81\xa1a" + b"\x91" * 10_000 + b"\xc0"
+    connection.sendall(struct.pack("<Q", len(nested)) + nested)
+
+
 @pytest.mark.parametrize(
-    "says", [_silent, _closes, _garbage, _wrong_count, _half_a_record, _drips, _no_word_in_the_end]
+    "says",
+    [
+        *(_silent, _closes, _garbage, _wrong_count, _half_a_record, _drips, _no_word_in_the_end),
+        _nested_too_deeply_in_the_end,
+    ],
 )
 def test_a_server_that_fails_or_lies_gives_nothing_and_holds_up_nobody(
     says: Callable[[socket.socket], None], reader: Reader, monkeypatch: pytest.MonkeyPatch
