@@ -321,8 +321,14 @@ class TransferServer:
     def _send_records(self, connection: socket.socket, one: _Kept, records: Sequence[Record]) -> None:
         scratch = host_memory(max(self._device.sizes), pinned=self._device.device.type == "cuda")
         self._device.wait_for(one.after)
+        until = time.monotonic() + MAX_READ_S
         for record in records:
+            if time.monotonic() > until:
+                raise TimeoutError("it reads too slowly")
             data = self._device.read(record, scratch[: self._device.sizes[record.group]])
+            with self._changed:
+                if one.kept.number not in self._kept:
+                    data[:] = 0  # it may be another request's by now; the reader is told in the end
             connection.sendall(data.data)
 
 

@@ -211,6 +211,51 @@ def test_what_is_given_up_while_it_is_read_is_not_used(
     assert server.taken() == []
 
 
+def test_what_takes_the_place_of_what_was_given_up_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = device(1)
+    server, read, num_read = TransferServer(keeper, FACTS, (HOST, 0)), keeper.read, 0
+    first = content(keeper, 0, 6)
+
+    def give_up_then_read(record: Record, into: np.ndarray) -> np.ndarray:
+        nonlocal num_read
+        num_read += 1
+        if num_read == 2:
+            server.withdraw(1)
+            keeper.parts[0][0].fill_(7)
+        return read(record, into)
+
+    monkeypatch.setattr(keeper, "read", give_up_then_read)
+    server.keep(kept())
+    server.ready(1)
+    with socket.create_connection((HOST, server.port)) as connection:
+        asked = [(0, HASHES[index]) for index in (1, 2, 3)]
+        kv_transfer.send(connection, kv_transfer.Ask(FACTS, KEY, asked, "tcp"))
+        until = time.monotonic() + 5
+        assert kv_transfer.receive(connection, kv_transfer.Found, until).slots == [6, 5, 4]
+        came = bytearray(3 * SIZES[0])
+        kv_transfer.receive_into(connection, memoryview(came), until)
+        kv_transfer.send(connection, kv_transfer.HasRead())
+        assert not kv_transfer.receive(connection, kv_transfer.WasKept, until).is_kept
+    assert came == first + bytes(2 * SIZES[0])
+    server.close()
+
+
+def test_a_reader_that_reads_too_slowly_is_left(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_transfer, "MAX_READ_S", -1.0)
+    server.keep(kept())
+    server.ready(1)
+    with socket.create_connection((HOST, server.port)) as connection, caplog.at_level(logging.INFO):
+        kv_transfer.send(connection, kv_transfer.Ask(FACTS, KEY, [(0, HASHES[1])], "tcp"))
+        until = time.monotonic() + 5
+        kv_transfer.receive(connection, kv_transfer.Found, until)
+        assert connection.recv(1) == b""
+    while "it reads too slowly" not in caplog.text:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 DIFFERENCES = {
     "kv_block_size is 16 on the server that keeps the KV, and 32 on the one": {"kv_block_size": 32},
     "max_model_len is 512 on the server that keeps the KV, and 1024": {"max_model_len": 1024},
