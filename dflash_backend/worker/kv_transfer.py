@@ -44,6 +44,7 @@ MAX_READERS, NUM_READING = 64, 4
 MESSAGE_BYTES, RECORD_BYTES, PIECE_BYTES = 1 << 20, 64, 64 << 10
 # A line in the log for each kind of trouble, this often at most.
 LOG_EVERY_S = 60.0
+MAX_LOGGED_CHARS = 600
 _LENGTH = struct.Struct("<Q")
 
 
@@ -372,7 +373,7 @@ class RemoteRecords(RecordStore):
 
     def _note(self, peer: Peer, why: str, is_down: bool) -> None:
         """A line for the first trouble of a kind, once a minute."""
-        now = time.monotonic()
+        now, why = time.monotonic(), _one_line(why)
         with self._lock:
             if is_down:
                 self._down_until[peer[:2]] = now + DOWN_S
@@ -381,7 +382,12 @@ class RemoteRecords(RecordStore):
                 return
             self._logged = {each: at for each, at in self._logged.items() if now - at < LOG_EVERY_S}
             self._logged[why] = now
-        _log.warning("KV of %s:%d is not used, and is computed here: %s", peer.host, peer.port, why)
+        _log.warning("KV of %s:%d is not used, and is computed here: %s", _one_line(peer.host), peer.port, why)
+
+
+def _one_line(text: str) -> str:
+    """What another server or a client says, as it is logged."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_LOGGED_CHARS])
 
 
 class Transport(Protocol):

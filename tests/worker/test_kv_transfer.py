@@ -372,6 +372,26 @@ def test_a_server_that_fails_or_lies_gives_nothing_and_holds_up_nobody(
         thread.join()
 
 
+def test_what_others_say_is_one_line_of_the_log(reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            kv_transfer.receive(connection, kv_transfer.Ask, time.monotonic() + 5)
+            kv_transfer.send(connection, kv_transfer.Found(error="no\nERROR all is lost " + "x" * 100_000))
+
+    with socket.create_server((HOST, 0)) as listener, caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert reader.read(listener.getsockname()[1]).arrived == (False,) * 4
+        reader.mover.submit(Move(2, REMOTE, DEVICE, (Record(0, KEY, 0, 1),), Peer("a\nERROR b", 1, KEY)))
+        reader.moved()
+        thread.join()
+    lines = [record.getMessage() for record in caplog.records]
+    assert "computed here: no?ERROR all is lost xx" in lines[0]
+    assert "KV of a?ERROR b:1 is not used" in lines[1]
+    assert all("\n" not in line and len(line) < 1000 for line in lines)
+
+
 def test_a_server_that_is_down_is_not_tried_for_a_while(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
