@@ -19,7 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -415,6 +415,7 @@ class _Session(RecordStore):
         self._owner, self._move, self._peer = owner, move, peer
         self._connection: socket.socket | None = None
         self._has_begun = self._is_stopped = False
+        self._woken = threading.Event()  # when it is resolved, or stopped
         self._slots: deque[int] = deque()
         self._reader: RecordReader | None = None
         self._until = time.monotonic() + MAX_READ_S
@@ -431,7 +432,7 @@ class _Session(RecordStore):
         records = [(record.group, record.block_hash) for record in self._move.records]
         transport = owner._transport
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(*peer[:2], type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, address = self._resolved()
             # Before it connects, so that `interrupt` ends that too.
             self._connection = connection = socket.socket(family, kind, protocol)
             if self._is_stopped:
@@ -451,6 +452,29 @@ class _Session(RecordStore):
             self._slots.extend(found.slots)
         except (OSError, TransferError, ValueError) as error:
             self._fail(error)
+
+    def _resolved(self) -> tuple[int, int, int, Any]:
+        """Its family, kind, protocol and address, looked up on a thread of its own, which nothing but the resolver
+        ends. Raises as `socket.getaddrinfo`, or `TransferError` where it is stopped."""
+        found: list[tuple[int, int, int, Any] | Exception] = []
+
+        def look_up() -> None:
+            try:
+                family, kind, protocol, _, address = socket.getaddrinfo(*self._peer[:2], type=socket.SOCK_STREAM)[0]
+                found.append((family, kind, protocol, address))
+            except Exception as error:  # noqa: BLE001 - who waits raises it
+                found.append(error)
+            self._woken.set()
+
+        threading.Thread(target=look_up, name="kv-address", daemon=True).start()
+        self._woken.wait(CONNECT_TIMEOUT_S)
+        if self._is_stopped:
+            raise TransferError("it was stopped")
+        if not found:
+            raise TimeoutError("its name was not resolved in time")
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
     def read(self, record: Record, into: np.ndarray) -> np.ndarray | None:
         if not self._has_begun:
@@ -489,6 +513,7 @@ class _Session(RecordStore):
 
     def interrupt(self) -> None:
         self._is_stopped = True
+        self._woken.set()
         if (connection := self._connection) is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -251,9 +251,9 @@ def test_a_reader_that_reads_too_slowly_is_left(
         until = time.monotonic() + 5
         kv_transfer.receive(connection, kv_transfer.Found, until)
         assert connection.recv(1) == b""
-    while "it reads too slowly" not in caplog.text:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+        while "it reads too slowly" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.001)
 
 
 DIFFERENCES = {
@@ -416,6 +416,26 @@ def test_a_read_that_waits_is_stopped_at_once(reader: Reader) -> None:
             reader.mover.cancel(frozenset({1}))
             assert time.monotonic() - began < 2.0
     assert reader.moved().arrived == (False,) * 4
+
+
+def test_a_name_that_is_not_resolved_holds_up_nobody(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def resolve(*args: Any, **kwargs: Any) -> list[Any]:
+        asked.set()
+        ended.wait(10.0)
+        return []
+
+    monkeypatch.setattr(kv_transfer.socket, "getaddrinfo", resolve)
+    began = time.monotonic()
+    reader.submit(1)
+    assert asked.wait(5.0)
+    reader.mover.cancel(frozenset({1}))
+    assert reader.moved().arrived == (False,) * 4
+    monkeypatch.setattr(kv_transfer, "CONNECT_TIMEOUT_S", 0.05)
+    assert reader.read(2, move_id=2).arrived == (False,) * 4
+    assert time.monotonic() - began < 5.0
+    ended.set()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\xff" * 8, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
