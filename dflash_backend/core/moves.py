@@ -53,8 +53,13 @@ class Move:
 
     @property
     def is_load(self) -> bool:
-        """Whether a request waits for it."""
+        """Whether it comes to the device."""
         return self.target == DEVICE
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for it."""
+        return self.is_load and bool(self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class KVSender(Protocol):
 
 
 class KVMover(Protocol):
-    """Moves records in the background, loads before others, each kind in the order in which they were submitted.
+    """Moves records in the background, what requests wait for before others, each kind in the order in which they were submitted.
 
     `worker.kv_mover.BackgroundMover` is one; tests have a toy. sender: of what is kept for other servers, None where
     nothing is.

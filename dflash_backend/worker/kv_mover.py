@@ -280,8 +280,8 @@ class BackgroundMover:
     def _queue(queue: deque[_Job], job: _Job) -> None:
         """Put a job into its thread's queue; one that was interrupted is the first of its kind."""
         # Before the first that no request waits for.
-        first = next((i for i, other in enumerate(queue) if not other.move.is_load), len(queue))
-        queue.insert(first if job.move.is_load or job.began else len(queue), job)
+        first = next((i for i, other in enumerate(queue) if not other.move.is_awaited), len(queue))
+        queue.insert(first if job.move.is_awaited or job.began else len(queue), job)
 
     @staticmethod
     def _thread_of(move: Move) -> str:

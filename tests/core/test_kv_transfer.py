@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_backend.core.kv.groups import FullBlocks
+from dflash_backend.core.kv.tiers import MAX_TOLD
 from dflash_backend.core.kv.transfer import KeptForOthers
 from dflash_backend.core.moves import REMOTE, Peer
 from dflash_backend.core.scheduler_config import TransferConfig, blocks_for
@@ -207,6 +208,22 @@ def test_a_decode_server_says_what_it_does_not_need(end: str) -> None:
     assert is_empty(first)
     assert first.kept.stats.num_taken == 1
     assert not second.core.stats().tiers[REMOTE].num_hit_tokens
+
+
+def test_servers_that_are_not_reached_are_told_of_a_bounded_number_of_prompts() -> None:
+    first, second = pair()
+    params = first.prefill(PROMPT)
+    second.halves = 0
+    for number in range(MAX_TOLD + 3):
+        second.add(make_request(f"r{number}", PROMPT, max_tokens=4, kv_transfer_params=params))
+        second.abort(f"r{number}")
+    assert len(second.tiers._moves) == MAX_TOLD
+    second.halves = ALL
+    second.settle()
+    second.add(make_request("last", PROMPT, max_tokens=4, kv_transfer_params=params))
+    second.abort("last")
+    assert len(second.tiers._moves) == 1
+    second.settle()
 
 
 def test_kept_kv_is_found_by_who_knows_the_whole_prompt_and_its_salt() -> None:

@@ -97,7 +97,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_TRANSFER,
         (
             "a decode server does not say what it does not need",
-            "                self._submit(REMOTE, DEVICE, (), peer)\n",
+            "                self._tell(peer)\n",
             "                pass\n",
         ),
         (

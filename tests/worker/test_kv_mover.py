@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from dflash_backend.core.moves import DEVICE, HOST, Move, Record
+from dflash_backend.core.moves import DEVICE, HOST, REMOTE, Move, Record
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
 
 SIZE = 1000
@@ -47,6 +48,32 @@ def test_a_bound_of_stores_holds_up_stores_alone(slow_stores: BackgroundMover) -
     slow_stores.cancel(frozenset({2}))
     (stored,) = slow_stores.finished()
     assert (stored.move_id, stored.arrived) == (2, (True, False))
+
+
+class Slow(HostRecords):
+    """Whose moves end once they may."""
+
+    def __init__(self) -> None:
+        super().__init__([SIZE], [NUM_RECORDS], False)
+        self.may_end = threading.Event()
+
+    def ended(self, is_whole: bool) -> bool:
+        return self.may_end.wait(10.0)
+
+
+def test_what_a_request_waits_for_goes_before_what_another_server_is_told() -> None:
+    device = DeviceRecords([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {REMOTE: (store := Slow())})
+    for move_id in (1, 2, 3):
+        mover.submit(Move(move_id, REMOTE, DEVICE, ()))
+    mover.submit(Move(4, REMOTE, DEVICE, records(1)))
+    store.may_end.set()
+    done: list[int] = []
+    while len(done) < 4:
+        mover.wait(10.0)
+        done += [moved.move_id for moved in mover.finished()]
+    assert done.index(4) < done.index(2) < done.index(3)
+    mover.close()
 
 
 class Unconfirmed(HostRecords):

@@ -28,6 +28,8 @@ MOVES_UNDER_WAY = 2
 MAX_LOADS = 8
 # As many from other servers, which have computed what would be computed twice.
 MAX_REMOTE_LOADS = 64
+# And prompts whose KV is not needed, of which other servers are yet to be told; more are kept there for their time.
+MAX_TOLD = 64
 # Part of the rate of loads that stays after another one.
 RATE_KEPT = 0.8
 
@@ -106,6 +108,7 @@ class KVTiers:
         self._loads: dict[Request, KVLoad] = {}
         self._load_of: dict[int, KVLoad] = {}
         self._ended: list[Request] = []
+        self._told: set[int] = set()  # moves that tell another server that nothing is needed
         self._seconds_per_byte: dict[str, float] = {}
         self._bytes_per_record: dict[int, float] = {}
         for tier in self.tiers:
@@ -429,7 +432,7 @@ class KVTiers:
         on, for others. Returns the load, where it has ended."""
         if request.has_remote_kv and self.remote is not None:
             if (peer := self.remote.peer(request)) is not None:
-                self._submit(REMOTE, DEVICE, (), peer)
+                self._tell(peer)
             request.has_remote_kv = False
         load = self._loads.pop(request, None)
         if load is None:
@@ -439,6 +442,11 @@ class KVTiers:
             return None
         self._let_go(load)
         return load
+
+    def _tell(self, peer: Peer) -> None:
+        """Tell another server that what it keeps is not needed."""
+        if len(self._told) < MAX_TOLD:
+            self._told.add(self._submit(REMOTE, DEVICE, (), peer))
 
     def keep(self, request: Request) -> KVTransferParams | None:
         """Keep the KV of a prompt for another server, where its request, which has just ended and still has its blocks,
@@ -484,7 +492,7 @@ class KVTiers:
             if move.move_id in self._load_of:
                 self._take_loaded(move, moved)
             elif move.is_load:
-                continue  # it told another server that nothing is needed
+                self._told.remove(move.move_id)
             else:
                 self._take_stored(move, moved)
 
