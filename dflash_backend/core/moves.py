@@ -108,7 +108,8 @@ class KVSender(Protocol):
 
 
 class KVMover(Protocol):
-    """Moves records in the background, what requests wait for before others, each kind in the order in which they were submitted.
+    """Moves records in the background, what requests wait for before others, each kind in the order in which it was
+    submitted.
 
     `worker.kv_mover.BackgroundMover` is one; tests have a toy. sender: of what is kept for other servers, None where
     nothing is.

@@ -324,7 +324,7 @@ class TransferServer:
         self._device.wait_for(one.after)
         until = time.monotonic() + MAX_READ_S
         for record in records:
-            if time.monotonic() > until:
+            if until < time.monotonic():
                 raise TimeoutError("it reads too slowly")
             data = self._device.read(record, scratch[: self._device.sizes[record.group]])
             with self._changed:
