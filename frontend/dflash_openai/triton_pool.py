@@ -171,6 +171,7 @@ class PooledRequest:
             return None
         own = {name: sampling[name] for name in OF_PROMPT if name in sampling}
         own |= {"max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
+        own["record_traffic"] = False  # the decode server has the whole answer, and the client's word
         try:
             async with aclosing(self._of(servers, (False, token_ids, None, own, headers))) as deltas:
                 kept = [delta.kv_transfer_params async for delta in deltas]

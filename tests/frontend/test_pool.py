@@ -145,7 +145,7 @@ def test_a_long_prompt_goes_to_a_prefill_server_first() -> None:
     first.kept = KEPT
     sampling = {"max_tokens": 9, "temperature": 0.7, "cache_salt": "s", "tenant": "t", "stop": ["x"], "n": 2}
     assert answer(pool_of(second, prefill=[first]), 64, **sampling) == ["d"]
-    asked = {"cache_salt": "s", "tenant": "t", "max_tokens": 1, "temperature": 0}
+    asked = {"cache_salt": "s", "tenant": "t", "max_tokens": 1, "temperature": 0, "record_traffic": False}
     assert first.asked == [(False, 64, {**asked, "kv_transfer_params": {"do_remote_decode": True}})]
     assert second.asked == [(True, 64, {**sampling, "kv_transfer_params": KEPT})]
 
