@@ -200,11 +200,10 @@ def _bound_others(path: Path, own: Path, max_bytes: float) -> None:
     found: list[tuple[float, int, str]] = []
     locks: list[int] = []
     try:
-        for base in path.iterdir():
-            if _FOLDER_NAME.fullmatch(base.name) is None or base.is_symlink() or not base.is_dir():
-                continue
-            for folder in base.iterdir():
-                if folder == own or folder.is_symlink() or not folder.is_dir():
+        bases = [base for base in _folders_in(path) if _FOLDER_NAME.fullmatch(base.name) is not None]
+        for base in bases:
+            for folder in _folders_in(base):
+                if folder == own:
                     continue
                 with contextlib.suppress(OSError):  # another engine's, or not ours to read
                     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -225,6 +224,13 @@ def _bound_others(path: Path, own: Path, max_bytes: float) -> None:
     finally:
         for descriptor in locks:
             os.close(descriptor)
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """Its folders; none where it is not ours to read, or gone."""
+    with contextlib.suppress(OSError):
+        return [folder for folder in path.iterdir() if not folder.is_symlink() and folder.is_dir()]
+    return []
 
 
 def _records_in(folder: Path) -> list[tuple[float, int, str]]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +198,23 @@ def test_what_no_engine_uses_is_bounded_and_the_longest_unused_goes_first(record
     assert not list(foreign.folder.glob("*.0"))
     assert not list(in_use.folder.glob("*.0"))
     assert len(records.kept()) == 4
+
+
+def test_a_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / f"kv-{'a' * 32}"
+    other.mkdir(mode=0o700)
+    iterdir = Path.iterdir
+
+    def is_ours(path: Path) -> Iterator[Path]:
+        if path == other:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", is_ours)
+    records = DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=0.0)
+    assert records.folder.is_dir()
+    assert other.is_dir()
+    records.close()
 
 
 def test_a_folder_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
