@@ -122,13 +122,15 @@ class _Reader:
     def read(self, group: int, slot: int, size: int) -> np.ndarray:
         """As `kv_transfer.RecordReader.read`."""
         memory = self._memory
+        theirs = memory.groups[group] if group < len(memory.groups) else []
+        is_whole = all(part.num_layers > 0 and part.num_bytes > 0 for part in theirs)
+        if not is_whole or sum(part.num_layers * part.num_bytes for part in theirs) != size:
+            raise TransferError("its records have another length")
         parts = [
             (part.address + layer * part.layer_stride + slot * part.slot_stride, part.num_bytes)
-            for part in memory.groups[group]
+            for part in theirs
             for layer in range(part.num_layers)
         ]
-        if sum(num_bytes for _, num_bytes in parts) != size:
-            raise TransferError("its records have another length")
         try:
             return self._agent.read(self._peer, memory.kind, memory.device, parts)
         except TransferError:

@@ -15,7 +15,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from dflash_backend.core.moves import DEVICE, REMOTE, Kept, Move, Moved, Peer, R
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.engine.llm import LLM
 from dflash_backend.messages import GenerationRequest, KVTransferParams, SamplingParams, TokenDelta
-from dflash_backend.worker import kv_transfer
+from dflash_backend.worker import kv_nixl, kv_transfer
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
 from dflash_backend.worker.kv_nixl import NixlAgent
 from dflash_backend.worker.kv_transfer import Facts, Memory, RemoteRecords, TransferError, TransferServer
@@ -130,6 +130,14 @@ def test_nixl_has_no_thread_that_takes_a_core(monkeypatch: pytest.MonkeyPatch) -
     agent.progress()
     assert asked == [{"enable_prog_thread": False, "backends": ["UCX"]}, "progress"]
     assert agent.memory.metadata == b"who"
+
+
+@pytest.mark.parametrize("layers_and_bytes", [[(1 << 60, 1)], [(2, SIZES[0]), (-1, SIZES[0])], [(1, 96), (1, -48)], []])
+def test_memory_of_another_length_than_a_record_is_not_read(layers_and_bytes: list[tuple[int, int]]) -> None:
+    parts = [kv_transfer.Part(0, num_layers, 1, 1, num_bytes) for num_layers, num_bytes in layers_and_bytes]
+    reader = kv_nixl._Reader(cast(NixlAgent, None), Memory(b"", [parts] if parts else [], "DRAM", 0), "peer")
+    with pytest.raises(TransferError, match="its records have another length"):
+        reader.read(0, 0, SIZES[0])
 
 
 class HelpedTransport:
