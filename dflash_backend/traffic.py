@@ -241,7 +241,7 @@ def read_traffic(folder: Path, target: Path) -> list[tuple[tuple[int, ...], tupl
     if not folder.is_dir():
         raise TrafficError(f"{folder} is no folder; name the one of a server's setting record_traffic")
     rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    files = sorted(folder.glob(PATTERN))
+    files = sorted(path for path in folder.glob(PATTERN) if path.is_file())
     num_others = 0
     try:
         own, own_tokenizer = target_digest(target), tokenizer_digest(target)
@@ -269,7 +269,7 @@ def read_traffic(folder: Path, target: Path) -> list[tuple[tuple[int, ...], tupl
 def _decoded(path: Path, number: int, line: bytes, kind: type[Line]) -> Line:
     try:
         return msgspec.json.decode(line, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TrafficError(
             f"{path}, line {number}, is damaged ({error}); take the line away, or the file: the others are whole"
         ) from None

@@ -204,7 +204,9 @@ class _Source:
         self._longest = min(options.max_prompt, llm.engine.ready.max_model_len - 2)
         if self.is_finite:
             if options.traffic is not None:
-                prompts = recorded_prompts(options.traffic, llm.target_dir, self._longest, options.seed)
+                prompts = recorded_prompts(
+                    options.traffic, llm.target_dir, llm.engine.ready.vocab_size, self._longest, options.seed
+                )
             else:
                 prompts = read_prompts(
                     options.files, llm.tokenizer, options.template_options, self._longest, options.seed

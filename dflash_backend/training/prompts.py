@@ -71,12 +71,17 @@ def read_prompts(
     return prompts
 
 
-def recorded_prompts(folder: Path, target: Path, longest: int, seed: int) -> list[Prompt]:
+def recorded_prompts(folder: Path, target: Path, vocab_size: int, longest: int, seed: int) -> list[Prompt]:
     """The prompts that a server wrote down, each once and in an order drawn by `seed`; those of more than `longest`
-    tokens are left out. Raises `TrainingError`."""
+    tokens are left out. vocab_size: the target's. Raises `TrainingError`."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     try:
         for prompt, answer in read_traffic(folder, target):
+            if not all(0 <= token_id < vocab_size for token_id in (*prompt, *answer)):
+                raise TrainingError(
+                    f"{folder} has a token id that the target has not (allowed: 0 to {vocab_size - 1}); its files are "
+                    "damaged"
+                )
             if answer or prompt not in found:
                 found[prompt] = answer
     except TrafficError as error:

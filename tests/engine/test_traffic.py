@@ -224,7 +224,9 @@ def test_what_is_no_traffic_is_said(make: Make, target: Path, tmp_path: Path) ->
     writer._write(row(1))
     writer.close()
     (file,) = folder.iterdir()
-    for line in (b'{"prompt":[1,"x"],"answer":[2],"temperature":0}', b"{", b""):
+    os.mkfifo(folder / "traffic-pipe.jsonl")  # is no file of ours, and nobody waits for it
+    nested = b'{"other":' + b"[" * 100_000
+    for line in (b'{"prompt":[1,"x"],"answer":[2],"temperature":0}', b"{", b"", nested):
         damaged = file.read_bytes() + line + b"\n"
         copy = folder / "traffic-damaged.jsonl"
         copy.write_bytes(damaged)

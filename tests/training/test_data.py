@@ -200,6 +200,16 @@ def test_traffic_that_is_of_no_use_is_a_sentence(llm: LLM, tmp_path: Path) -> No
         collect(llm, Store(tmp_path / "data"), options, lambda done, total: None)
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [([5, -1], [6]), ([5], [6, 1 << 40])])
+def test_token_ids_that_the_target_has_not_are_a_sentence(
+    llm: LLM, tmp_path: Path, prompt: list[int], answer: list[int]
+) -> None:
+    record(tmp_path / "traffic", llm.target_dir, Row(prompt, answer * 4, 0.0))
+    store = Store(tmp_path / "data")
+    with pytest.raises(TrainingError, match=r"traffic has a token id that the target has not \(allowed: 0 to \d+\)"):
+        collect(llm, store, DataOptions(10, traffic=tmp_path / "traffic"), lambda done, total: None)
+
+
 def test_a_line_that_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add(Sample((1, 2), (3,)))
