@@ -55,6 +55,7 @@ EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exp
 ROUTER = {"ffn_gate_inp": "mlp.gate"}
 LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]+)")
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_LAYERS = 1 << 14
 
 # Fields after the architecture's name that are read, and those that say what is known without them.
 FIELDS = (
@@ -190,7 +191,7 @@ def read_config(model: GgufModel, rope_factors: list[float] | None) -> dict[str,
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": fields.integer("block_count", high=MAX_LAYERS),
         "intermediate_size": _same(fields, "feed_forward_length", inner),
         "num_attention_heads": heads,
         "num_key_value_heads": heads if own_heads else _same(fields, "attention.head_count_kv", heads),

@@ -94,12 +94,15 @@ def plain_parts(tensors: dict[str, GgufTensor], config: Mapping[str, Any]) -> di
         return {}
     key_heads, group, key_dim, value_dim, hidden = _sizes(config)
     keys, values = key_heads * key_dim, key_heads * group * value_dim
+    # Before there are orders of as many rows as the file says.
+    qkv = take(tensors, "attn_qkv.weight", (2 * keys + values, hidden))
+    gate = take(tensors, "attn_gate.weight", (values, hidden))
     heads, numbers = _tiled(key_heads, group, 1), _tiled(key_heads, group, value_dim)
     order = np.concatenate([np.arange(2 * keys), 2 * keys + numbers])
     head_shape = (key_heads * group, hidden)
     return _shared(tensors, config, numbers) | {
-        "linear_attn.in_proj_qkv.weight": in_order(take(tensors, "attn_qkv.weight", (order.size, hidden)), order),
-        "linear_attn.in_proj_z.weight": in_order(take(tensors, "attn_gate.weight", (values, hidden)), numbers),
+        "linear_attn.in_proj_qkv.weight": in_order(qkv, order),
+        "linear_attn.in_proj_z.weight": in_order(gate, numbers),
         "linear_attn.in_proj_b.weight": in_order(take(tensors, "ssm_beta.weight", head_shape), heads),
         "linear_attn.in_proj_a.weight": in_order(take(tensors, "ssm_alpha.weight", head_shape), heads),
     }
