@@ -64,8 +64,9 @@ MIN_CHUNK = 16
 MAX_PARTIAL_PREFILLS = 4
 # Prompt tokens of a step for each token that it decodes, or the times that they take as long as its decode rows.
 PROMPT_SHARE = 4
-# How long a plan waits for KV from a tier when there is nothing to run.
-LOAD_WAIT_S = 0.005
+# How long a plan waits for KV from a tier when there is nothing to run, and all plans together where requests could
+# run with the blocks that it is to come to.
+LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
 
 
 @dataclass(slots=True)
@@ -276,6 +277,7 @@ class Scheduler:
         self._step_id = 0
         # Whether a request must be preempted, for which nothing may be in flight.
         self._must_drain = False
+        self._waits_since: float | None = None  # for loads that take the blocks of who waits, with nothing that runs
         # The first step that may admit requests again after an out-of-memory step.
         self._admits_from = 0
         self.num_preemptions = 0
@@ -344,18 +346,21 @@ class Scheduler:
             self._lengthen_chunks(builder)
         self._must_drain = waits_for_preemption or not has_blocks
         if not builder.rows:
-            if in_flight or (self.kv.tiers is not None and self._waits_for(self.kv.tiers)):
+            if in_flight or (self.kv.tiers is not None and self._waits_for(self.kv.tiers, now)):
                 return None
             raise RuntimeError(
                 f"the scheduler found nothing to run for {len(self.running)} running and {len(waiting)} waiting "
                 f"requests with {self.kv.pool.num_free} free KV blocks; this is a defect of the scheduler"
             )
+        self._waits_since = None
         builder.charge(self.queue, self.running)
         return self._finished_plan(builder)
 
     def _advance_tiers(self, tiers: KVTiers, in_flight: bool) -> None:
         """Let the requests whose KV has come back to their places; where there is nothing else to do, wait a little."""
         tiers.advance()
+        if not self.queue.waiting:
+            self._waits_since = None
         if self.loading and not self.running and not self.queue.waiting and not in_flight:
             tiers.wait(LOAD_WAIT_S)
             tiers.advance()
@@ -364,10 +369,12 @@ class Scheduler:
                 del self.loading[request.request_id]
                 self.queue.add(request)
 
-    def _waits_for(self, tiers: KVTiers) -> bool:
-        """Whether nothing runs since KV is being loaded, or since what was loaded takes the blocks of who is to start:
-        those are given back then."""
-        if tiers.is_loading:
+    def _waits_for(self, tiers: KVTiers, now: float) -> bool:
+        """Whether nothing runs since KV is being loaded, or since what is loaded takes the blocks of who is to start:
+        those are given back then, after some time also those of loads under way."""
+        if self._waits_since is None:
+            self._waits_since = now
+        if tiers.is_loading and now - self._waits_since < MAX_LOAD_WAIT_S:
             tiers.wait(LOAD_WAIT_S)
             return True
         return tiers.give_way()

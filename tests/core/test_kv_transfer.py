@@ -12,6 +12,7 @@ from dflash_backend.core.kv.groups import FullBlocks
 from dflash_backend.core.kv.tiers import MAX_TOLD
 from dflash_backend.core.kv.transfer import KeptForOthers
 from dflash_backend.core.moves import REMOTE, Peer
+from dflash_backend.core.scheduler import MAX_LOAD_WAIT_S
 from dflash_backend.core.scheduler_config import TransferConfig, blocks_for
 from dflash_backend.messages import KVTransferParams
 from tests.core.checked_engine import CheckedEngine
@@ -148,6 +149,24 @@ def test_others_decode_while_kv_comes_from_another_server() -> None:
     second.halves = 1
     second.finish()
     assert second.outputs["waits"].stats.num_cached_tokens == 40
+
+
+def test_a_load_that_does_not_end_holds_up_nobody_who_needs_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair(num_blocks=33)
+    params = first.prefill(PROMPT)
+    assert second.mover is not None
+    monkeypatch.setattr(second.mover, "wait", lambda timeout_s: None)  # as long as nothing comes
+    second.halves = 0
+    second.add(make_request("hangs", PROMPT, max_tokens=4, kv_transfer_params=params))
+    second.step()
+    second.add(make_request("other", [i % 37 for i in range(100)], max_tokens=4))
+    for _ in range(3):
+        second.step()
+        assert list(second.scheduler.loading) == ["hangs"]
+    second.clock.advance(MAX_LOAD_WAIT_S)
+    second.finish()
+    assert second.outputs["hangs"].stats.num_cached_tokens == 0
+    assert is_empty(second)
 
 
 def test_what_is_given_up_while_it_is_read_is_computed() -> None:
