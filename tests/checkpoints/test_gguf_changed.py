@@ -222,7 +222,11 @@ def test_a_drafter_with_a_markov_head_is_refused_by_its_tensor(tmp_path: Path) -
             ("ssm.group_count", (1 << 31) - 1, "uint32"),
             r"the tensor blk.0.attn_qkv.weight has shape \[80, 32\]; expected \[\d{11}, 32\]",
         ),
-        ("qwen3next", ("block_count", (1 << 31) - 1, "uint32"), "'block_count' is .*; expected an integer from 1 to 16384"),
+        (
+            "qwen3next",
+            ("block_count", (1 << 31) - 1, "uint32"),
+            "'block_count' is .*; expected an integer from 1 to 16384",
+        ),
         ("qwen3next", ("attention.recurrent_layers", [True], "array"), "true or false for each of 5 layers"),
         (
             "gpt-oss",
