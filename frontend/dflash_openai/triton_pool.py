@@ -24,6 +24,8 @@ from dflash_openai.notices import log_once
 
 # Shorter prompts are computed where they are decoded: two requests cost more than they save.
 MIN_PREFILL_TOKENS = 64
+# What is not computed by then may hang: the decode server computes it.
+MAX_PREFILL_S = 60.0
 # What a prefill server must know of a request beside its prompt.
 OF_PROMPT = ("cache_salt", "tenant", "priority")
 Arguments = tuple[bool, Sequence[int], None, Mapping[str, Any], Mapping[str, str] | None]
@@ -173,12 +175,14 @@ class PooledRequest:
         own |= {"max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
         own["record_traffic"] = False  # the decode server has the whole answer, and the client's word
         try:
-            async with aclosing(self._of(servers, (False, token_ids, None, own, headers))) as deltas:
+            arguments = (False, token_ids, None, own, headers)
+            async with asyncio.timeout(MAX_PREFILL_S), aclosing(self._of(servers, arguments)) as deltas:
                 kept = [delta.kv_transfer_params async for delta in deltas]
         except Cancelled:
             raise
-        except ClientError as error:
-            text = f"a prefill server did not compute a prompt, which a decode server does: {error}"
+        except (ClientError, TimeoutError) as error:
+            why = f"{error}" or f"there was no answer in {MAX_PREFILL_S:g} s"
+            text = f"a prefill server did not compute a prompt, which a decode server does: {why}"
             log_once(f"prefill {type(error).__name__}", lambda: text)
             return None
         return next(filter(None, kept), None)

@@ -18,6 +18,7 @@ from dflash_client.errors import (
     QueueFull,
     Unavailable,
 )
+from dflash_openai import triton_pool
 from dflash_openai.config import FrontendConfig, TritonTls
 from dflash_openai.triton_pool import TritonPool
 
@@ -165,6 +166,20 @@ def test_a_prefill_server_that_fails_leaves_the_prompt_to_the_decode_server(erro
     second = ScriptedClient("d")
     assert answer(pool_of(second, prefill=[ScriptedClient("p", error)]), 64) == ["d"]
     assert second.asked == [(True, 64, {})]
+
+
+def test_a_prefill_server_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(stream: ScriptedStream) -> AsyncGenerator[Delta, None]:
+        await asyncio.sleep(10 if stream._client is first else 0)
+        yield Delta(stream._client.name)
+
+    monkeypatch.setattr(triton_pool, "MAX_PREFILL_S", 0.01)
+    monkeypatch.setattr(ScriptedStream, "_deltas", hang)
+    first, second = ScriptedClient("p"), ScriptedClient("d")
+    pool = pool_of(second, prefill=[first])
+    assert answer(pool, 64) == ["d"]
+    assert second.asked == [(True, 64, {})]
+    assert not any(pool._num_running.values())
 
 
 def test_a_client_that_leaves_while_its_prompt_is_computed_has_nothing_decoded() -> None:
