@@ -135,7 +135,8 @@ class DiskRecords(RecordStore):
         header = self._header(record)
         try:
             digest = _digest(header, data)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            # A pipe of that name is not waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o600)
             try:
                 for part in (header, data.data, digest):

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_a_record_that_cannot_be_written_is_lost_and_nothing_of_it_stays(
     with monkeypatch.context() as patch:
         patch.setattr("os.readv", fail)
         assert read(records, 1) is None
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(records: DiskRecords) -> None:
+    os.mkfifo(f"{records._path(0, record(1).block_hash)}.tmp")
+    writing = threading.Thread(target=lambda: records.write(record(1), data(1)), daemon=True)
+    writing.start()
+    writing.join(5.0)
+    assert not writing.is_alive()
+    assert records.write(record(1), data(1))
 
 
 def test_engines_at_the_same_path_have_folders_of_their_own(records: DiskRecords, tmp_path: Path) -> None:
