@@ -260,7 +260,12 @@ class TransferServer:
                     connection.close()
                     continue
                 self._readers.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="kv-reader", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="kv-reader", daemon=True).start()
+            except RuntimeError as error:  # too many threads; the reader computes
+                _log.warning("kv_transfer_port: a connection could not be taken: %s", error)
+                with self._changed, connection:
+                    self._readers.discard(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -455,6 +455,25 @@ def test_a_reader_that_is_none_leaves_what_is_kept(sent: bytes, server: Transfer
     assert reader.read(server.port).arrived == (True,) * 4
 
 
+def test_a_reader_for_whom_there_is_no_thread_is_left_and_the_next_is_served(
+    server: TransferServer, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.keep(kept())
+    server.ready(1)
+    start = threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "kv-reader":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched, socket.create_connection((HOST, server.port)) as connection:
+        patched.setattr(threading.Thread, "start", no_thread)
+        connection.settimeout(4.0)
+        assert connection.recv(1) == b""
+    assert reader.read(server.port).arrived == (True,) * 4
+
+
 def test_a_length_takes_no_memory_before_its_bytes_come() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
