@@ -48,9 +48,10 @@ class TritonRequest:
 
 def is_recorded(sampling: SamplingParams) -> bool:
     """Whether a request may be written down: its client does not refuse, has no salt that keeps it apart from others,
-    and left the target's logits as they are."""
+    and left the target's logits as they are; and another server does not answer it."""
     changed = sampling.penalised or bool(sampling.logit_bias) or sampling.masks_tokens
-    return sampling.record_traffic and not sampling.cache_salt and not changed
+    is_prefill = sampling.kv_transfer_params is not None and sampling.kv_transfer_params.do_remote_decode
+    return sampling.record_traffic and not sampling.cache_salt and not changed and not is_prefill
 
 
 def _record(traffic: TrafficWriter, state: RequestState) -> None:

@@ -62,6 +62,7 @@ def test_prompts_and_whole_answers_are_written_down(
         ({"repetition_penalty": 1.1}, False),
         ({"bad_words": ["x"]}, False),
         ({"allowed_token_ids": [97, 98]}, False),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, False),
     ],
 )
 def test_who_refuses_is_left_out(sampling: dict[str, Any], expected: bool, tokenizer: Tokenizer) -> None:
