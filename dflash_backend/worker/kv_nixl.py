@@ -64,7 +64,7 @@ class NixlAgent:
         self.memory = Memory(metadata, groups, kind, number)
         """Of this device's records, for others."""
 
-    def reader(self, memory: Memory) -> RecordReader:
+    def reader(self, memory: Memory, stopped: threading.Event) -> RecordReader:
         """As `kv_transfer.Transport.reader`."""
         with self._lock:
             if memory.metadata not in self._peers:
@@ -72,7 +72,7 @@ class NixlAgent:
                     self._peers[memory.metadata] = self._agent.add_remote_agent(memory.metadata)
                 except Exception as error:  # noqa: BLE001 - as above
                     raise TransferError(f"NIXL does not reach it: {error}") from None
-        return _Reader(self, memory, self._peers[memory.metadata])
+        return _Reader(self, memory, self._peers[memory.metadata], stopped)
 
     def progress(self) -> None:
         """As `kv_transfer.RegisteredMemory.progress`."""
@@ -89,8 +89,11 @@ class NixlAgent:
             self._buffers.array = buffer
         return buffer
 
-    def read(self, peer: str, kind: str, device: int, remote: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Memory of a peer, as addresses and bytes, one after the other. Raises `TransferError`."""
+    def read(
+        self, peer: str, kind: str, device: int, remote: Sequence[tuple[int, int]], stopped: threading.Event
+    ) -> np.ndarray:
+        """Memory of a peer, as addresses and bytes, one after the other, until `stopped` is set. Raises
+        `TransferError`."""
         buffer = self.buffer()
         start, local, theirs = buffer.ctypes.data, [], []
         for address, size in remote:
@@ -102,7 +105,7 @@ class NixlAgent:
             handle = self._agent.initialize_xfer("READ", *descriptors, peer, b"")
             state = self._agent.transfer(handle)
         until = time.monotonic() + IO_TIMEOUT_S
-        while state == "PROC" and time.monotonic() < until:
+        while state == "PROC" and time.monotonic() < until and not stopped.is_set():
             time.sleep(POLL_S)
             with self._lock:
                 state = self._agent.check_xfer_state(handle)
@@ -116,8 +119,8 @@ class NixlAgent:
 class _Reader:
     """As `kv_transfer.RecordReader`."""
 
-    def __init__(self, agent: NixlAgent, memory: Memory, peer: str) -> None:
-        self._agent, self._memory, self._peer = agent, memory, peer
+    def __init__(self, agent: NixlAgent, memory: Memory, peer: str, stopped: threading.Event) -> None:
+        self._agent, self._memory, self._peer, self._stopped = agent, memory, peer, stopped
 
     def read(self, group: int, slot: int, size: int) -> np.ndarray:
         """As `kv_transfer.RecordReader.read`."""
@@ -132,7 +135,7 @@ class _Reader:
             for layer in range(part.num_layers)
         ]
         try:
-            return self._agent.read(self._peer, memory.kind, memory.device, parts)
+            return self._agent.read(self._peer, memory.kind, memory.device, parts, self._stopped)
         except TransferError:
             raise
         except Exception as error:  # noqa: BLE001 - NIXL raises errors of its own kinds

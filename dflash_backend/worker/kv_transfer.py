@@ -400,8 +400,8 @@ class Transport(Protocol):
 
     name: str
 
-    def reader(self, memory: Memory) -> RecordReader:
-        """Reads from a server's memory. Raises `TransferError`."""
+    def reader(self, memory: Memory, stopped: threading.Event) -> RecordReader:
+        """Reads from a server's memory, until `stopped` is set. Raises `TransferError`."""
         ...
 
 
@@ -419,8 +419,8 @@ class _Session(RecordStore):
     def __init__(self, owner: RemoteRecords, move: Move, peer: Peer) -> None:
         self._owner, self._move, self._peer = owner, move, peer
         self._connection: socket.socket | None = None
-        self._has_begun = self._is_stopped = False
-        self._woken = threading.Event()  # when it is resolved, or stopped
+        self._has_begun = False
+        self._stopped, self._woken = threading.Event(), threading.Event()  # the latter also once it is resolved
         self._slots: deque[int] = deque()
         self._reader: RecordReader | None = None
         self._until = time.monotonic() + MAX_READ_S
@@ -440,7 +440,7 @@ class _Session(RecordStore):
             family, kind, protocol, address = self._resolved()
             # Before it connects, so that `interrupt` ends that too.
             self._connection = connection = socket.socket(family, kind, protocol)
-            if self._is_stopped:
+            if self._stopped.is_set():
                 raise TransferError("it was stopped")
             connection.settimeout(CONNECT_TIMEOUT_S)
             connection.connect(address)
@@ -453,7 +453,7 @@ class _Session(RecordStore):
             if len(found.slots) != len(records):
                 raise TransferError(f"{len(found.slots)} places came for {len(records)} records")
             if found.memory is not None and transport is not None:
-                self._reader = transport.reader(found.memory)
+                self._reader = transport.reader(found.memory, self._stopped)
             self._slots.extend(found.slots)
         except (OSError, TransferError, ValueError) as error:
             self._fail(error)
@@ -473,7 +473,7 @@ class _Session(RecordStore):
 
         threading.Thread(target=look_up, name="kv-address", daemon=True).start()
         self._woken.wait(CONNECT_TIMEOUT_S)
-        if self._is_stopped:
+        if self._stopped.is_set():
             raise TransferError("it was stopped")
         if not found:
             raise TimeoutError("its name was not resolved in time")
@@ -517,7 +517,7 @@ class _Session(RecordStore):
         return is_kept
 
     def interrupt(self) -> None:
-        self._is_stopped = True
+        self._stopped.set()
         self._woken.set()
         if (connection := self._connection) is not None:
             with contextlib.suppress(OSError):
@@ -527,5 +527,5 @@ class _Session(RecordStore):
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if not self._is_stopped:
+        if not self._stopped.is_set():
             self._owner._note(self._peer, f"{error}" or type(error).__name__, is_down=isinstance(error, OSError))

@@ -132,10 +132,43 @@ def test_nixl_has_no_thread_that_takes_a_core(monkeypatch: pytest.MonkeyPatch) -
     assert agent.memory.metadata == b"who"
 
 
+def test_a_read_by_nixl_that_hangs_is_stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    class Agent:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: b"m" if name == "get_agent_metadata" else None
+
+        def transfer(self, handle: None) -> str:
+            return "PROC"
+
+        def check_xfer_state(self, handle: None) -> str:
+            hangs.set()
+            return "PROC"
+
+    monkeypatch.setitem(sys.modules, "nixl._api", SimpleNamespace(nixl_agent=Agent, nixl_agent_config=dict))
+    server = TransferServer(device(1), FACTS, (HOST, 0), NixlAgent(device(1)))
+    reader = Reader(FACTS, NixlAgent(device(3)))
+    server.keep(kept())
+    server.ready(1)
+    reader.submit(server.port)
+    assert hangs.wait(5.0)
+    began = time.monotonic()
+    reader.mover.cancel(frozenset({1}))
+    assert time.monotonic() - began < 2.0
+    assert reader.moved().arrived == (False,) * 4
+    reader.mover.close()
+    server.close()
+
+
 @pytest.mark.parametrize("layers_and_bytes", [[(1 << 60, 1)], [(2, SIZES[0]), (-1, SIZES[0])], [(1, 96), (1, -48)], []])
 def test_memory_of_another_length_than_a_record_is_not_read(layers_and_bytes: list[tuple[int, int]]) -> None:
     parts = [kv_transfer.Part(0, num_layers, 1, 1, num_bytes) for num_layers, num_bytes in layers_and_bytes]
-    reader = kv_nixl._Reader(cast(NixlAgent, None), Memory(b"", [parts] if parts else [], "DRAM", 0), "peer")
+    memory = Memory(b"", [parts] if parts else [], "DRAM", 0)
+    reader = kv_nixl._Reader(cast(NixlAgent, None), memory, "peer", threading.Event())
     with pytest.raises(TransferError, match="its records have another length"):
         reader.read(0, 0, SIZES[0])
 
@@ -152,7 +185,7 @@ class HelpedTransport:
     def progress(self) -> None:
         self._helped.release()
 
-    def reader(self, memory: Memory) -> HelpedTransport:
+    def reader(self, memory: Memory, stopped: threading.Event) -> HelpedTransport:
         return self
 
     def read(self, group: int, slot: int, size: int) -> np.ndarray:
@@ -467,10 +500,10 @@ def test_a_reader_for_whom_there_is_no_thread_is_left_and_the_next_is_served(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    with monkeypatch.context() as patched, socket.create_connection((HOST, server.port)) as connection:
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
-        connection.settimeout(4.0)
-        assert connection.recv(1) == b""
+        with socket.create_connection((HOST, server.port), 4.0) as connection:
+            assert connection.recv(1) == b""
     assert reader.read(server.port).arrived == (True,) * 4
 
 
