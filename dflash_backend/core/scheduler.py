@@ -64,8 +64,7 @@ MIN_CHUNK = 16
 MAX_PARTIAL_PREFILLS = 4
 # Prompt tokens of a step for each token that it decodes, or the times that they take as long as its decode rows.
 PROMPT_SHARE = 4
-# How long a plan waits for KV from a tier when there is nothing to run, and all plans together where requests could
-# run with the blocks that it is to come to.
+# How long a plan waits for KV from a tier when nothing runs, and all plans whose requests could run in its blocks.
 LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
 
 
@@ -115,9 +114,8 @@ class PlanBuilder:
     def prefill_budget(self) -> int:
         """Prompt tokens that the step can still take.
 
-        A step takes as long as its tokens need, so beside decode rows prompts get `PROMPT_SHARE` times their part of
-        it; without decode rows they get the whole step. Where more than this many requests wait for a first token for
-        each that decodes, the share grows in proportion. The time of the step bounds it.
+        Beside decode rows prompts get `PROMPT_SHARE` times their part of a step; where more than this many requests
+        wait for a first token for each that decodes, in proportion to them. The time of the step bounds it.
         """
         config = self.config
         budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
