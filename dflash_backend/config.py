@@ -216,7 +216,7 @@ class EngineConfig:
     kv_transfer_peers: str = setting(
         "",
         "the only prefill servers to which a decode server connects, as HOST or HOST:PORT, separated by commas; empty: "
-        "any that a request names",
+        "those on this machine; *: any that a request names, for clients that are trusted",
     )
     kv_transfer_timeout_s: float = setting(
         120.0, "seconds for which a prefill server keeps KV that no decode server fetches", low=0.0, low_open=True

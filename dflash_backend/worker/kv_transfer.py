@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import select
 import socket
 import struct
@@ -40,6 +41,7 @@ HELP_S = 0.0001
 DOWN_S = 5.0
 # Readers at a time, and how many servers this one reads from at a time.
 MAX_READERS, NUM_READING = 64, 4
+_LOOPBACK = re.compile(r"127(?:\.\d{1,3}){3}", re.ASCII)
 # Of a message, and more for each record that it may name; memory for as much of it as has come, and for this more.
 MESSAGE_BYTES, RECORD_BYTES, PIECE_BYTES = 1 << 20, 64, 64 << 10
 # A line in the log for each kind of trouble, this often at most.
@@ -360,9 +362,9 @@ class RemoteRecords(RecordStore):
         peers: frozenset[str] = frozenset(),
     ) -> None:
         """sizes: bytes of a record of each group. transport: other than the connection itself. peers: the only servers
-        to connect to, as host, or host and port with a colon; empty: any."""
+        to connect to, as host, or host and port with a colon; empty: those on this machine; `*`: any."""
         self._facts, self._sizes, self._transport = facts, list(sizes), transport
-        self.peers = peers
+        self._peers = peers
         self._lock = threading.Lock()
         self._down_until: dict[tuple[str, int], float] = {}
         self._logged: dict[str, float] = {}
@@ -371,6 +373,12 @@ class RemoteRecords(RecordStore):
         """The move's records, from the server that keeps them; none where it does not give them."""
         assert move.peer is not None
         return _Session(self, move, move.peer)
+
+    def trusts(self, peer: Peer) -> bool:
+        """Whether KV of a server is to be used: other requests get it too."""
+        if not self._peers:
+            return peer.host in ("localhost", "::1") or _LOOPBACK.fullmatch(peer.host) is not None
+        return not self._peers.isdisjoint(("*", peer.host, f"{peer.host}:{peer.port}"))
 
     def _is_down(self, peer: Peer) -> bool:
         with self._lock:
@@ -429,7 +437,7 @@ class _Session(RecordStore):
         """Connect and ask."""
         self._has_begun = True
         owner, peer = self._owner, self._peer
-        if owner.peers and owner.peers.isdisjoint((peer.host, f"{peer.host}:{peer.port}")):
+        if not owner.trusts(peer):
             owner._note(peer, "it is not among kv_transfer_peers", is_down=False)
             return
         if owner._is_down(peer):

@@ -54,7 +54,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "kv_move_mb_s": (5, lambda built: built.runner.mover._of_all.max_bytes_s, 5e6),
     "kv_role": ("prefill", lambda built: getattr(built.core.config.transfer, "sends", False), True),
     "kv_transfer_host": ("127.0.0.2", lambda built: built.runner.mover.sender.host, "127.0.0.2"),
-    "kv_transfer_peers": ("a, b:7", lambda built: built.runner.mover._stores["remote"].peers, {"a", "b:7"}),
+    "kv_transfer_peers": ("a, b:7", lambda built: built.runner.mover._stores["remote"]._peers, {"a", "b:7"}),
     "kv_transfer_timeout_s": (7, lambda built: built.core.config.transfer.timeout_s, 7.0),
     "max_model_len": (100, lambda built: built.core.config.max_model_len, 100),
     "max_num_seqs": (3, lambda built: built.core.config.max_num_seqs, 3),

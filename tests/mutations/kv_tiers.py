@@ -152,6 +152,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
         SERVER,
         OF_SERVER,
+        ("servers on any machine are trusted without peers", "if not self._peers:", "if not self._peers and False:"),
+        ("peers that are named do not end with the host", '("*", peer.host, f"{peer.host}:{peer.port}")', '("*",)'),
         (
             "what was given up while it was read is used",
             "is_kept = self._kept.pop(one.kept.number, None) is not None",

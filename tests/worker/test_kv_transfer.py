@@ -336,6 +336,24 @@ def test_a_decode_server_connects_to_the_peers_that_it_is_given_alone(
     assert "it is not among kv_transfer_peers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("peers", "host", "trusted"),
+    [
+        ((), "127.0.0.1", True),
+        ((), "127.9.8.7", True),
+        ((), "localhost", True),
+        ((), "::1", True),
+        ((), "10.0.0.1", False),
+        ((), "127.0.0.1.example.org", False),
+        ((), "127.1", False),
+        (("*",), "10.0.0.1", True),
+        (("prefill",), "127.0.0.1", False),
+    ],
+)
+def test_other_machines_are_trusted_where_they_are_named(peers: tuple[str, ...], host: str, trusted: bool) -> None:
+    assert RemoteRecords(FACTS, SIZES, None, frozenset(peers)).trusts(Peer(host, 7000, KEY)) is trusted
+
+
 def test_a_folders_name_is_no_difference(server: TransferServer) -> None:
     reader = Reader(msgspec.structs.replace(FACTS, target="another folder"))
     server.keep(kept())
