@@ -65,7 +65,7 @@ def compare(context: Context, pair: Pair, count: int, max_tokens: int, outcome: 
     asked, installed = prompts(pair, SHORT, count), context.peers / "llama.cpp"
     assert pair.drafter is not None
     texts, counts, ends = our_answers(pair.target, pair.drafter, asked, max_tokens)
-    files = target_file(installed, pair), drafter_file(installed, pair)
+    files = target_file(installed, pair), drafter_file(installed, pair, context.folder)
     of_files, of_gguf, _ = our_answers(*files, asked, max_tokens)
     same = sum(one == other for one, other in zip(texts, of_files, strict=True))
     outcome.compare(f"answers of {max_tokens} tokens of the pair in GGUF as in safetensors", same, count)

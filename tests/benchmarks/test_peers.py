@@ -12,11 +12,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report
 from benchmarks.peers.figures import Cell, Results, Sample, equal_share, fault, median, percentile, ratios
-from benchmarks.peers.pairs import DFLASH, LONG, LONG_TOKENS, NGRAM, NONE, SHORT, Pair, find_pair, prompts
+from benchmarks.peers.pairs import (
+    DFLASH,
+    LONG,
+    LONG_TOKENS,
+    NGRAM,
+    NONE,
+    SHORT,
+    Pair,
+    find_pair,
+    prompts,
+    whole_vocabulary,
+)
 from benchmarks.peers.process import Side, SideError
 from benchmarks.peers.sides import http_side
 from benchmarks.peers.sides.protocol import Clock, closed_loop
@@ -386,3 +399,17 @@ def test_vllm_is_found_by_its_own_interpreter(tmp_path: Path) -> None:
     command = SYSTEMS["vllm"].command(context(tmp_path), find_pair("demo"), NONE)
     assert command[:3] == [f"{tmp_path}/peers/vllm/venv/bin/python", "-m", "benchmarks.peers.sides.vllm_side"]
     assert SYSTEMS["vllm"].environ(SimpleNamespace(cores=lambda: [0, 3]))["VLLM_CPU_OMP_THREADS_BIND"] == "0,3"  # type: ignore[arg-type]
+
+
+def test_engines_without_draft_vocabularies_get_a_drafter_of_the_whole_one(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps({"block_size": 8, "draft_vocab_size": 3}))
+    layer, map_ = torch.ones(2, 2), torch.tensor([0, 4, 9])
+    save_file({"norm.weight": layer, "d2t": map_}, own / "model.safetensors")
+    found = whole_vocabulary(own, tmp_path / "folder")
+    assert json.loads((found / "config.json").read_text()) == {"block_size": 8}
+    assert list(load_file(found / "model.safetensors")) == ["norm.weight"]
+    for tensors in ({"norm.weight": layer}, {"d2t": map_, "lm_head.weight": layer}):
+        save_file(tensors, own / "model.safetensors")
+        assert whole_vocabulary(own, tmp_path / "folder") == own
