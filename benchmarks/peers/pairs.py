@@ -69,10 +69,11 @@ class Pair:
 def whole_vocabulary(drafter: Path, folder: Path) -> Path:
     """A drafter for engines that take the target's whole LM head: its copy in `folder` without the map of a draft
     vocabulary that has no head of its own; itself where there is none."""
-    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
-    tensors = load_file(drafter / "model.safetensors")
+    file = drafter / "model.safetensors"
+    tensors = load_file(file) if file.is_file() else {}
     if "d2t" not in tensors or "lm_head.weight" in tensors:
         return drafter
+    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     copy = folder / f"{drafter.name}-whole-vocabulary"
     copy.mkdir(parents=True, exist_ok=True)
     fields = {name: value for name, value in config.items() if name != "draft_vocab_size"}
