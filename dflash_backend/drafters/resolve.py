@@ -9,7 +9,6 @@ from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.find import find_model
 from dflash_backend.checkpoints.hub import Report
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.named import NAMED
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
@@ -117,8 +116,6 @@ def _with_target(config: EngineConfig, target: Path, report: Report | None) -> M
         return ModelDirs(target, None)
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
-    if config.target_model in NAMED:
-        return ModelDirs(target, asset_path(*NAMED[config.target_model].drafter))
     warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
     names = [each.name for each in published_for(config.target_model, target)]
     known = f"; published for it: {', '.join(names)}" if names else ""

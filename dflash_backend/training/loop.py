@@ -41,8 +41,9 @@ TIMED_STEPS = 4
 @dataclass(frozen=True)
 class LoopOptions:
     """How a drafter is trained. steps: of the whole run. batch_tokens: of the rows of a batch, padding included.
-    accumulate: batches of a step. feature_bytes: features that are kept in memory, so that they are computed once.
-    bf16: arithmetic in bfloat16 over float32 weights."""
+    accumulate: batches of a step. decay: how slowly the weights of drafts fall; None: by the block. feature_bytes:
+    features that are kept in memory, so that they are computed once. bf16: arithmetic in bfloat16 over float32
+    weights."""
 
     steps: int
     learning_rate: float
@@ -51,6 +52,7 @@ class LoopOptions:
     seed: int = 0
     bf16: bool = False
     feature_bytes: int = 1 << 30
+    decay: float | None = None
 
 
 @dataclass
@@ -166,7 +168,8 @@ class Trainer:
         anchors = min(MOST_ANCHORS, max(2, round(mean_answer / ANCHOR_EVERY))) * self.draft.anchor_factor
         block = config.num_drafts + 1
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + index)
-        batch = draw_blocks(tokens, is_answer, anchors, block, generator, decay_of(block), self._can_draft)
+        decay = self.options.decay or decay_of(block)
+        batch = draw_blocks(tokens, is_answer, anchors, block, generator, decay, self._can_draft)
         inputs = (each.to(self._device) for each in (batch.tokens, batch.anchors, batch.labels, batch.weights))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.options.bf16):
             loss: Tensor = self._loss(features, *inputs)

@@ -82,6 +82,7 @@ class TrainOptions:
     steps: int | None = None
     evaluate_minutes: float | None = None
     learning_rate: float | None = None
+    decay: float | None = None
     batch_tokens: int | None = None
     accumulate: int = 1
     draft_vocab: int | None = None
@@ -304,7 +305,8 @@ class Run:
         options = self.options
         rate = options.learning_rate or (NEW_RATE if options.begin_from is None else FROM_RATE)
         tokens = options.batch_tokens or (2048 if device.type == "cpu" else 16384)
-        return LoopOptions(1, rate, tokens, options.accumulate, options.data.seed, self._bf16(device))
+        seed, bf16 = options.data.seed, self._bf16(device)
+        return LoopOptions(1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay)
 
     def _set_steps(self, trainer: Trainer, loop: LoopOptions) -> LoopOptions:
         """How many steps there are: as asked, as before, or as many as fit the time that is left."""
@@ -398,6 +400,7 @@ class Run:
             "--format": options.form,
             "--from": None if options.begin_from is None else str(options.begin_from),
             "--learning-rate": options.learning_rate,
+            "--decay": options.decay,
             "--batch-tokens": options.batch_tokens,
             "--accumulate": options.accumulate,
             "--draft-vocab": options.draft_vocab,

@@ -120,6 +120,13 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         help="with --draft-vocab: write no LM head; this engine takes its rows from the target, others do not",
     )
     sizes.add_argument("--learning-rate", type=positive_float, metavar="R", help="(0.004; with --from 0.001)")
+    sizes.add_argument(
+        "--decay",
+        type=positive_float,
+        metavar="D",
+        help="draft i counts exp(-(i - 1) / D) in the loss (7 for blocks of 16, 4 for 8); 1 to 2 where few drafts are "
+        "accepted",
+    )
     sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
     sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
     sizes.add_argument(
@@ -203,6 +210,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         steps=arguments.steps,
         evaluate_minutes=arguments.evaluate_minutes,
         learning_rate=arguments.learning_rate,
+        decay=arguments.decay,
         batch_tokens=arguments.batch_tokens,
         accumulate=arguments.accumulate,
         draft_vocab=arguments.draft_vocab,
