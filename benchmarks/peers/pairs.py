@@ -92,9 +92,9 @@ def find_pair(name: str, drafter: str = "") -> Pair:
     from dflash_backend.checkpoints.gguf.convert import converted
     from dflash_backend.checkpoints.named import named_file
 
-    own, file = Path(drafter or asset_path("demo", "smollm2")).absolute(), named_file(name)
-    block_size = json.loads((own / "config.json").read_text(encoding="utf-8"))["block_size"]
-    return Pair(name, converted(file, plain=True), own, "bfloat16", block_size - 1, file)
+    file, own = named_file(name), Path(drafter).absolute() if drafter else None
+    config = {} if own is None else json.loads((own / "config.json").read_text(encoding="utf-8"))
+    return Pair(name, converted(file, plain=True), own, "bfloat16", config.get("block_size", 16) - 1, file)
 
 
 def prompts(pair: Pair, kind: str, count: int) -> list[list[int]]:
