@@ -44,7 +44,7 @@ def test_texts_count_up_to_their_end(
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(llama_gguf, name, stand_in)
     outcome, pair = Outcome([], []), SimpleNamespace(target=Path("t"), drafter=Path("d"))
-    llama_gguf.compare(SimpleNamespace(peers=Path()), pair, 2, 4, outcome)  # type: ignore[arg-type]
+    llama_gguf.compare(SimpleNamespace(peers=Path(), folder=Path()), pair, 2, 4, outcome)  # type: ignore[arg-type]
     assert len(outcome.lines) == 4
     assert [miss[: len(words)] for miss, words in zip(outcome.misses, missed, strict=True)] == missed
 
