@@ -109,6 +109,8 @@ NOT_RUN = {
         "settings:": LISTING,
     },
     "docs/training.md": {
+        "dflash-triton train smollm2 --out drafter --layers 2 --intermediate-size 432 --layer-ids 15,27 --block-size 8 "
+        "--draft-vocab 8192 --share-head --set dtype=bfloat16 --seed 1": TRAINS,
         ".venv/bin/dflash-triton train DIR_OR_HUB_ID --out drafter": TRAINS,
         ".venv/bin/dflash-triton train MY_FINE_TUNE --from DRAFTER_OF_THE_ORIGINAL --out drafter --minutes 15": TRAINS,
         ".venv/bin/dflash-triton eval --target TARGET --draft OLD --against-set draft_model=NEW": TRAINS,
