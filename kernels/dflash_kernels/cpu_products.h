@@ -65,14 +65,22 @@ static inline __m512bh pair_at(const bf16* from) {
   std::memcpy(&both, from, 4);
   return (__m512bh)_mm512_set1_epi32(both);
 }
+// Memory that is fetched while a product computes: `lines` of it for two of its inputs.
+struct Ahead {
+  const char* at; int lines;
+  void fetch() {
+    for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
 // out[r][j] = sum over k of a[r][k] * b[k][j] in bfloat16, as `product`, of ROWS rows and PANELS pairs of panels, `apart`.
 template <int ROWS, int PANELS>
-static void pair_product(const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step) {
+static void pair_product(const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step, Ahead& ahead) {
   __m512 sums[ROWS][2 * PANELS];
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < 2 * PANELS; j++) sums[r][j] = _mm512_setzero_ps();
   for (long k = 0; k < count; k += 2) {
     const bf16* at = b + k / 32 * 1024 + k % 32 * LANES;
+    ahead.fetch();
     __m512bh column[2 * PANELS];
     for (int j = 0; j < 2 * PANELS; j++) column[j] = (__m512bh)_mm512_loadu_si512(at + j / 2 * apart + j % 2 * 512);
     for (int r = 0; r < ROWS; r++) {
@@ -84,14 +92,14 @@ static void pair_product(const bf16* a, long a_step, const bf16* b, long apart, 
     for (int j = 0; j < 2 * PANELS; j++) _mm512_storeu_ps(out + r * out_step + j * LANES, sums[r][j]);
 }
 template <int PANELS>
-static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step) {
+static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, long apart, long count, float* out, long out_step, Ahead& ahead) {
   switch (rows) {
-    case 1: return pair_product<1, PANELS>(a, a_step, b, apart, count, out, out_step);
-    case 2: return pair_product<2, PANELS>(a, a_step, b, apart, count, out, out_step);
-    case 3: return pair_product<3, PANELS>(a, a_step, b, apart, count, out, out_step);
-    case 4: return pair_product<4, PANELS>(a, a_step, b, apart, count, out, out_step);
-    case 5: return pair_product<5, PANELS>(a, a_step, b, apart, count, out, out_step);
-    default: return pair_product<AT_ONCE, PANELS>(a, a_step, b, apart, count, out, out_step);
+    case 1: return pair_product<1, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
+    case 2: return pair_product<2, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
+    case 3: return pair_product<3, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
+    case 4: return pair_product<4, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
+    case 5: return pair_product<5, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
+    default: return pair_product<AT_ONCE, PANELS>(a, a_step, b, apart, count, out, out_step, ahead);
   }
 }
 #endif
@@ -281,7 +289,7 @@ static void free_tiles() {}
 
 #if HAS_PAIRS
 // Of at most AT_ONCE rows from `row` on by one or two pairs of panels from `first` on, whose numbers are at `packed`.
-static void pair_rows(const Product& p, const bf16* x, long x_step, long row, long first, const bf16* packed) {
+static void pair_rows(const Product& p, const bf16* x, long x_step, long row, long first, const bf16* packed, Ahead ahead) {
   long deep = depth(p.weight->kind, p.k), apart = deep * PAIR, pairs = rounded_up(p.n, PAIR) / PAIR;
   int rows = int(std::min<long>(AT_ONCE, p.m - row)), vectors = int(std::min<long>(VECTORS, (pairs - first) * 2));
   float sums[AT_ONCE * VECTORS * LANES], part[AT_ONCE * VECTORS * LANES];
@@ -289,8 +297,8 @@ static void pair_rows(const Product& p, const bf16* x, long x_step, long row, lo
     const bf16 *from = packed + begin * PAIR, *at = x + row * x_step + begin;
     long count = std::min(DEPTH_AT_ONCE, deep - begin);
     float* into = begin ? part : sums;
-    if (vectors > 2) pair_products<2>(rows, at, x_step, from, apart, count, into, VECTORS * LANES);
-    else pair_products<1>(rows, at, x_step, from, apart, count, into, VECTORS * LANES);
+    if (vectors > 2) pair_products<2>(rows, at, x_step, from, apart, count, into, VECTORS * LANES, ahead);
+    else pair_products<1>(rows, at, x_step, from, apart, count, into, VECTORS * LANES, ahead);
     for (int r = 0; begin && r < rows; r++)
       for (int j = 0; j < vectors; j++) {
         float* sum = sums + (r * VECTORS + j) * LANES;
@@ -351,7 +359,8 @@ static void linear_float_grid(const Product& p, int threads) {
         grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, int(std::min<long>(VECTORS, panels - panel)));
   });
 }
-// Calls `each(two, packed)` for two pairs of panels after the other, with their numbers: where they are, or made.
+// Calls `each(two, packed, next)` for two pairs of panels after the other, with their numbers, where they are or made, and where
+// those are that this thread takes next, as it seems; null where they are made, or none are left.
 template <class Each> static void each_two_pairs(const Product& p, int threads, const Each& each) {
   long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR;
   share(threads, (pairs + 1) / 2, 1, [&](long first, long last) {
@@ -362,7 +371,9 @@ template <class Each> static void each_two_pairs(const Product& p, int threads, 
         for (long pair = two * 2; pair < std::min(pairs, two * 2 + 2); pair++) numbers_of(*p.weight, pair, 0, deep, made + (pair - two * 2) * deep * PAIR);
         packed = made;
       }
-      each(two, packed);
+      long next = two + 1 < last ? two + 1 : last + std::max(0, threads - 1) * (last - first);
+      bool is_there = p.weight->kind == HALVES && next < pairs / 2;
+      each(two, packed, is_there ? (const bf16*)p.weight->numbers + next * 2 * deep * PAIR : nullptr);
     }
   });
 }
@@ -384,14 +395,21 @@ static void linear_bf16(const Product& p, int threads) {
   if (has_tiles)
     return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { tile_product(p, x, step, first, last); });
 #endif
-  each_two_pairs(p, threads, [&](long two, const bf16* packed) {
-    for (long row = 0; row < p.m; row += AT_ONCE) pair_rows(p, x, step, row, two * 2, packed);
+  // Few rows wait for memory: while they compute, a part of the next numbers comes in each pass over the present ones.
+  int lines = p.m > 3 * AT_ONCE ? 1 : p.m > AT_ONCE ? 2 : 4;
+  long of_pass = deep / 2 * lines * 64, of_two = deep * 2 * PAIR * long(sizeof(bf16));
+  each_two_pairs(p, threads, [&](long two, const bf16* packed, const bf16* next) {
+    for (long row = 0; row < p.m; row += AT_ONCE) {
+      long done = row / AT_ONCE * of_pass;
+      bool fetches = next && done < of_two;
+      pair_rows(p, x, step, row, two * 2, packed, Ahead{(const char*)next + (fetches ? done : 0), fetches ? lines : 0});
+    }
   });
 #else
   float* wide = scratch(p.m * deep, OF_ALL);
   for (long r = 0; r < p.m; r++)
     for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
-  each_two_pairs(p, threads, [&](long two, const bf16* packed) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
+  each_two_pairs(p, threads, [&](long two, const bf16* packed, const bf16*) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
 #endif
 }
 // Rows of a weight as numbers of its type.
