@@ -234,8 +234,8 @@ class EngineConfig:
     max_prefill_tokens_per_step: int | None = setting(
         None,
         "prompt tokens of a step in which other requests decode, so that a long prompt does not hold them up; auto: "
-        "four times as many as they decode, or as many as take four times their time, more when more requests wait "
-        "than decode, at least 64 on cpu, 256 on cuda",
+        "half as many as they decode, or as many as take half their time, more when more requests wait than decode, "
+        "at least 64 on cpu, 256 on cuda",
         low=1,
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")

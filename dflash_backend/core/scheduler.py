@@ -62,8 +62,6 @@ from dflash_backend.core.tenants import (
 MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
-# Prompt tokens of a step for each token that it decodes, or the times that they take as long as its decode rows.
-PROMPT_SHARE = 4
 # How long a plan waits for KV from a tier when nothing runs, and all plans whose requests could run in its blocks.
 LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
 
@@ -114,8 +112,8 @@ class PlanBuilder:
     def prefill_budget(self) -> int:
         """Prompt tokens that the step can still take.
 
-        Beside decode rows prompts get `PROMPT_SHARE` times their part of a step; where more than this many requests
-        wait for a first token for each that decodes, in proportion to them. The time of the step bounds it.
+        Beside decode rows a long prompt gets a share that keeps the pace of the running streams, alone the whole step.
+        Where more requests wait for a first token than decode, in proportion to them. The time of the step bounds it.
         """
         config = self.config
         budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
@@ -127,7 +125,7 @@ class PlanBuilder:
         if share is None:
             # A step of few tokens takes nearly as long as one of some more, so its time counts, not its tokens alone.
             alike = max(self.num_decode_tokens, self.num_tokens_like_decoding)
-            most = alike * max(PROMPT_SHARE, self.num_without_token // self.num_decoding)
+            most = max(alike // 2, alike * self.num_without_token // self.num_decoding)
             share = max(config.min_prefill_tokens_per_step, most)
         return min(budget, share - self.num_prefill_tokens)
 

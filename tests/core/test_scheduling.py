@@ -129,11 +129,11 @@ def test_every_running_request_has_a_row_in_every_step() -> None:
     ("num_streams", "config", "chunks"),
     [
         (3, {"max_prefill_tokens_per_step": 20}, [20, 20, 10]),
-        (1, {"min_prefill_tokens_per_step": 4}, [16, 16, 16, 2]),
-        (1, {"min_prefill_tokens_per_step": 20}, [20, 20, 10]),
+        (7, {"min_prefill_tokens_per_step": 4}, [14, 14, 14, 8]),
+        (2, {"min_prefill_tokens_per_step": 16}, [16, 16, 16, 2]),
         (0, {"max_prefill_tokens_per_step": 5}, [50]),
     ],
-    ids=["the setting", "four times what decodes", "the floor", "no stream to hold up"],
+    ids=["the setting", "half of what decodes", "the floor", "no stream to hold up"],
 )
 def test_a_prompt_of_50_gets_its_share_of_a_step_beside_streams(
     num_streams: int, config: dict[str, int], chunks: list[int]

@@ -182,23 +182,6 @@ def test_short_answers_keep_the_rows_full_where_a_step_costs_the_same_with_more_
     assert sum(num_rows[50:]) / 250 > least
 
 
-def test_long_prompts_that_come_together_decode_together() -> None:
-    """And no stream stands still as long as a prompt takes."""
-    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
-    engine, worker = slow_engine(0.016, 0.00045, **shape)
-    worker.decode_s = 0.001
-    sampling = {"max_tokens": 96, "num_speculative_tokens": 0}
-    engine.run(make_request("alone", [1, 2], **sampling))
-    engine.add(*[make_request(f"r{i}", [i, *([7] * 1499)], **sampling) for i in range(8)])
-    began, gaps = engine.clock(), []
-    while any(output.finish_reason is None for output in engine.outputs.values()):
-        engine.step()
-        gaps += [worker.took[-1]] * sum(row.num_new == 1 for row in engine.last_rows)
-    assert 8 * 96 / (engine.clock() - began) > 86
-    assert sorted(gaps)[len(gaps) // 2] < 0.03
-    assert sorted(gaps)[len(gaps) * 99 // 100] < 0.15
-
-
 @pytest.mark.parametrize(("tenants", "decode_s", "least"), [("a", 0.001, 60), ("ab", 0.0006, 48)])
 def test_rows_stay_full_where_every_step_has_prompts(tenants: str, decode_s: float, least: int) -> None:
     """64 clients of short answers behind one request, whose steps were all that had no prompts: what the others' decode
