@@ -26,7 +26,7 @@ from tests.core.toy_mover import ToyMover
 from tests.support.scale import SCALE, by_night, scaled
 
 NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
-NUM_SNAPSHOT_STEPS = scaled(5_000 if SCALE >= 4 else 4_000)  # with and without a step in flight
+NUM_SNAPSHOT_STEPS = scaled(5_000 if SCALE >= 4 else 4_000, at_least=4_000)  # with and without a step in flight
 NUM_WINDOW_STEPS = scaled(5_000 if SCALE >= 4 else 2_500)
 NUM_TIER_STEPS = scaled(50_000 if SCALE >= 4 else 1_000, at_least=1_000)  # with and without a step in flight
 NUM_REQUESTS = 60
