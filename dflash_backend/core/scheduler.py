@@ -112,8 +112,9 @@ class PlanBuilder:
     def prefill_budget(self) -> int:
         """Prompt tokens that the step can still take.
 
-        Beside decode rows a long prompt gets a share that keeps the pace of the running streams, alone the whole step.
-        Where more requests wait for a first token than decode, in proportion to them. The time of the step bounds it.
+        A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
+        the running streams; without decode rows it gets the whole step. When more requests wait for their first token
+        than for their next one, the share grows in proportion, and the time of the step bounds it.
         """
         config = self.config
         budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens

@@ -24,8 +24,8 @@ from dflash_openai.notices import log_once
 
 # Shorter prompts are computed where they are decoded: two requests cost more than they save.
 MIN_PREFILL_TOKENS = 64
-# What is not computed by then may hang: the decode server computes it.
-MAX_PREFILL_S = 60.0
+# A prompt that takes longer than this, and this more for each of its tokens, may hang: the decode server computes it.
+MAX_PREFILL_S, MAX_TOKEN_S = 60.0, 0.01
 # What a prefill server must know of a request beside its prompt.
 OF_PROMPT = ("cache_salt", "tenant", "priority")
 Arguments = tuple[bool, Sequence[int], None, Mapping[str, Any], Mapping[str, str] | None]
@@ -174,14 +174,15 @@ class PooledRequest:
         own = {name: sampling[name] for name in OF_PROMPT if name in sampling}
         own |= {"max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
         own["record_traffic"] = False  # the decode server has the whole answer, and the client's word
+        seconds = MAX_PREFILL_S + MAX_TOKEN_S * len(token_ids)
         try:
             arguments = (False, token_ids, None, own, headers)
-            async with asyncio.timeout(MAX_PREFILL_S), aclosing(self._of(servers, arguments)) as deltas:
+            async with asyncio.timeout(seconds), aclosing(self._of(servers, arguments)) as deltas:
                 kept = [delta.kv_transfer_params async for delta in deltas]
         except Cancelled:
             raise
         except (ClientError, TimeoutError) as error:
-            why = f"{error}" or f"there was no answer in {MAX_PREFILL_S:g} s"
+            why = f"{error}" or f"there was no answer in {seconds:.0f} s"
             text = f"a prefill server did not compute a prompt, which a decode server does: {why}"
             log_once(f"prefill {type(error).__name__}", lambda: text)
             return None

@@ -182,6 +182,21 @@ def test_a_prefill_server_that_hangs_is_not_waited_for(monkeypatch: pytest.Monke
     assert not any(pool._num_running.values())
 
 
+@pytest.mark.parametrize(("num_tokens", "asked"), [(64, {}), (400, {"remote_block_hash": "k"})])
+def test_a_long_prompt_has_more_time(num_tokens: int, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def compute(stream: ScriptedStream) -> AsyncGenerator[Delta, None]:
+        if stream._client is first:
+            await asyncio.sleep(0.1)
+        yield Delta(stream._client.name, kv_transfer_params={"remote_block_hash": "k"})
+
+    monkeypatch.setattr(triton_pool, "MAX_PREFILL_S", 0.0)
+    monkeypatch.setattr(triton_pool, "MAX_TOKEN_S", 0.001)
+    monkeypatch.setattr(ScriptedStream, "_deltas", compute)
+    first, second = ScriptedClient("p"), ScriptedClient("d")
+    assert answer(pool_of(second, prefill=[first]), num_tokens) == ["d"]
+    assert [given[2].get("kv_transfer_params", {}) for given in second.asked] == [asked]
+
+
 def test_a_client_that_leaves_while_its_prompt_is_computed_has_nothing_decoded() -> None:
     second = ScriptedClient("d")
     with pytest.raises(Cancelled):

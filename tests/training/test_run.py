@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
@@ -274,6 +274,38 @@ def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Pa
         for name in ("two", "half")
     }
     assert apart["two"] < 0.05 * apart["half"], apart
+
+
+def test_the_fall_of_weights_and_a_head_that_is_shared_are_as_asked(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falls: set[float] = set()
+    draw = loop.draw_blocks
+
+    def recorded(*given: Any) -> Any:
+        falls.add(given[5])
+        return draw(*given)
+
+    monkeypatch.setattr(loop, "draw_blocks", recorded)
+    asked = options(tmp_path / "out", decay=1.5, draft_vocab=40, share_head=True)
+    train(asked, lambda text: None, lambda *_: None)
+    assert falls == {1.5}
+    tensors = load_file(asked.out / "model.safetensors")
+    assert "d2t" in tensors
+    assert "lm_head.weight" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"share_head": True}, "--share-head is for a --draft-vocab"),
+     ({"share_head": True, "draft_vocab": 40, "form": "speculators"}, "--share-head is not for --format speculators"),
+     ({"share_head": True, "begin_from": DRAFT, "drafter": {}}, "--draft-vocab and --share-head out")],
+)  # fmt: skip
+def test_a_head_is_shared_where_that_can_be(
+    changes: dict[str, Any], words: str, options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match=words):
+        train(options(tmp_path / "out", **changes), lambda text: None, lambda *_: None)
 
 
 class SlowTrainer(Trainer):
