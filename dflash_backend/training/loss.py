@@ -1,4 +1,7 @@
-"""What a drafter's blocks cost: blocks cut from rows, and cross-entropy by an LM head in pieces of the vocabulary."""
+"""What a drafter's blocks cost: blocks cut from rows, and cross-entropy by an LM head in pieces of the vocabulary.
+
+A label is the token that the target chose, or in part the distribution that it chose from (`SoftLabels`).
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,25 @@ def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class SoftLabels:
+    """The part of labels that is a distribution.
+
+    token_ids: int64 `[..., m]`, tokens of the draft vocabulary, by their draft ids. shares: float32 `[..., m]`; what
+    their sum leaves to 1 is the share of the token that the target chose.
+    """
+
+    token_ids: Tensor
+    shares: Tensor
+
+    def at(self, positions: Tensor) -> SoftLabels:
+        """Of labels `[rows, length, m]` those at `positions`, int64 `[rows, ...]`: `[rows, ..., m]`. What lies past the
+        last one gets the last one's."""
+        row = torch.arange(len(positions), device=positions.device).view(-1, *[1] * (positions.dim() - 1))
+        index = row, positions.clamp(max=self.token_ids.shape[1] - 1)
+        return SoftLabels(self.token_ids[index].long(), self.shares[index])
+
+
+@dataclass(frozen=True)
 class HeadLoss:
     """losses: float32 `[...]`, the cross-entropy of each right token. likeliest: int64 `[..., count]`, the tokens with
     the largest logits, in their order."""
@@ -88,8 +110,15 @@ class HeadLoss:
     likeliest: Tensor
 
 
-def draft_loss(right: Tensor, *products: tuple[Tensor, Tensor], count: int = 1, columns: int | None = None) -> HeadLoss:
-    """The cost of right tokens, int64 `[...]`, by logits that are a sum of products.
+def draft_loss(
+    right: Tensor,
+    *products: tuple[Tensor, Tensor],
+    soft: SoftLabels | None = None,
+    count: int = 1,
+    columns: int | None = None,
+) -> HeadLoss:
+    """The cost of right tokens, int64 `[...]`, by logits that are a sum of products; with `soft` in part that of its
+    tokens.
 
     Each product is of inputs `[..., size]` and a table `[vocab, size]`; gradients reach inputs and those tables that
     want some. No more than `MAX_LOGITS` logits exist at a time: the vocabulary is walked in pieces of `columns`, forth
@@ -99,25 +128,32 @@ def draft_loss(right: Tensor, *products: tuple[Tensor, Tensor], count: int = 1, 
     vocab = products[0][1].shape[0]
     columns = columns or max(FEWEST_COLUMNS, MAX_LOGITS // max(1, right.numel()))
     tensors = [tensor for product in flat for tensor in product]
-    losses, likeliest = _Pieces.apply(right.flatten(), min(columns, vocab), min(count, vocab), *tensors)
+    labels, shares = right[..., None], torch.ones_like(right[..., None], dtype=torch.float32)
+    if soft is not None:
+        labels = torch.cat((labels, soft.token_ids), dim=-1)
+        shares = torch.cat((1 - soft.shares.sum(dim=-1, keepdim=True), soft.shares), dim=-1)
+    losses, likeliest = _Pieces.apply(
+        labels.flatten(0, -2), shares.flatten(0, -2), min(columns, vocab), min(count, vocab), *tensors
+    )
     return HeadLoss(losses.view(right.shape), likeliest.view(*right.shape, -1))
 
 
 class _Pieces(torch.autograd.Function):
-    """Cross-entropy over pieces of the vocabulary."""
+    """Cross-entropy over pieces of the vocabulary, of labels `[n, m]` with shares `[n, m]` that add up to 1."""
 
     @staticmethod
-    def forward(ctx: Any, right: Tensor, columns: int, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, labels: Tensor, shares: Tensor, columns: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         vocab, total, own = tensors[1].shape[0], None, None
         values, likeliest = None, None
         for first in range(0, vocab, columns):
             logits = _logits(tensors, first, columns)
             part = torch.logsumexp(logits, dim=-1)
             total = part if total is None else torch.logaddexp(total, part)
-            place = right - first
-            inside = (place >= 0) & (place < logits.shape[-1])
-            found = logits.gather(-1, place.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
-            own = torch.where(inside, found, found.new_zeros(()) if own is None else own)
+            place, inside = _places(labels, first, logits.shape[-1])
+            found = (logits.gather(-1, place) * shares * inside).sum(dim=-1)
+            own = found if own is None else own + found
             if count:
                 likely, where = logits.topk(min(count, logits.shape[-1]), dim=-1)
                 where = where + first
@@ -128,22 +164,21 @@ class _Pieces(torch.autograd.Function):
         assert total is not None
         assert own is not None
         ctx.columns = columns
-        ctx.save_for_backward(right, total, *tensors)
-        chosen = likeliest if likeliest is not None else right.new_empty((len(right), 0))
+        ctx.save_for_backward(labels, shares, total, *tensors)
+        chosen = likeliest if likeliest is not None else labels.new_empty((len(labels), 0))
         ctx.mark_non_differentiable(chosen)
         return total - own, chosen
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        right, total, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        labels, shares, total, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
         found: list[Tensor | None] = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
         vocab, columns, scale = tensors[1].shape[0], ctx.columns, gradients[0][:, None]
         for first in range(0, vocab, columns):
             change = (_logits(tensors, first, columns) - total[:, None]).exp()
-            place = right - first
-            inside = (place >= 0) & (place < change.shape[-1])
-            change.scatter_add_(-1, place.clamp(0, change.shape[-1] - 1)[:, None], -inside[:, None].to(change.dtype))
+            place, inside = _places(labels, first, change.shape[-1])
+            change.scatter_add_(-1, place, -(shares * inside).to(change.dtype))
             change = (change * scale).to(tensors[0].dtype)
             for index in range(0, len(tensors), 2):
                 inputs, table = tensors[index], tensors[index + 1]
@@ -151,7 +186,13 @@ class _Pieces(torch.autograd.Function):
                     of_inputs += change @ table[first : first + columns]
                 if (of_table := found[index + 1]) is not None:
                     of_table[first : first + columns] = change.T @ inputs
-        return None, None, None, *found
+        return None, None, None, None, *found
+
+
+def _places(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Where labels are among the columns from `first` on, and whether they are there: int64 and bool `[n, m]`."""
+    place = labels - first
+    return place.clamp(0, columns - 1), (place >= 0) & (place < columns)
 
 
 def _logits(tensors: Any, first: int, columns: int) -> Tensor:

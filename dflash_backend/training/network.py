@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dflash_backend.attention import AttentionPattern
 from dflash_backend.checkpoints.spec import RopeSpec
 from dflash_backend.models.rope import inverse_frequencies
-from dflash_backend.training.loss import draft_loss, head_logits
+from dflash_backend.training.loss import SoftLabels, draft_loss, head_logits
 
 DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
 SEES_ALL = AttentionPattern(causal=False)
@@ -296,14 +296,23 @@ class DraftModel(nn.Module):
         """What a sublayer of layer `index` adds to blocks of this length: `[batch, blocks * block, hidden]`."""
         return run(normed)
 
-    def losses(self, tables: Tables, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+    def losses(
+        self,
+        tables: Tables,
+        features: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
+        labels: Tensor,
+        soft: SoftLabels | None = None,
+    ) -> Tensor:
         """What each draft of training blocks costs: float32 `[batch, blocks, drafts]`.
 
         features: as `forward` has them. tokens: int64 `[batch, length]`, those of the rows. anchors: int64
-        `[batch, blocks]`. labels: int64 `[batch, blocks, block]`, the true tokens from the anchor on.
+        `[batch, blocks]`. labels: int64 `[batch, blocks, block]`, the true tokens from the anchor on. soft: of each
+        draft, `[batch, blocks, drafts, m]`.
         """
         hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
-        return draft_loss(tables.labels(labels[..., 1:]), (hidden, tables.head)).losses
+        return draft_loss(tables.labels(labels[..., 1:]), (hidden, tables.head), soft=soft).losses
 
     def outputs(
         self, tables: Tables, features: Tensor, anchors: Tensor, first: Tensor, masks: int | None = None

@@ -34,7 +34,7 @@ from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.training.acceptance import measure_acceptance
 from dflash_backend.training.data import DataOptions, Store, collect
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.features import Teacher
+from dflash_backend.training.features import SoftOptions, Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, ZLAB, Naming, make_drafter
 from dflash_backend.training.loop import LoopOptions, Schedule, Trainer, run_steps, save_atomically
 from dflash_backend.training.network import DFLASH, DrafterConfig, DraftModel, Tables
@@ -83,6 +83,7 @@ class TrainOptions:
     evaluate_minutes: float | None = None
     learning_rate: float | None = None
     decay: float | None = None
+    soft_labels: float = 0.0
     batch_tokens: int | None = None
     accumulate: int = 1
     draft_vocab: int | None = None
@@ -186,6 +187,9 @@ class Run:
             samples = samples[: self._resumed["num_samples"]]
         config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
         loop = self._loop_options(teacher.device)
+        draft_tokens = None if tables.draft_ids is None else draft_tokens_of(publication.tensors["d2t"])
+        if options.soft_labels:
+            loop = replace(loop, soft=SoftOptions(options.soft_labels, options.data.temperature or 1.0, draft_tokens))
         memory, free = memory_of(config, draft, tables, loop), free_bytes(teacher.device)
         num_weights = sum(parameter.numel() for parameter in draft.parameters())
         self._say(
@@ -194,7 +198,10 @@ class Run:
         )
         check_fits(memory, free)
         loop = replace(loop, feature_bytes=max(0, int((free - memory.total) * 0.5)))
-        can_draft = self._can_draft(tables, publication)
+        can_draft = None
+        if draft_tokens is not None:
+            can_draft = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
+            can_draft[draft_tokens] = True
         trainer = Trainer(draft, teacher, tables, samples, self._capture(config), loop, can_draft)
         loop = self._set_steps(trainer, loop)
         trainer.options = loop
@@ -276,21 +283,13 @@ class Run:
         """The checkpoint's own embedding and head where it ships them."""
         tokens, shipped = None, published.tensors
         if published.config.draft_vocab_size is not None:
-            tokens = shipped["d2t"].long() + torch.arange(published.config.draft_vocab_size)
+            tokens = draft_tokens_of(shipped["d2t"])
         tables = teacher.tables(dtype, published.spec.scales_embedding, tokens)
         if "embed_tokens.weight" in shipped:
             tables = replace(tables, embedding=shipped["embed_tokens.weight"].to(teacher.device, dtype))
         if "lm_head.weight" in shipped:
             tables = replace(tables, head=shipped["lm_head.weight"].to(teacher.device, dtype))
         return tables
-
-    def _can_draft(self, tables: Tables, publication: Publication) -> Tensor | None:
-        if tables.draft_ids is None:
-            return None
-        ids = publication.tensors["d2t"].long() + torch.arange(len(publication.tensors["d2t"]))
-        found = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
-        found[ids] = True
-        return found
 
     def _capture(self, config: DrafterConfig) -> tuple[int, ...]:
         published = self.published
@@ -401,6 +400,7 @@ class Run:
             "--from": None if options.begin_from is None else str(options.begin_from),
             "--learning-rate": options.learning_rate,
             "--decay": options.decay,
+            "--soft-labels": options.soft_labels,
             "--batch-tokens": options.batch_tokens,
             "--accumulate": options.accumulate,
             "--draft-vocab": options.draft_vocab,
@@ -474,6 +474,11 @@ class Run:
         return summary if self._speaks else {}
 
 
+def draft_tokens_of(offsets: Tensor) -> Tensor:
+    """The tokens that a drafter with the map `d2t` (`[draft vocab]`) can propose, by their draft ids: int64."""
+    return offsets.long() + torch.arange(len(offsets))
+
+
 def _first_sentence(error: BaseException) -> str:
     """Of what torch says at length."""
     return str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
@@ -498,6 +503,8 @@ def _check(options: TrainOptions) -> None:
             "--from keeps the format and the sizes of its drafter; leave --format, --layers, --intermediate-size, "
             "--layer-ids, --block-size, --drafts, --mask-token, --draft-vocab and --share-head out"
         )
+    if options.soft_labels > 1:
+        raise TrainingError(f"--soft-labels is {options.soft_labels:g}; expected a share from 0 to 1")
     if options.share_head and not options.draft_vocab:
         raise TrainingError("--share-head is for a --draft-vocab: without one the target's LM head is shared anyway")
     if options.share_head and options.form == SPECULATORS:

@@ -30,6 +30,11 @@ TRAINING_MUTANTS = (
             "return DraftBatch(tokens, anchor_positions, labels, inside)",
         ),
         ("gradients of pieces are not summed", "of_inputs += change", "of_inputs[:] = change"),
+        (
+            "a soft label has the whole weight beside its token",
+            "torch.cat((1 - soft.shares.sum(dim=-1, keepdim=True), soft.shares), dim=-1)",
+            "torch.cat((shares, soft.shares), dim=-1)",
+        ),
     ),
     *mutants_of(
         f"{TRAINING}/dspark.py",
@@ -39,6 +44,11 @@ TRAINING_MUTANTS = (
     *mutants_of(
         f"{TRAINING}/loop.py",
         ("tests/training/test_run.py",),
+        (
+            "a draft's soft label is of the token behind it",
+            "soft = soft.at(anchors[..., None] + places)",
+            "soft = soft.at(anchors[..., None] + places + 1)",
+        ),
         ("moments begin anew", '        self.optimizer.restore(state["optimizer"])\n', ""),
         (
             "the order of a run that goes on begins anew",
@@ -51,6 +61,7 @@ TRAINING_MUTANTS = (
         f"{TRAINING}/features.py",
         ("tests/training/test_start.py",),
         ("rows share their blocks", "reshape(len(rows), width)\n", "reshape(len(rows), width) * 0\n"),
+        ("soft labels are of temperature 1", ".float() / soft.temperature", ".float()"),
     ),
     *mutants_of(
         f"{TRAINING}/data.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_backend.training import loss as losses
 from dflash_backend.training.formats import KINDS
-from dflash_backend.training.loss import draft_loss, draw_blocks, weighted_mean
+from dflash_backend.training.loss import SoftLabels, draft_loss, draw_blocks, weighted_mean
 from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3
 from tests.training.drafters import Blocks, blocks_of
 
@@ -37,6 +37,40 @@ def test_cross_entropy_in_pieces_is_that_of_the_whole_vocabulary(columns: int) -
     assert torch.equal(found.likeliest, logits.topk(4).indices)
     for mine, theirs in zip(own, torch.autograd.grad((expected * weights).sum(), [x, w, y, v]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [7, 53])
+def test_a_soft_label_costs_its_share_of_each_token(columns: int) -> None:
+    x, w, y, v = products(torch.float64)
+    right = torch.randint(VOCAB, (COUNT,), generator=torch.Generator().manual_seed(2))
+    ids = torch.stack([torch.randperm(VOCAB)[:5] for _ in range(COUNT)])
+    ids[0, 2] = right[0]  # as a rule the token that the target chose is among the likeliest
+    shares = 0.7 * torch.softmax(torch.randn(COUNT, 5), dim=-1)
+    weights = torch.linspace(0, 1, COUNT, dtype=torch.float64)
+    found = draft_loss(right, (x, w), (y, v), soft=SoftLabels(ids, shares), columns=columns).losses
+    own = torch.autograd.grad((found * weights).sum(), [x, w, y, v])
+    aims = torch.zeros(COUNT, VOCAB, dtype=torch.float64).scatter_(1, ids, shares.double())
+    aims[torch.arange(COUNT), right] += 1 - shares.double().sum(1)
+    expected = -(aims * F.log_softmax(x @ w.T + y @ v.T, dim=-1)).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(own, torch.autograd.grad((expected * weights).sum(), [x, w, y, v]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_learns_from_soft_labels(kind: str) -> None:
+    """A label that is in halves two tokens costs the mean of both; what a kind adds for its own sake stays."""
+    blocks = blocks_of(kind)
+    first, second = (torch.randint(60, (1, 2, 3, 1), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    halves = SoftLabels(torch.cat((first, second), -1), torch.full((1, 2, 3, 2), 0.5))
+    whole = [SoftLabels(each, torch.ones(1, 2, 3, 1)) for each in (first, second)]
+    with torch.no_grad():
+        found = blocks.losses(soft=halves)
+        apart = [blocks.losses(soft=each) for each in whole]
+        hard = blocks.losses(soft=SoftLabels(first, torch.zeros(1, 2, 3, 1)))
+        assert torch.equal(hard, blocks.losses())
+    torch.testing.assert_close(found, (apart[0] + apart[1]) / 2)
+    assert (apart[0] - apart[1]).abs().min() > 1e-3
 
 
 def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dflash_backend.training import loop
 from dflash_backend.training import run as run_module
 from dflash_backend.training.data import DataOptions, Sample
 from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.features import SoftOptions, Teacher
 from dflash_backend.training.loop import (
     LoopOptions,
     Progress,
@@ -66,7 +67,8 @@ def options(prompts: Path) -> Callable[..., TrainOptions]:
         data = DataOptions(40, max_answer=12, max_prompt=64, files=(prompts,))
         sizes = {"draft_layers": 1, "block_size": 4}
         settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8}
-        own = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2, "drafter": sizes, "settings": settings}
+        own: dict[str, Any] = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2, "soft_labels": 0.25}
+        own |= {"drafter": sizes, "settings": settings}
         return TrainOptions(str(TARGET), out, data, **(own | changes))
 
     return make
@@ -276,7 +278,7 @@ def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Pa
     assert apart["two"] < 0.05 * apart["half"], apart
 
 
-def test_the_fall_of_weights_and_a_head_that_is_shared_are_as_asked(
+def test_the_fall_of_weights_soft_labels_and_a_head_that_is_shared_are_as_asked(
     options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falls: set[float] = set()
@@ -286,22 +288,37 @@ def test_the_fall_of_weights_and_a_head_that_is_shared_are_as_asked(
         falls.add(given[5])
         return draw(*given)
 
+    soft: list[SoftOptions | None] = []
+    labels_of = Teacher._soft_labels
+
+    def made(self: Teacher, hidden: torch.Tensor, asked: SoftOptions) -> Any:
+        soft.append(asked)
+        return labels_of(self, hidden, asked)
+
     monkeypatch.setattr(loop, "draw_blocks", recorded)
-    asked = options(tmp_path / "out", decay=1.5, draft_vocab=40, share_head=True)
+    monkeypatch.setattr(Teacher, "_soft_labels", made)
+    asked = options(tmp_path / "out", decay=1.5, draft_vocab=40, share_head=True, soft_labels=0.5)
     train(asked, lambda text: None, lambda *_: None)
     assert falls == {1.5}
     tensors = load_file(asked.out / "model.safetensors")
-    assert "d2t" in tensors
+    tokens = tensors["d2t"] + torch.arange(40)
+    assert soft
+    for each in soft:
+        assert each is not None
+        assert (each.share, each.temperature) == (0.5, 1.0)  # greedy answers
+        assert each.draft_tokens is not None
+        assert torch.equal(each.draft_tokens, tokens)
     assert "lm_head.weight" not in tensors
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"share_head": True}, "--share-head is for a --draft-vocab"),
+    [({"soft_labels": 1.5}, "--soft-labels is 1.5; expected a share from 0 to 1"),
+     ({"share_head": True}, "--share-head is for a --draft-vocab"),
      ({"share_head": True, "draft_vocab": 40, "form": "speculators"}, "--share-head is not for --format speculators"),
      ({"share_head": True, "begin_from": DRAFT, "drafter": {}}, "--draft-vocab and --share-head out")],
 )  # fmt: skip
-def test_a_head_is_shared_where_that_can_be(
+def test_what_cannot_be_is_a_sentence(
     changes: dict[str, Any], words: str, options: Callable[..., TrainOptions], tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=words):

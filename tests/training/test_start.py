@@ -17,9 +17,12 @@ from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
+from dflash_backend.training import features
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.features import Teacher
+from dflash_backend.training.features import SoftOptions, Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, Naming, make_drafter
+from dflash_backend.training.loop import BlockLoss
+from dflash_backend.training.loss import SoftLabels
 from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3, DrafterConfig, Tables, layers_of
 from dflash_backend.training.publish import Publication, vocabulary_tensors
 from dflash_backend.training.start import (
@@ -33,6 +36,7 @@ from dflash_backend.training.start import (
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
+from tests.training.drafters import LENGTH, blocks_of
 
 TARGET = asset_path("demo", "pair", "target")
 DRAFT = asset_path("demo", "pair", "draft")
@@ -57,6 +61,49 @@ def test_features_are_those_of_the_target_however_rows_are_batched(llm: LLM) -> 
             expected = model(torch.tensor([row]))[1][0]
         torch.testing.assert_close(own[: len(row)], expected, atol=1e-4, rtol=1e-3)
         assert not own[len(row) :].any()
+
+
+def test_soft_labels_are_what_the_target_says_of_the_next_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the tokens that can be drafted, by their draft ids, at the temperature that is served; the logits of a few
+    tokens at a time."""
+    monkeypatch.setattr(features, "MAX_LOGITS", 10 * SPEC.vocab_size)
+    rows = [cases.token_ids(40).tolist(), cases.token_ids(90)[50:73].tolist()]
+    draft_tokens = torch.tensor([7, 5, *range(20, SPEC.vocab_size)])  # in any order
+    soft = SoftOptions(0.75, 2.0, draft_tokens, count=6)
+    found, labels = Teacher(llm).features_and_labels(rows, (1, 3), soft)
+    assert torch.equal(found, Teacher(llm).features(rows, (1, 3)))
+    assert labels is not None
+    model = demo_target(TARGET, PairConfig())
+    head = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()[draft_tokens]
+    for number, row in enumerate(rows):
+        with torch.no_grad():
+            logits = model(torch.tensor([row]))[0][0] @ head.T / 2.0
+        values, ids = logits.topk(6, dim=-1)
+        chances = torch.zeros_like(logits).scatter_(1, ids, 0.75 * torch.softmax(values, dim=-1))
+        own = labels.at(torch.arange(len(row))[None].expand(2, -1))
+        mine = torch.zeros_like(logits).scatter_(1, own.token_ids[number], own.shares[number])
+        torch.testing.assert_close(mine, chances, atol=1e-4, rtol=1e-3)
+        assert not labels.shares[number, len(row) :].any()
+
+
+def test_the_soft_label_of_a_draft_is_of_the_token_before_it() -> None:
+    """That of draft i behind an anchor is what the target says i - 1 places behind it."""
+    blocks = blocks_of(DFLASH)
+    seen: list[SoftLabels] = []
+    ids = torch.arange(LENGTH).int()[None, :, None]
+    draft = blocks.draft
+
+    def losses(*arguments: object) -> torch.Tensor:
+        assert isinstance(arguments[-1], SoftLabels)
+        seen.append(arguments[-1])
+        return torch.zeros(1, 2, 3)
+
+    draft.losses = losses  # type: ignore[assignment, method-assign]
+    loss = BlockLoss(draft, blocks.tables)
+    anchors, weights = torch.tensor([[5, LENGTH - 2]]), torch.ones(1, 2, 3)
+    soft = SoftLabels(ids, torch.ones(1, LENGTH, 1))
+    loss(blocks.features, soft, blocks.tokens, anchors, blocks.labels, weights)
+    assert seen[0].token_ids[..., 0].tolist() == [[[5, 6, 7], [LENGTH - 2, LENGTH - 1, LENGTH - 1]]]
 
 
 @pytest.mark.parametrize("form", FORMATS)

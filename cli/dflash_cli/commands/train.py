@@ -127,6 +127,14 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         help="draft i counts exp(-(i - 1) / D) in the loss (7 for blocks of 16, 4 for 8); 1 to 2 where few drafts are "
         "accepted",
     )
+    sizes.add_argument(
+        "--soft-labels",
+        type=non_negative_float,
+        default=0.0,
+        metavar="S",
+        help="the share of the loss, 0 to 1, that is by what the target gave its likeliest tokens, not by the one that "
+        "it chose (%(default)g)",
+    )
     sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
     sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
     sizes.add_argument(
@@ -211,6 +219,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         evaluate_minutes=arguments.evaluate_minutes,
         learning_rate=arguments.learning_rate,
         decay=arguments.decay,
+        soft_labels=arguments.soft_labels,
         batch_tokens=arguments.batch_tokens,
         accumulate=arguments.accumulate,
         draft_vocab=arguments.draft_vocab,
