@@ -62,6 +62,8 @@ from dflash_backend.core.tenants import (
 MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
+# Steps in which the prompts that are there are computed, where their time allows: many of them get more of each.
+STEPS_OF_PROMPTS = 16
 # How long a plan waits for KV from a tier when nothing runs, and all plans whose requests could run in its blocks.
 LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
 
@@ -76,6 +78,7 @@ class PlanBuilder:
     chunks: how many tokens those of them have at least that have a row in this step, by id.
     unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
     num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
+    num_prompt_tokens: to be computed, of all requests that run or wait; those that are cached count too.
     num_positions: whose KV the running requests have.
     """
 
@@ -88,6 +91,7 @@ class PlanBuilder:
     chunks: dict[str, int] = field(default_factory=dict)
     unfinished: set[str] = field(default_factory=set)
     num_decode_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_positions: int = 0
     num_prefill_tokens: int = 0
     num_admitted_tokens: int = 0
@@ -96,17 +100,19 @@ class PlanBuilder:
     _num_unfinished: int = 0
     _least_remaining: int = 1 << 62
 
-    def count(self, running: Collection[Request], num_waiting: int) -> list[Request]:
+    def count(self, running: Collection[Request], queue: FairQueue) -> list[Request]:
         """Count the requests that decode and those without a first token; returns the running ones in prefill."""
         tokens = list(map(decode_tokens, running))
         num_in_prefill = tokens.count(0)
         self.num_decode_tokens = sum(tokens)
         self.num_positions = sum(request.num_computed for request in running)
         self.num_decoding = len(running) - num_in_prefill
-        self.num_without_token = num_in_prefill + num_waiting
-        if not num_in_prefill:
-            return []
-        return [request for request, num_tokens in zip(running, tokens, strict=True) if not num_tokens]
+        self.num_without_token = num_in_prefill + len(queue.waiting)
+        pairs = zip(running, tokens, strict=True) if num_in_prefill else ()
+        in_prefill = [request for request, num_tokens in pairs if not num_tokens]
+        self.num_prompt_tokens = sum(request.prefill_end - next_start(request) for request in in_prefill)
+        self.num_prompt_tokens += queue.num_waiting_tokens
+        return in_prefill
 
     @property
     def prefill_budget(self) -> int:
@@ -114,7 +120,8 @@ class PlanBuilder:
 
         A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
         the running streams; without decode rows it gets the whole step. When more requests wait for their first token
-        than for their next one, the share grows in proportion, and the time of the step bounds it.
+        than for their next one, the share grows in proportion, or so that all prompts are computed within
+        `STEPS_OF_PROMPTS` steps, if that is more: decode rows gain by company. The time of the step bounds it.
         """
         config = self.config
         budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
@@ -127,7 +134,7 @@ class PlanBuilder:
             # A step of few tokens takes nearly as long as one of some more, so its time counts, not its tokens alone.
             alike = max(self.num_decode_tokens, self.num_tokens_like_decoding)
             most = max(alike // 2, alike * self.num_without_token // self.num_decoding)
-            share = max(config.min_prefill_tokens_per_step, most)
+            share = max(config.min_prefill_tokens_per_step, most, self.num_prompt_tokens // STEPS_OF_PROMPTS)
         return min(budget, share - self.num_prefill_tokens)
 
     def share_out(self, in_prefill: list[Request], queue: FairQueue) -> None:
@@ -324,7 +331,7 @@ class Scheduler:
             by_arrival = sorted(self.running.values(), key=lambda request: request.arrival)
             self.running = {request.request_id: request for request in by_arrival}
             self._in_order = True
-        in_prefill = builder.count(self.running.values(), len(waiting))
+        in_prefill = builder.count(self.running.values(), self.queue)
         if len(self.running) + len(waiting) > 1:
             builder.max_prefill_tokens = self._prefill_bound.max_prefill_tokens(
                 self.queue, in_prefill, now, builder.num_decode_tokens, builder.num_positions
@@ -514,8 +521,7 @@ class Scheduler:
         # Where it fits without a hit there is none to look up.
         if self.kv.fits(request, num_positions, (), promised):
             return None
-        hit = self.kv.find_hit(request)
-        if self.kv.fits(request, num_positions, hit, promised):
+        if self.kv.fits(request, num_positions, self.kv.find_hit(request), promised):
             return None
         return blocks_for(num_positions, config.block_size)
 
@@ -524,7 +530,7 @@ class Scheduler:
 
         Returns False when they ran out and no request could be preempted because a step is in flight.
         """
-        config = self._config
+        config, tiers = self._config, self.kv.tiers
         for request in list(self.running.values()):
             if request.request_id not in self.running:
                 continue  # preempted for another request in this loop
@@ -538,11 +544,11 @@ class Scheduler:
                 continue  # this step skips it
             else:
                 row = ahead
-            # As `KVManager.reserve` does; hundreds of rows need no block.
+            # As `KVManager.reserve` does; hundreds of rows need no block. Loads give way to rows.
             if (
                 row.num_positions > len(request.block_ids) * config.block_size
                 and not self.kv.reserve(request, row)
-                and not self._reserve_from_loads(request, row)
+                and not (tiers is not None and tiers.give_way() and self.kv.reserve(request, row))
             ):
                 if in_flight:
                     return False
@@ -558,11 +564,6 @@ class Scheduler:
         """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most."""
         end = chunk_end(request, start, budget)
         return prefill_row(request, start, end, self._config, request.draft_length)
-
-    def _reserve_from_loads(self, request: Request, row: ScheduledRequest) -> bool:
-        """Reserve the row's blocks from those that loads hold for requests that wait."""
-        tiers = self.kv.tiers
-        return tiers is not None and tiers.give_way() and self.kv.reserve(request, row)
 
     def _preempt_for(self, request: Request, row: ScheduledRequest, builder: PlanBuilder) -> bool:
         """Reserve the row's blocks: from the latest request of the tenant that holds most. False when the request had

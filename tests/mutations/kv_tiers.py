@@ -194,8 +194,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_CORE,
         (
             "a running request is preempted before loads give way",
-            "return tiers is not None and tiers.give_way() and self.kv.reserve(request, row)",
-            "return False",
+            "and not (tiers is not None and tiers.give_way() and self.kv.reserve(request, row))\n",
+            "and True\n",
         ),
         (
             "nothing runs while what was loaded takes all blocks",

@@ -192,6 +192,21 @@ SCHEDULING_MUTANTS = (
         "- hit_from_free",
         TENANTS,
     ),
+    *mutants_of(
+        f"{CORE}/scheduler.py",
+        ("tests/core/test_scheduling.py",),
+        ("many prompt tokens get no more", "most, self.num_prompt_tokens // STEPS_OF_PROMPTS)", "most)"),
+        (
+            "of prompts those that wait do not count",
+            "        self.num_prompt_tokens += queue.num_waiting_tokens\n",
+            "",
+        ),
+        (
+            "what a prompt has done counts as left",
+            "sum(request.prefill_end - next_start(request) for request in in_prefill)",
+            "sum(request.prefill_end for request in in_prefill)",
+        ),
+    ),
     Mutant(
         "a step may take any time",
         f"{CORE}/scheduler.py",

@@ -44,11 +44,6 @@ TRAINING_MUTANTS = (
     *mutants_of(
         f"{TRAINING}/loop.py",
         ("tests/training/test_run.py",),
-        (
-            "a draft's soft label is of the token behind it",
-            "soft = soft.at(anchors[..., None] + places)",
-            "soft = soft.at(anchors[..., None] + places + 1)",
-        ),
         ("moments begin anew", '        self.optimizer.restore(state["optimizer"])\n', ""),
         (
             "the order of a run that goes on begins anew",
@@ -56,6 +51,15 @@ TRAINING_MUTANTS = (
             "divmod(len(self._kept), len(self._batches))",
         ),
         ("a checkpoint is written in place of the one before", 'path.with_name(f"{path.name}.partial")', "path"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/loop.py",
+        ("tests/training/test_start.py",),
+        (
+            "a draft's soft label is of the token behind it",
+            "soft = soft.at(anchors[..., None] + places)",
+            "soft = soft.at(anchors[..., None] + places + 1)",
+        ),
     ),
     *mutants_of(
         f"{TRAINING}/features.py",
