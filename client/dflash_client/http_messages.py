@@ -171,13 +171,15 @@ class EventParser:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._line: list[bytes] = []  # the line that has not ended, in pieces: it may come in thousands
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[str]:
         """Take a chunk; the data of each event that it ends: its `data:` lines joined."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
+        end, *begun = chunk.split(b"\n")
+        self._line.append(end)
+        for begin in begun:
+            line, self._line = b"".join(self._line), [begin]
             text = line.removesuffix(b"\r").decode("utf-8", errors="replace")
             if text.startswith("data:"):
                 self._data.append(text[5:].removeprefix(" "))

@@ -28,6 +28,7 @@ from dflash_client.http_messages import EventParser
 from dflash_client.retry import RetryPolicy
 from tests.client.blocking import BlockingClient
 from tests.client.tls_servers import running
+from tests.support.growth import assert_linear
 
 
 class Scripted(ThreadingHTTPServer):
@@ -92,6 +93,15 @@ def test_events_survive_any_chunking_and_lines_end_at_newlines_only(size: int) -
     data = "data: é\u2028\u0085x\r\n\ndata: b\n\n".encode()
     parser = EventParser()
     assert [e for i in range(0, len(data), size) for e in parser.feed(data[i : i + size])] == ["é\u2028\u0085x", "b"]
+
+
+def test_an_event_in_many_pieces_takes_a_time_that_grows_with_it() -> None:
+    def work(pieces: int) -> None:
+        parser = EventParser()
+        found = [event for chunk in [b"data: ", *[b"x" * 1000] * pieces, b"\n", b"\n"] for event in parser.feed(chunk)]
+        assert list(map(len, found)) == [1000 * pieces]
+
+    assert_linear(work, 1000)
 
 
 def test_a_stream_becomes_deltas(server: Scripted) -> None:
