@@ -29,6 +29,7 @@ from dflash_backend.triton.submission import Refused
 
 INPUT = "swap_drafter"
 MAX_WINDOW = 10_000_000
+MAX_CHARS = 16_384  # of the input: a path has at most a quarter of it
 
 
 class SwapRequest(DrafterChoice, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,10 +59,12 @@ def swap_text(tensor: Any) -> str:
 
 def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
     """The request, from its JSON. Raises `Refused` where it is wrong, or has not the server's key."""
+    if len(text) > MAX_CHARS:
+        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} has {len(text)} characters; allowed: at most {MAX_CHARS}")
     try:
         wanted = msgspec.json.decode(text, type=SwapRequest)
     except msgspec.DecodeError as error:
-        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is wrong: {error}") from None
+        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is wrong: {first_line(error)}") from None
     if not admin_key_file:
         raise Refused(
             "UNAVAILABLE", "drafters are not swapped here: the setting admin_key_file names no file with a key"

@@ -186,12 +186,15 @@ def asked(**changes: object) -> str:
         (asked(window=-1), "INVALID_ARGUMENT", "window is -1; allowed: an integer from 0 to 10000000"),
         (asked(max_loss=1.5), "INVALID_ARGUMENT", "max_loss is 1.5; allowed: a number from 0 to 1"),
         (asked(windows=3), "INVALID_ARGUMENT", "unknown field `windows`"),
+        (asked(**{"w" * 9000: 3}), "INVALID_ARGUMENT", "unknown field `ww"),
+        (asked(note="w" * 20_000), "INVALID_ARGUMENT", "has 200.. characters; allowed: at most 16384"),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(key_file: str, text: str, status: str, message: str) -> None:
     with pytest.raises(Refused, match=message) as refused:
         read_swap_request(text, key_file)
     assert refused.value.status == status
+    assert len(str(refused.value)) < 400
 
 
 def test_without_a_key_nobody_may(key_file: str, tmp_path: Path) -> None:
