@@ -93,8 +93,8 @@ class BlockLoss(nn.Module):
     ) -> Tensor:
         if soft is not None:
             # The token of draft i is the one that the target chose behind the token before it.
-            places = torch.arange(self.draft.config.num_drafts, device=anchors.device)
-            soft = soft.at(anchors[..., None] + places)
+            behind = torch.arange(self.draft.config.num_drafts, device=anchors.device)
+            soft = soft.at(anchors[..., None] + behind)
         return weighted_mean(self.draft.losses(self._tables, features, tokens, anchors, labels, soft), weights)
 
 

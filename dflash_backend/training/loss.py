@@ -151,7 +151,7 @@ class _Pieces(torch.autograd.Function):
             logits = _logits(tensors, first, columns)
             part = torch.logsumexp(logits, dim=-1)
             total = part if total is None else torch.logaddexp(total, part)
-            place, inside = _places(labels, first, logits.shape[-1])
+            place, inside = _columns_of(labels, first, logits.shape[-1])
             found = (logits.gather(-1, place) * shares * inside).sum(dim=-1)
             own = found if own is None else own + found
             if count:
@@ -177,7 +177,7 @@ class _Pieces(torch.autograd.Function):
         vocab, columns, scale = tensors[1].shape[0], ctx.columns, gradients[0][:, None]
         for first in range(0, vocab, columns):
             change = (_logits(tensors, first, columns) - total[:, None]).exp()
-            place, inside = _places(labels, first, change.shape[-1])
+            place, inside = _columns_of(labels, first, change.shape[-1])
             change.scatter_add_(-1, place, -(shares * inside).to(change.dtype))
             change = (change * scale).to(tensors[0].dtype)
             for index in range(0, len(tensors), 2):
@@ -189,7 +189,7 @@ class _Pieces(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-def _places(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+def _columns_of(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """Where labels are among the columns from `first` on, and whether they are there: int64 and bool `[n, m]`."""
     place = labels - first
     return place.clamp(0, columns - 1), (place >= 0) & (place < columns)

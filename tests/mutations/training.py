@@ -57,8 +57,8 @@ TRAINING_MUTANTS = (
         ("tests/training/test_start.py",),
         (
             "a draft's soft label is of the token behind it",
-            "soft = soft.at(anchors[..., None] + places)",
-            "soft = soft.at(anchors[..., None] + places + 1)",
+            "soft = soft.at(anchors[..., None] + behind)",
+            "soft = soft.at(anchors[..., None] + behind + 1)",
         ),
     ),
     *mutants_of(
