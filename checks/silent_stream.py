@@ -44,7 +44,9 @@ async def proxy(port: int, read_timeout_s: float) -> AsyncGenerator[int, None]:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection(HOST, port)
-        await asyncio.gather(pump(reader, to_server, None), pump(from_server, writer, read_timeout_s))
+        # At the end of the proxy: a task that ends so is told of as an error.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(pump(reader, to_server, None), pump(from_server, writer, read_timeout_s))
 
     server = await asyncio.start_server(connected, HOST, 0)
     async with server:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ _TEMPLATE_ERRORS = (
 )
 # Of the processor, for one rendering of the chat template. The longest conversations take a tenth of a second.
 TEMPLATE_LIMIT_S = 10.0
+# The largest power of a chat template. No time limit ends a single power, and that of a power may take any time.
+MAX_POWER = 64
+# Tags of transformers' own, around what an assistant has said.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # Ends the program, and is no failure of a tokenizer.
 _ENDINGS = (KeyboardInterrupt, SystemExit)
 # A token that is a single byte, as SentencePiece writes it.
@@ -62,6 +67,28 @@ PIECE_CHARS_PER_TOKEN = 4
 
 # Texts are tokenised one at a time; a pool of threads would only disturb the fork that starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def parse_template(text: str) -> jinja2.nodes.Template:
+    """A chat template as Jinja reads it. Raises `jinja2.TemplateSyntaxError`."""
+    return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+
+
+@lru_cache(maxsize=32)
+def has_any_power(text: str) -> bool:
+    """Whether a chat template computes a power of what is no number in its text, or a large one. False where it cannot
+    be read: then its own error follows."""
+    if "**" not in text:
+        return False
+    try:
+        powers = list(parse_template(text).find_all(jinja2.nodes.Pow))
+    except (jinja2.TemplateError, RecursionError):
+        return False
+    return not all(_is_number(power.left) and _is_number(power.right, MAX_POWER) for power in powers)
+
+
+def _is_number(node: jinja2.nodes.Expr, most: float = math.inf) -> bool:
+    return isinstance(node, jinja2.nodes.Const) and isinstance(node.value, int | float) and abs(node.value) <= most
 
 
 class InputError(ValueError):
@@ -240,11 +267,19 @@ class Tokenizer:
         """The text that a chat template makes of messages. Raises what the template raises, and `PromptError`."""
         given = ([with_reasoning_names(message) for message in messages], variables)
         (marked, values), mark = self._special.marked(given)
-        with time_limit(TEMPLATE_LIMIT_S):
-            text = str(
-                self._template.apply_chat_template(marked, tokenize=False, chat_template=chat_template, **end, **values)
-            )
+        text = self._apply(marked, chat_template=chat_template, **end, **values)
         return ChatText((text,) if mark is None else tuple(text.split(mark)))
+
+    def _apply(self, messages: Any, **options: Any) -> str:
+        """What transformers makes of messages, as long as the time suffices. Raises what the template raises."""
+        given = options.get("chat_template") or self._template.chat_template
+        with time_limit(TEMPLATE_LIMIT_S):
+            if any(map(has_any_power, given.values() if isinstance(given, Mapping) else [given])):
+                raise jinja2.TemplateError(
+                    "it computes a power, which may take any time; allowed: that of two numbers in its text, with an "
+                    f"exponent up to {MAX_POWER}"
+                )
+            return str(self._template.apply_chat_template(messages, tokenize=False, **options))
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -252,8 +287,7 @@ class Tokenizer:
         fail."""
         parts = [{"type": "text", "text": PROBE}]
         try:
-            with time_limit(TEMPLATE_LIMIT_S):
-                text = self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+            text = self._apply([{"role": "user", "content": parts}])
         except _TEMPLATE_ERRORS:
             return False
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text

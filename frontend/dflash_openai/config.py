@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +16,6 @@ from dflash_openai.security import SecurityConfig
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
-
-
-# A statement of transformers, which marks what the assistant wrote.
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +90,8 @@ def check_answer_options(tool_call_parser: str, reasoning_parser: str, chat_temp
 
 def read_template(given: str) -> str:
     """A chat template, or the one in the file of that name. Raises `ValueError` for one that cannot be used."""
+    from dflash_backend.text.tokenizer import has_any_power, parse_template
+
     text = given
     if not ("{{" in given or "{%" in given):
         try:
@@ -103,7 +100,9 @@ def read_template(given: str) -> str:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ValueError(f"--chat-template: {given} cannot be read: {reason}") from None
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+        parse_template(text)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"--chat-template: line {error.lineno}: {error.message}") from None
+    if has_any_power(text):
+        raise ValueError("--chat-template: it computes a power of what is no small number, which may take any time")
     return text

@@ -54,7 +54,7 @@ def test_the_operators_template_holds_unless_a_request_brings_one(templated: Tem
     assert ask(templated, path) == "[user]Hi[me]"
 
 
-@pytest.mark.parametrize("template", ["{% for", "{{ ''.__class__.__mro__[1] }}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize("template", ["{% for", "{{ ''.__class__.__mro__[1] }}", "{{ messages.append(1) }}", "{{ 9 ** 9 ** 9 % 7 }}"])
 def test_a_template_that_fails_is_its_clients_error(templated: Templated, template: str) -> None:
     answer = templated[1].post("/v1/chat/completions", json={"messages": HELLO, "chat_template": template})
     assert answer.status_code == 400
@@ -74,6 +74,7 @@ def test_a_template_of_a_request_is_refused_where_the_operator_has_not_allowed_i
         ("/no/such/file", "/no/such/file cannot be read: No such file"),
         ("{% if x %}a", "line 1: Unexpected end of template"),
         ("{{ a }}\n{% endfor %}", "line 2: "),
+        ("{{ 2 ** messages | length }}", "it computes a power"),
     ],
 )
 def test_an_operators_template_that_cannot_be_used_is_told_at_the_start(given: str, words: str) -> None:

@@ -190,6 +190,13 @@ SERVING_MUTANTS = (
         ("tests/text/test_tokenizer.py",),
     ),
     Mutant(
+        "a template computes any power",
+        f"{TEXT}/tokenizer.py",
+        "if any(map(has_any_power, given.values() if isinstance(given, Mapping) else [given])):",
+        "if False:",
+        ("tests/text/test_tokenizer.py",),
+    ),
+    Mutant(
         "a tool's description may begin a turn",
         f"{TEXT}/tokenizer.py",
         "(marked, values), mark = self._special.marked(given)",

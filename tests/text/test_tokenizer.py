@@ -18,7 +18,7 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text import time_limit as time_limits
 from dflash_backend.text.prompt_size import PromptTooLong, check_fits, most_chars
 from dflash_backend.text.time_limit import OutOfTime, time_limit
-from dflash_backend.text.tokenizer import InputError, PromptError, Tokenizer
+from dflash_backend.text.tokenizer import InputError, PromptError, Tokenizer, has_any_power
 from tests.support.sentencepiece_tokenizer import ID, write_sentencepiece_tokenizer
 
 
@@ -131,6 +131,38 @@ def test_a_template_that_takes_all_memory_or_time_refuses_the_messages(
     # Also with parts, before which the template is tried.
     with pytest.raises(PromptError, match=error):
         made.render_chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 9 ** (9 ** (9 ** 9)) }}",
+        "{% set ns = namespace(x=7) %}{% for i in range(40) %}{% set ns.x = ns.x ** 2 %}{% endfor %}",
+        "{{ 2 ** 99999999999 }}",
+        "{{ 'x' ** 2 }}",
+        "{% generation %}{{ messages[0].content | length ** 9 }}{% endgeneration %}",
+        "{% for i in messages %}{% break %}{{ i.x(*[1], **{'a': 2 ** i.n}) }}{% endfor %}",
+    ],
+)
+def test_a_power_that_no_time_limit_would_end_is_found(template: str) -> None:
+    assert has_any_power(template)
+
+
+def test_a_power_is_refused_before_it_is_computed(with_template) -> None:
+    """A single one is a call of C, during which no other thread runs."""
+    made = with_template("{{ (3 ** 999999) % 7 }}")
+    with pytest.raises(PromptError, match="refuses these messages: it computes a power, which may take any time"):
+        made.render_chat([{"role": "user", "content": "hi"}])
+    assert not made._takes_parts
+    made._template.chat_template = {"default": "hi", "tool_use": "{{ (3 ** 999999) % 7 }}"}
+    with pytest.raises(PromptError, match="computes a power"):
+        made.render_chat([{"role": "user", "content": "hi"}], chat_template="{{ 3 ** messages | length }}")
+
+
+def test_powers_of_small_numbers_are_computed(with_template) -> None:
+    text = "{% generation %}{{ 2 ** 10 }} {{ messages[0].content }} ** {% endgeneration %}"
+    made = with_template(text + "{{ f(**{}) if 0 }}")
+    assert made.render_chat([{"role": "user", "content": "hi"}]).text == "1024 hi ** "
 
 
 def test_only_the_time_that_a_thread_computes_is_limited() -> None:
