@@ -1,10 +1,11 @@
 """Servers of several checkouts side by side, measured in turn: tokens/s of each over those of the first,
-and the median time to the first token.
+the median time to the first token and the 99th percentile between tokens.
 
 `python -m benchmarks.compare_trees before=/src/old after=.` starts `dflash-triton serve` of each checkout (`make setup`
-must have run there) with the demo pair of this one, and streams the same prompts to one server after the other, in
-short slices, so that a machine's drift meets all alike. Settings follow the folder, as in
-`fixed=.:adaptive_speculation=false`.
+must have run there) with the demo pair of this one, or with `--target`, and streams the same prompts to one server
+after the other, in short slices, so that a machine's drift meets all alike. Settings follow the folder, as in
+`fixed=.:adaptive_speculation=false`. Prompts of later slices are those of the first ones again, so that long ones
+(`--prompt-tokens`) are computed each time only with `enable_prefix_caching=false`.
 Exits with 1 when a round's tokens differ between servers, or when a median ratio is below `--at-least`.
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import httpx
 import psutil
@@ -30,7 +32,7 @@ from benchmarks.run import through_triton
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.ports import settle_ports
 from load_tests.markdown import markdown_table
-from load_tests.prompts import load_prompts
+from load_tests.prompts import load_prompts, passage
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -51,6 +53,7 @@ class Tree:
     tokens_per_s: list[float] = field(default_factory=list)
     cpu_s_per_token: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
 
     @property
     def program(self) -> Path:
@@ -70,10 +73,11 @@ def parse_tree(text: str) -> Tree:
     return tree
 
 
-def serve_command(tree: Tree, ports: dict[str, int], takes_openai_port: bool) -> list[str]:
-    """Its `serve`, Triton alone, with this checkout's demo pair."""
-    pair = asset_path("demo", "pair")
-    command = [str(tree.program), "serve", "--target", str(pair / "target"), "--draft", str(pair / "draft")]
+def serve_command(tree: Tree, models: list[str], ports: dict[str, int], takes_openai_port: bool) -> list[str]:
+    """Its `serve`, Triton alone, with these models: the target, and the drafter where there is one."""
+    command = [str(tree.program), "serve"]
+    for flag, model in zip(("--target", "--draft"), models, strict=False):
+        command += [flag, model]
     command += ["--host", HOST]
     for flag, port in ports.items():
         command += [flag, str(port)]
@@ -85,13 +89,13 @@ def serve_command(tree: Tree, ports: dict[str, int], takes_openai_port: bool) ->
 
 
 @contextlib.contextmanager
-def serving(tree: Tree, logs: Path) -> Iterator[None]:
+def serving(tree: Tree, models: list[str], logs: Path) -> Iterator[None]:
     """The server of a tree, up and ready. Raises RuntimeError with the end of its log when it does not come up."""
     asked = subprocess.run([tree.program, "serve", "--help"], capture_output=True, text=True, timeout=60, check=False)
     ports = settle_ports(HOST, dict.fromkeys(PORTS, 0))
     log = logs / f"{tree.name}.log"
     with log.open("w") as out:
-        command = serve_command(tree, ports, takes_openai_port="--openai-port" in asked.stdout)
+        command = serve_command(tree, models, ports, takes_openai_port="--openai-port" in asked.stdout)
         process = psutil.Popen(command, cwd=tree.folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -135,6 +139,7 @@ def measure(tree: Tree, prompts: list[list[int]], streams: int, max_tokens: int)
     run = through_triton(tree.grpc_url, prompts, streams, max_tokens)
     tree.tokens_per_s.append(run.tokens_per_s)
     tree.first_token_s.append(run.first_token_p50_s or 0.0)
+    tree.between_s += run.between_s
     tree.cpu_s_per_token.append((cpu_seconds(tree.process) - before) / run.num_tokens)
     return run
 
@@ -160,10 +165,13 @@ def report(trees: list[Tree]) -> str:
         latencies = zip(tree.first_token_s, trees[0].first_token_s, strict=True)
         by_first = "{:.3f} ({:.3f} to {:.3f})".format(*quartiles([mine / first for mine, first in latencies]))
         first_ms = f"{1e3 * statistics.median(tree.first_token_s):.1f} ms"
-        rows.append([tree.name, f"{statistics.median(tree.tokens_per_s):.0f}", by_wall, by_cpu, first_ms, by_first])
+        between = f"{1e3 * statistics.quantiles(tree.between_s, n=100)[-1]:.1f} ms" if len(tree.between_s) > 1 else "-"
+        tokens = f"{statistics.median(tree.tokens_per_s):.0f}"
+        rows.append([tree.name, tokens, by_wall, by_cpu, first_ms, by_first, between])
     over = f"over {trees[0].name} (middle half)"
     header = ["", "tokens/s", over, "by the server's processor time", "first token", f"its time {over}"]
-    return markdown_table(header, rows, "lrrrrr")
+    header.append("p99 between tokens")
+    return markdown_table(header, rows, "lrrrrrr")
 
 
 def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Namespace) -> int:
@@ -172,9 +180,8 @@ def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Names
     for tree in trees:
         for _ in range(WARM_UP_ROUNDS):
             measure(tree, prompts[:count], args.streams, args.max_tokens)
-        tree.tokens_per_s.clear()
-        tree.cpu_s_per_token.clear()
-        tree.first_token_s.clear()
+        for figures in (tree.tokens_per_s, tree.cpu_s_per_token, tree.first_token_s, tree.between_s):
+            figures.clear()
     different, so_far = 0, progress("rounds")
     for done in range(args.rounds):
         so_far.step(done, args.rounds)
@@ -185,10 +192,25 @@ def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Names
     return different
 
 
+def read_prompts(target: str, num_tokens: int) -> list[list[int]]:
+    """96 prompts as a target's token ids: held-out questions, or passages of so many tokens."""
+    from dflash_backend.config import EngineConfig
+    from dflash_backend.drafters.resolve import resolve_target_dir
+    from dflash_backend.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(resolve_target_dir(EngineConfig.from_values({"target_model": target})))
+    if not num_tokens:
+        return [tokenizer.encode(row.prompt) for row in load_prompts(96)]
+    return [tokenizer.encode(passage(2 * num_tokens, Random(seed)))[:num_tokens] for seed in range(96)]
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trees", nargs="+", type=parse_tree, metavar="NAME=FOLDER[:SETTING=VALUE,...]")
+    parser.add_argument("--target", help="of all servers, with no drafter but --draft; by default this demo pair")
+    parser.add_argument("--draft", help="beside --target")
+    parser.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help="of each prompt, about; 0: questions")
     parser.add_argument("--streams", type=int, default=1, help="%(default)s")
     parser.add_argument("--rounds", type=int, default=21, help="%(default)s, at least 2")
     parser.add_argument("--prompts", type=int, default=8, help="of a slice, at least two for each stream (%(default)s)")
@@ -197,14 +219,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds must be 2 or more, for a middle half")
-    from dflash_backend.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(asset_path("demo", "pair", "target"))
-    prompts = [tokenizer.encode(row.prompt) for row in load_prompts(96)]
     trees: list[Tree] = args.trees
+    pair = asset_path("demo", "pair")
+    models = [str(pair / "target"), str(pair / "draft")]
+    if args.target:
+        models = [args.target, *([args.draft] if args.draft else [])]
+    prompts = read_prompts(models[0], args.prompt_tokens)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         for tree in trees:
-            stack.enter_context(serving(tree, Path(logs)))
+            stack.enter_context(serving(tree, models, Path(logs)))
         different = run_rounds(trees, prompts, args)
     print(report(trees))
     print(f"rounds with different tokens: {different} of {args.rounds}")

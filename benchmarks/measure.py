@@ -20,7 +20,8 @@ from dflash_backend.text.detokenizer import Detokenizer
 class Measurement:
     """One system at one number of streams.
 
-    outputs: the token ids of each prompt, by prompt index, to check that all systems agree.
+    between_s: from the tokens of one step of a stream to those of the next. outputs: the token ids of each prompt, by
+    prompt index, to check that all systems agree.
     """
 
     system: str
@@ -28,6 +29,7 @@ class Measurement:
     seconds: float = 0.0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
     acceptance_length: float | None = None
     client_cpu_s: float | None = None
     outputs: dict[int, list[int]] = field(default_factory=dict)

@@ -23,14 +23,17 @@ async def measure(url: str, model: str, prompts: list[list[int]], streams: int, 
     todo = iter(enumerate(prompts))
     outputs: dict[int, list[int]] = {}
     first_token_s: list[float] = []
+    between_s: list[float] = []
     stats: list[dict[str, Any]] = []
 
     async def stream() -> None:
         for index, prompt in todo:
-            outputs[index], sent = [], time.perf_counter()
+            outputs[index], last = [], time.perf_counter()
             async for delta in client.stream(prompt, max_tokens=max_tokens, temperature=0):
-                if not outputs[index] and delta.token_ids:
-                    first_token_s.append(time.perf_counter() - sent)
+                if delta.token_ids:
+                    now = time.perf_counter()
+                    (between_s if outputs[index] else first_token_s).append(now - last)
+                    last = now
                 outputs[index] += delta.token_ids
                 if delta.spec_stats:
                     stats.append(delta.spec_stats)
@@ -45,6 +48,7 @@ async def measure(url: str, model: str, prompts: list[list[int]], streams: int, 
         "client_cpu_s": cpu,
         "outputs": outputs,
         "first_token_s": first_token_s,
+        "between_s": between_s,
         "acceptance_length": acceptance_length(drafts, accepted),
     }
 

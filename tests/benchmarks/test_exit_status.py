@@ -73,7 +73,7 @@ def of_ngram(rounds: Rounds) -> dict[str, Any]:
 
 def of_compare_trees(rounds: Rounds) -> dict[str, Any]:
     return {
-        "parse_tree": lambda text: SimpleNamespace(name=text), "load_prompts": lambda count: [],
+        "parse_tree": lambda text: SimpleNamespace(name=text), "read_prompts": lambda *_: [],
         "serving": lambda *_: nullcontext(), "run_rounds": lambda *_: int(not next(rounds)), "report": lambda trees: "",
         "ratios": lambda *_: [0.8, 0.98 if next(rounds) else 0.96, 1.5],
     }  # fmt: skip
