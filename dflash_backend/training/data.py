@@ -177,7 +177,7 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
         for prompt in trained:
             if len(prompt.answer) >= FEWEST_ANSWER_TOKENS:
                 store.add(Sample(prompt.token_ids, prompt.answer[: options.max_answer]))
-        _answer(llm, store, [prompt.token_ids for prompt in trained if not prompt.answer], options, report)
+        _answer(llm, store, [prompt.token_ids for prompt in trained if not prompt.answer], options, report, source)
         report(store.num_tokens, options.num_tokens)
     if not store.samples or len(store.held_out) < 1:
         where = "the target writes no usable questions"
@@ -194,13 +194,15 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
 
 
 class _Source:
-    """Rounds of prompts, from files or from the target."""
+    """Rounds of prompts, from files or from the target, which writes those of a round beside the answers to the round
+    before: answers of different lengths leave rows free."""
 
     def __init__(self, llm: LLM, store: Store, options: DataOptions) -> None:
         self.is_finite = bool(options.files) or options.traffic is not None
         self._options, self._round = options, 0
         self._prompts: list[Prompt] = []
         self._writer: QuestionWriter | None = None
+        self._written: list[Prompt] | None = None
         self._longest = min(options.max_prompt, llm.engine.ready.max_model_len - 2)
         if self.is_finite:
             if options.traffic is not None:
@@ -225,20 +227,45 @@ class _Source:
         """How many prompts to keep apart."""
         return int(HELD_OUT_SHARE * self._total) if self.is_finite else MOST_HELD_OUT
 
+    @property
+    def _seed(self) -> int:
+        return self._options.seed * 1_000_003 + self._round * ROUND
+
+    def asked(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """What is to be continued for the round after this one, and the parameters of each."""
+        if self._writer is None:
+            return [], []
+        self._round += 1
+        return self._writer.asked(ROUND, self._seed)
+
+    def read(self, outputs: Sequence[RequestOutput]) -> None:
+        """What came of `asked`."""
+        if self._writer is not None:
+            self._written = self._writer.read(outputs, self._seed)
+
     def next(self) -> list[Prompt]:
         """The next round."""
-        self._round += 1
         if self._writer is not None:
-            seed = self._options.seed * 1_000_003 + self._round * ROUND
-            found = self._writer.write(ROUND, seed)
+            if self._written is None:
+                self._round += 1
+                self._written = self._writer.write(ROUND, self._seed)
+            found, self._written = self._written, None
             return [prompt for prompt in found if len(prompt.token_ids) <= self._longest]
         taken, self._prompts = self._prompts[:ROUND], self._prompts[ROUND:]
         return taken
 
 
-def _answer(llm: LLM, store: Store, prompts: Sequence[tuple[int, ...]], options: DataOptions, report: Report) -> None:
+def _answer(
+    llm: LLM,
+    store: Store,
+    prompts: Sequence[tuple[int, ...]],
+    options: DataOptions,
+    report: Report,
+    source: _Source,
+) -> None:
+    """Have the prompts answered, and those of the next round written."""
     space = llm.engine.ready.max_model_len
-    params = [
+    params: list[dict[str, Any]] = [
         {
             "temperature": options.temperature,
             "max_tokens": min(options.max_answer, space - len(prompt)),
@@ -248,9 +275,14 @@ def _answer(llm: LLM, store: Store, prompts: Sequence[tuple[int, ...]], options:
     ]
 
     def keep(index: int, output: RequestOutput) -> None:
-        if len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
+        if index < len(prompts) and len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
             store.add(Sample(prompts[index], tuple(output.token_ids)))
         report(store.num_tokens, options.num_tokens)
 
     if prompts:
-        llm.generate([list(prompt) for prompt in prompts], params, on_finished=keep)
+        is_last = store.num_tokens + len(prompts) * options.max_answer // 2 >= options.num_tokens
+        begun, their_params = ([], []) if is_last else source.asked()
+        given = [*map(list, prompts), *begun]
+        outputs = llm.generate(given, params + their_params, on_finished=keep)
+        if begun:
+            source.read(outputs[len(prompts) :])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.engine.llm import LLM
+from dflash_backend.engine.llm import LLM, RequestOutput
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.questions import Row, read_rows
 from dflash_backend.text.chat import PromptError
@@ -18,7 +18,7 @@ from dflash_backend.traffic import TrafficError, read_traffic
 from dflash_backend.training.errors import TrainingError
 
 PROBE = "7a1f3f0e"
-MAX_QUESTION_TOKENS = 192
+MAX_QUESTION_TOKENS = 128
 FEWEST_TOKENS = 3
 # A text of the target's own, for one without a chat template, and how much of it becomes the prompt.
 TEXT_TOKENS, TEXT_PROMPT = 64, (8, 48)
@@ -167,11 +167,18 @@ class QuestionWriter:
 
     def write(self, count: int, seed: int) -> list[Prompt]:
         """The prompts that are left of `count` that the target writes, drawn by seeds from `seed` on."""
+        return self.read(self._llm.generate(*self.asked(count, seed)), seed)
+
+    def asked(self, count: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """What `LLM.generate` is to continue so that the target writes `count` prompts, and the parameters of each."""
         params = [
             self._params | {"seed": seed + index, "temperature": TEMPERATURES[index % len(TEMPERATURES)]}
             for index in range(count)
         ]
-        outputs = self._llm.generate([self._start] * count, params)
+        return [self._start] * count, params
+
+    def read(self, outputs: Sequence[RequestOutput], seed: int) -> list[Prompt]:
+        """The prompts in what came of `asked` with this seed."""
         found = []
         for index, output in enumerate(outputs):
             if self.has_template and output.finish_reason != "stop":

@@ -13,6 +13,7 @@ import pytest
 from dflash_backend import LLM
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.traffic import Row, TrafficWriter
+from dflash_backend.training import data
 from dflash_backend.training.data import DataOptions, Sample, Store, collect
 from dflash_backend.training.errors import TrainingError
 from dflash_backend.training.prompts import QuestionWriter, is_usable, read_prompts
@@ -146,6 +147,36 @@ def test_answers_are_the_targets_own_and_held_out_prompts_have_none(llm: LLM, tm
         assert list(sample.answer) == expected.token_ids
     again = Store(tmp_path / "data")
     assert (again.samples, again.held_out) == (store.samples, store.held_out)
+
+
+def test_questions_are_written_beside_the_answers_to_those_before(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is that of its own question, each question is written once, and none for a round that does not
+    come."""
+    monkeypatch.setattr(data, "ROUND", 8)
+    calls: list[tuple[int, int]] = []
+    generate = llm.generate
+    start = QuestionWriter(llm, {})._start
+
+    def counted(prompts: list[list[int]], *given: Any, **more: Any) -> Any:
+        calls.append((sum(prompt != start for prompt in prompts), sum(prompt == start for prompt in prompts)))
+        return generate(prompts, *given, **more)
+
+    monkeypatch.setattr(llm, "generate", counted)
+    store = Store(tmp_path / "data")
+    monkeypatch.setattr(data, "MOST_HELD_OUT", 4)
+    collect(llm, store, DataOptions(150, max_answer=12, seed=5), lambda done, total: None)
+    monkeypatch.undo()
+    assert calls[0] == (0, 8)
+    assert all(num_answers for num_answers, _ in calls[1:])
+    assert [num_questions for _, num_questions in calls[1:]] == [8] * (len(calls) - 2) + [0]
+    assert len(calls) > 3
+    prompts = [sample.prompt for sample in store.samples]
+    assert len(set(prompts) | set(store.held_out)) == len(prompts) + 4
+    for sample in store.samples:
+        expected = llm.generate([list(sample.prompt)], max_tokens=12, temperature=0)[0]
+        assert list(sample.answer) == expected.token_ids
 
 
 def record(folder: Path, target: Path, *rows: Row) -> None:
