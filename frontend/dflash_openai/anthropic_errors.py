@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_openai.middleware.access_log import REQUEST_ID
 
 PATH = "/v1/messages"
+# A header of each request of Anthropic's clients, at paths that OpenAI's ask as well.
+VERSION = "anthropic-version"
 # By status; all others are `api_error`, or of the request where they are below 500.
 TYPES = {
     401: "authentication_error",
@@ -30,15 +32,16 @@ def error_fields(status: int, message: str) -> dict[str, Any]:
 
 
 class AnthropicErrorsMiddleware:
-    """Rewrites errors, which all parts of the front end write as OpenAI does, under the paths of Anthropic's API, and
-    tells the request's id by Anthropic's name. Goes outside of all that may refuse a request."""
+    """Rewrites errors, which all parts of the front end write as OpenAI does, of requests of Anthropic's API: those
+    of its paths, and those of its clients at all others. Tells the request's id by Anthropic's name. Goes outside of
+    all that may refuse a request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application."""
-        if scope["type"] != "http" or not (scope["path"] == PATH or scope["path"].startswith(f"{PATH}/")):
+        if scope["type"] != "http" or not _is_anthropics(scope):
             await self._app(scope, receive, send)
             return
         begun: Message | None = None
@@ -60,6 +63,12 @@ class AnthropicErrorsMiddleware:
             await send(message)
 
         await self._app(scope, receive, rewrite)
+
+
+def _is_anthropics(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API."""
+    path: str = scope["path"]
+    return path == PATH or path.startswith(f"{PATH}/") or VERSION in Headers(scope=scope)
 
 
 def _rewritten(status: int, body: bytes, request_id: str) -> bytes:

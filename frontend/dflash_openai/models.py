@@ -9,10 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_openai.anthropic_errors import VERSION
 from dflash_openai.state import Frontend, Model
 
-# A header of each request of Anthropic's clients, which ask at the same path for another form.
-ANTHROPIC = "anthropic-version"
+# What Anthropic says of a model and this server has nothing to say of.
+_UNKNOWN = ("capabilities", "line", "deprecated_at", "retires_at")
 
 
 def _card(model: Model, name: str, anthropic: bool) -> dict[str, Any]:
@@ -22,7 +23,11 @@ def _card(model: Model, name: str, anthropic: bool) -> dict[str, Any]:
             "id": name,
             "display_name": name,
             "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lifecycle": "active",
             "max_input_tokens": model.description.max_model_len,
+            # An answer may take what the prompt does not.
+            "max_tokens": model.description.max_model_len,
+            **dict.fromkeys(_UNKNOWN),
         }
     return {
         "id": name,
@@ -40,7 +45,7 @@ async def list_models(request: Request) -> Response:
     """Every name of the model, in OpenAI's form, to Anthropic's clients in theirs."""
     frontend: Frontend = request.app.state.frontend
     model = frontend.model()
-    anthropic = ANTHROPIC in request.headers
+    anthropic = VERSION in request.headers
     body: dict[str, Any] = {"object": "list"}
     if anthropic:
         body = {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]}
@@ -52,5 +57,5 @@ async def get_model(request: Request) -> Response:
     """One name; an id may have slashes."""
     frontend: Frontend = request.app.state.frontend
     name = request.path_params["name"]
-    card = _card(frontend.model(name), name, ANTHROPIC in request.headers)
+    card = _card(frontend.model(name), name, VERSION in request.headers)
     return Response(msgspec.json.encode(card), media_type="application/json")

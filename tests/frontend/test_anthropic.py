@@ -361,7 +361,19 @@ def test_the_models_have_anthropics_form_for_its_clients(http: TestClient) -> No
             MAX_MODEL_LEN,
         )
         assert datetime.fromisoformat(model["created_at"]).timestamp() == created
+        assert (model["lifecycle"], model["max_tokens"], model["retires_at"]) == ("active", MAX_MODEL_LEN, None)
     assert http.get("/v1/models/dflash", headers=headers).json() == listed["data"][1]
+
+
+@pytest.mark.parametrize("path", ["/v1/models/claude", "/v1/files"])
+def test_errors_of_other_paths_have_the_form_of_the_client_that_asks(http: TestClient, path: str) -> None:
+    headers = {"anthropic-version": "2023-06-01", "x-request-id": "mine"}
+    answer = http.get(path, headers=headers)
+    error = answer.json()
+    assert (answer.status_code, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+    assert (error["request_id"], answer.headers["request-id"]) == ("mine", "mine")
+    assert http.get("/v1/models/dflash", headers=headers).headers["request-id"] == "mine"
+    assert "type" not in http.get(path).json()
 
 
 def test_blocks_that_are_nested_too_deeply_are_refused(http: TestClient) -> None:
