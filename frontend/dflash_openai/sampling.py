@@ -94,8 +94,10 @@ def _structured_outputs(request: GenerationFields) -> dict[str, Any]:
 
 def client_names(request: GenerationFields) -> dict[str, str]:
     """What this client calls a parameter of the model, where it is not the same: the model's name -> the client's."""
+    # A chat's `logprobs` is whether there are any, and `top_logprobs` their number.
+    names = {"logprobs": "top_logprobs"} if isinstance(request, ChatRequest) else {}
     guided = next((name for name in GUIDED if getattr(request, name) is not None), None)
-    return {} if guided is None else {"structured_outputs": guided}
+    return names if guided is None else {**names, "structured_outputs": guided}
 
 
 def _logprobs(request: GenerationFields) -> int | None:

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from dflash_backend.text.chat import SpecialTokens
 from dflash_backend.text.prompt_size import MAX_MESSAGES_CHARS, MESSAGES_CHARS_PER_TOKEN
+from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 
@@ -195,6 +196,15 @@ def test_a_prompts_token_ids_are_checked(ids: Any, words: str, http: TestClient,
 def test_of_a_chats_prompt_the_end_is_kept(http: TestClient, pool: ScriptedPool) -> None:
     http.post("/v1/chat/completions", json={"messages": HELLO, "truncate_prompt_tokens": 3})
     assert pool.asked[0].token_ids == [257, *b"a:"]
+
+
+def test_an_error_of_the_number_of_log_probabilities_names_the_chats_field(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script((), error=InvalidArgument("sampling parameter 'logprobs' has the value 30; allowed: 0 to 20"))
+    with pytest.raises(openai.BadRequestError, match="parameter 'top_logprobs' has the value 30") as raised:
+        client.chat.completions.create(model="dflash", messages=HELLO, logprobs=True, top_logprobs=30)
+    assert raised.value.param == "top_logprobs"
 
 
 def test_top_logprobs_alone_are_refused(http: TestClient) -> None:
