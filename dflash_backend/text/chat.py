@@ -187,12 +187,16 @@ class SpecialTokens:
 def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises `PromptError` for a role that is not one word."""
     for index, message in enumerate(messages):
-        role = message.get("role")
-        if not isinstance(role, str) or not ROLE.fullmatch(role):
-            raise PromptError(
-                f"message {index} has the role {quoted(role)}; allowed: a word such as system, user or assistant, of "
-                "letters, digits, '_' and '-'"
-            )
+        check_role(message.get("role"), f"message {index}")
+
+
+def check_role(role: Any, where: str) -> None:
+    """Raises `PromptError` for a role that is not one word, of the message `where`."""
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
+        raise PromptError(
+            f"{where} has the role {quoted(role)}; allowed: a word such as system, user or assistant, of letters, "
+            "digits, '_' and '-'"
+        )
 
 
 def check_continued(messages: Sequence[Mapping[str, Any]]) -> None:

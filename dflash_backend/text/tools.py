@@ -20,12 +20,13 @@ class ToolError(ValueError):
     """Tools or tool calls are malformed. The message is for the client."""
 
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
+def read_tools(value: Any, positions: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """The tools of a request, a list of `{"type": "function", "function": {"name": ..., "parameters": {...}}}`, without
-    fields that are null. Raises `ToolError`."""
+    fields that are null. `positions`: where each was in the client's list, of which some were left out. Raises
+    `ToolError`."""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise ToolError(f"'tools' has the value {quoted(value)}; allowed: a list of at most {MAX_TOOLS} functions")
-    tools = [_tool(index, tool) for index, tool in enumerate(value)]
+    tools = [_tool(index, tool) for index, tool in zip(positions or range(len(value)), value, strict=True)]
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -40,15 +41,19 @@ def _tool(index: int, tool: Any) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise ToolError(f"{where}.function is {quoted(function)}; allowed: an object with a name and parameters")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ToolError(
-            f"{where}.function.name is {quoted(name)}; allowed: 1 to 128 letters, digits and characters of '_-.:'"
-        )
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise ToolError(f"{where}.function.parameters is {quoted(parameters)}; allowed: a JSON schema, an object")
+    check_function(function, f"{where}.function")
     given = {field: value for field, value in function.items() if value is not None}
     return {**tool, "type": "function", "function": given}
+
+
+def check_function(function: Mapping[str, Any], where: str, schema: str = "parameters") -> None:
+    """Raise `ToolError` for a name or parameters that no function has. The client has the function at `where`, and its
+    parameters there by the name `schema`."""
+    name, parameters = function.get("name"), function.get(schema)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ToolError(f"{where}.name is {quoted(name)}; allowed: 1 to 128 letters, digits and characters of '_-.:'")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise ToolError(f"{where}.{schema} is {quoted(parameters)}; allowed: a JSON schema, an object")
 
 
 def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], name: str | None = None) -> list[Mapping[str, Any]]:

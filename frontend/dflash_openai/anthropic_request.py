@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
+from dflash_backend.text.chat import PromptError, check_role
 from dflash_backend.text.client_json import quoted
+from dflash_backend.text.tools import ToolError, check_function
 from dflash_openai.errors import ApiError, invalid
 from dflash_openai.notices import log_once
 from dflash_openai.schemas import ChatRequest, SharedFields
@@ -65,6 +67,13 @@ def as_chat(body: CountedFields) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or body.stop}
     messages = messages_of(body.messages, body.system)
+    continues = messages[-1]["role"] == "assistant"
+    if continues and ("tool_calls" in messages[-1] or not messages[-1]["content"].strip()):
+        raise invalid(
+            "the last message is the assistant's, so it is the beginning of the answer, which needs text and has no "
+            "tool_use; send the message that follows it, such as one with the tool_result",
+            "messages",
+        )
     return ChatRequest(
         messages=messages,
         tools=_chat_tools(body.tools or []),
@@ -73,7 +82,7 @@ def as_chat(body: CountedFields) -> ChatRequest:
         response_format=_response_format(body.output_format if config.get("format") is None else config["format"]),
         reasoning_effort=_effort(config.get("effort")),
         # The answer goes on from a message of the assistant at the end, and does not repeat it.
-        continue_final_message=messages[-1]["role"] == "assistant",
+        continue_final_message=continues,
         **fields,
     )
 
@@ -88,6 +97,7 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[st
     if not given:
         raise invalid("'messages' is an empty list", "messages")
     for index, message in enumerate(given):
+        _check_role(message.get("role"), f"messages[{index}]")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": message.get("role"), "content": content})
@@ -96,6 +106,13 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[st
         else:
             raise invalid(f"messages[{index}] has no content: a text or a list of blocks", f"messages[{index}].content")
     return messages
+
+
+def _check_role(role: Any, where: str) -> None:
+    try:
+        check_role(role, where)
+    except PromptError as error:
+        raise invalid(str(error), f"{where}.role") from None
 
 
 def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where: str) -> None:
@@ -108,9 +125,7 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
         at = f"{where}[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            call = {"id": block.get("id"), "type": "function", "function": function}
-            fields.setdefault("tool_calls", []).append(call)
+            fields.setdefault("tool_calls", []).append(_call(block, at))
         elif kind == "tool_result":
             given = block.get("content") or ""
             parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
@@ -131,6 +146,16 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
     messages += results
     if texts or fields or not results:
         messages.append({"role": role, "content": "\n".join(texts), **fields})
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A block `tool_use` as chat completions write it. Raises `ApiError`."""
+    name, given = block.get("name"), block.get("input") or {}
+    if not isinstance(name, str):
+        raise invalid(f"{where}.name is {quoted(name)}; allowed: the name of a tool", f"{where}.name")
+    if not isinstance(given, str | Mapping):
+        raise invalid(f"{where}.input is {quoted(given)}; allowed: an object", f"{where}.input")
+    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def _text_of(block: Any, where: str) -> str:
@@ -164,9 +189,13 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tools in the form of chat completions. Those that Anthropic defines are left out: the model does not know
     them."""
     found = []
-    for tool in tools:
+    for index, tool in enumerate(tools):
         if not is_of_type(tool, ("custom",)):
             continue
+        try:
+            check_function(tool, f"tools[{index}]", "input_schema")
+        except ToolError as error:
+            raise invalid(str(error), "tools") from None
         names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
         function = {ours: tool[theirs] for theirs, ours in names.items() if tool.get(theirs) is not None}
         found.append({"type": "function", "function": function})

@@ -11,7 +11,7 @@ from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import texts
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
 from dflash_backend.text.truncation import Truncation
-from dflash_openai.errors import invalid
+from dflash_openai.errors import ApiError, invalid
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.reasoning_tokens import ReasoningTokens
@@ -83,15 +83,7 @@ async def prepare(draft: Draft) -> Conversation:
     if draft.prompt_token_ids is not None:
         prompt = model.prompts.check_token_ids(draft.prompt_token_ids, KV_PROMPT, draft.truncation)
     else:
-        prompt = await model.prompts.from_messages(
-            messages,
-            draft.options,
-            use.offered,
-            continue_final_message,
-            draft.add_generation_prompt,
-            draft.chat_template,
-            draft.truncation,
-        )
+        prompt = await _from_messages(draft, messages)
     if continue_final_message:
         tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))
     else:
@@ -110,6 +102,23 @@ async def prepare(draft: Draft) -> Conversation:
     if output.shows_special_tokens:
         sampling.setdefault("skip_special_tokens", False)
     return Conversation(model, prompt, sampling, use, tail, names)
+
+
+async def _from_messages(draft: Draft, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The prompt of messages through the chat template. Raises `ApiError`, with the client's name of the messages."""
+    try:
+        return await draft.model.prompts.from_messages(
+            messages,
+            draft.options,
+            draft.use.offered,
+            draft.continue_final_message,
+            draft.add_generation_prompt,
+            draft.chat_template,
+            draft.truncation,
+        )
+    except ApiError as error:
+        error.param = draft.names.get(error.param or "", error.param)
+        raise
 
 
 async def _grammar(draft: Draft, sampling: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ from dflash_openai.tools import read_tool_use
 from dflash_openai.usage import UsageCounter
 
 # What a client of this endpoint calls a parameter of the model.
-CLIENT_NAMES = {"response_format": "text.format"}
+CLIENT_NAMES = {"response_format": "text.format", "messages": "input"}
 
 
 async def create_response(request: Request) -> Response:

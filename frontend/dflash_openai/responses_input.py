@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_backend.text.chat import PromptError, check_role
+from dflash_backend.text.client_json import quoted
 from dflash_openai.errors import ApiError, invalid
 from dflash_openai.notices import log_once
 
@@ -39,7 +41,7 @@ def seen_name(name: Any, namespace: Any) -> Any:
 def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
-        role, text = item.get("role"), _text(index, item.get("content"))
+        role, text = _role(index, item.get("role")), _text(index, item.get("content"))
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
             last["content"] = text
@@ -47,7 +49,11 @@ def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) ->
             messages.append({"role": role, "content": text})
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments") if kind == "function_call" else json.dumps({"input": item.get("input")})
-        function = {"name": seen_name(item.get("name"), item.get("namespace")), "arguments": arguments}
+        if not isinstance(item.get("name"), str):
+            raise _wrong(index, f"has the name {quoted(item.get('name'))}; allowed: the name of a function")
+        if not isinstance(arguments, str | Mapping | None):
+            raise _wrong(index, f"has the arguments {quoted(arguments)}; allowed: the JSON text of an object")
+        function = {"name": seen_name(item["name"], item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -68,6 +74,14 @@ def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) ->
         log_once(f"item {kind}", lambda: f"items of the type {kind!r} are left out: this server runs no tools itself")
     else:
         raise _wrong(index, f"has the type {str(kind)[:64]!r}; allowed: {ITEMS}")
+
+
+def _role(index: int, role: Any) -> str:
+    try:
+        check_role(role, f"input[{index}]")
+    except PromptError as error:
+        raise invalid(str(error), f"input[{index}]") from None
+    return str(role)
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dflash_backend.text.client_json import quoted
+from dflash_backend.text.tools import ToolError, check_function
 from dflash_openai.errors import invalid
 from dflash_openai.notices import log_once
 from dflash_openai.responses_input import messages_of, seen_name
 from dflash_openai.schemas import ChatRequest, SharedFields
-from dflash_openai.tools import run_by_client
+from dflash_openai.tools import CLIENT_TYPES, is_of_type
 
 # Fields that a chat request has by the same names.
 SAME_NAMES = (
@@ -129,20 +130,25 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any
             is_list = isinstance(within, list) and all(isinstance(each, Mapping) for each in within)
             if not isinstance(namespace, str) or not is_list:
                 raise invalid(f"tools[{index}] is a namespace without a name, or whose 'tools' are no objects", "tools")
-            for each in run_by_client(within):
-                yield _chat_tool(each, namespace)
-        elif run_by_client([tool]):
-            yield _chat_tool(tool, None)
+            for place, each in enumerate(within):
+                if is_of_type(each, CLIENT_TYPES):
+                    yield _chat_tool(each, f"tools[{index}].tools[{place}]", namespace)
+        elif is_of_type(tool, CLIENT_TYPES):
+            yield _chat_tool(tool, f"tools[{index}]")
 
 
-def _chat_tool(tool: Mapping[str, Any], namespace: str | None) -> tuple[dict[str, Any], ClientTool]:
-    """One tool. Chat completions put a function's fields into an object of their own."""
+def _chat_tool(tool: Mapping[str, Any], where: str, namespace: str | None = None) -> tuple[dict[str, Any], ClientTool]:
+    """The tool that the client has at `where`. Chat completions put a function's fields into an object of their own.
+    Raises `ApiError`."""
     fields = tool.get("function", {name: value for name, value in tool.items() if name != "type"})
-    name = fields.get("name") if isinstance(fields, Mapping) else None
-    if not isinstance(name, str):
-        return {"type": "function", "function": fields}, ClientTool("")
-    own = ClientTool(name, namespace, tool.get("type") == "custom")
-    fields = {**fields, "name": seen_name(name, namespace)}
+    if not isinstance(fields, Mapping):
+        raise invalid(f"{where}.function is {quoted(fields)}; allowed: an object with a name and parameters", "tools")
+    try:
+        check_function(fields, f"{where}.function" if "function" in tool else where)
+    except ToolError as error:
+        raise invalid(str(error), "tools") from None
+    own = ClientTool(fields["name"], namespace, tool.get("type") == "custom")
+    fields = {**fields, "name": seen_name(own.name, namespace)}
     if own.is_custom:
         fields = {key: value for key, value in fields.items() if key in ("name", "description")}
         fields["parameters"] = CUSTOM_INPUT
@@ -158,5 +164,7 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind == "json_schema":
+        if given.get("schema") is None:
+            raise invalid("'text.format' of the type json_schema needs a 'schema' beside its 'name'", "text.format")
         return {"type": kind, "json_schema": {name: value for name, value in given.items() if name != "type"}}
     raise invalid("'text.format' is not of the type text, json_object or json_schema", "text.format")

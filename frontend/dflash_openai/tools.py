@@ -49,14 +49,9 @@ class ToolUse:
 
 
 NO_TOOLS = ToolUse()
-# Tools that the client runs; all other types are run by servers such as OpenAI's.
+# Tools that the client runs; all other types are run by servers such as OpenAI's. This server runs none, so those are
+# left out.
 CLIENT_TYPES = ("function", "custom")
-
-
-def run_by_client(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that the client runs. This server runs none, so the others are left out, which the log tells once. Raises
-    `ApiError`."""
-    return [tool for tool in tools if is_of_type(tool, CLIENT_TYPES)]
 
 
 def is_of_type(tool: Mapping[str, Any], types: Sequence[str]) -> bool:
@@ -74,10 +69,7 @@ def is_of_type(tool: Mapping[str, Any], types: Sequence[str]) -> bool:
 
 def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     """What a request says of tools, for a model that writes its answers as `output` says. Raises `ApiError`."""
-    try:
-        tools = read_tools(run_by_client(body.tools or []))
-    except ToolError as error:
-        raise invalid(str(error), "tools") from None
+    tools = _tools(body.tools or [])
     choice = body.tool_choice
     if choice is None:
         choice = "auto" if tools else "none"
@@ -98,6 +90,22 @@ def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
         missing = next(name for name in names if name not in [tool["function"]["name"] for tool in tools])
         raise invalid(f"'tool_choice' names the function {missing!r}, which 'tools' does not have", "tool_choice")
     return ToolUse(offered, forced, body.parallel_tool_calls is not False, named)
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that the client runs. Raises `ApiError`."""
+    positions = [index for index, tool in enumerate(given) if is_of_type(tool, CLIENT_TYPES)]
+    for index in positions:
+        if given[index].get("type") == "custom":
+            raise invalid(
+                f"tools[{index}] is of the type custom, which only /v1/responses takes; send a function with one "
+                "parameter of the type string",
+                "tools",
+            )
+    try:
+        return read_tools([given[index] for index in positions], positions)
+    except ToolError as error:
+        raise invalid(str(error), "tools") from None
 
 
 def _read_choice(choice: Any) -> tuple[bool, set[str] | None]:

@@ -27,6 +27,8 @@ HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"name": "get_weather", "description": "Weather", "input_schema": CITY, "cache_control": {"type": "x"}}
 BASE: dict[str, Any] = {"model": "dflash", "max_tokens": 50, "messages": HELLO}
 ANSWER = ("<think>\nI", " see.", "</think>\n\nLook", ".\n", CALL)
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+CALLED: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]}
 # As Claude Code sends it.
 CLAUDE_CODE: dict[str, Any] = {
     "system": [
@@ -34,7 +36,7 @@ CLAUDE_CODE: dict[str, Any] = {
         {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
     ],
     "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}],
-    "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+    "tools": [WEATHER, SEARCH],
     "metadata": {"user_id": "u"},
     "thinking": {"type": "enabled", "budget_tokens": 31999},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -279,10 +281,19 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
         ({"max_tokens": None}, 400, "invalid_request_error", "'max_tokens'"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "'max_tokens' is 0; allowed: an integer of at least 1"),
         ({"messages": []}, 400, "invalid_request_error", "'messages' is an empty list"),
+        (
+            {"system": "x", "messages": [{"content": "x"}]},
+            400,
+            "invalid_request_error",
+            "messages[0] has the role None",
+        ),
+        ({"messages": [*HELLO, CALLED]}, 400, "invalid_request_error", "needs text and has no tool_use"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": " "}]}, 400, "invalid_request_error", "needs text and"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_request_error", "messages[0] has no content"),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
         ({"tool_choice": {"type": []}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
-        ({"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].function.name is None"),
+        ({"tools": [SEARCH, {"input_schema": {}}]}, 400, "invalid_request_error", "tools[1].name is None"),
+        ({"tools": [{"name": "f", "input_schema": 5}]}, 400, "invalid_request_error", "tools[0].input_schema is 5"),
         ({"thinking": {"type": "x"}}, 400, "invalid_request_error", "'thinking.type' is 'x'"),
         ({"output_config": {"format": {}}}, 400, "invalid_request_error", "'output_config.format' is not of the type"),
         ({"messages": [{"role": "user", "content": "a" * 999}]}, 400, "invalid_request_error", "prompt is too long: "),
@@ -295,6 +306,8 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
                 ([{"type": "tool_result", "content": 5}], "messages[0].content[0].content is 5; allowed: a text or a"),
                 ([{"type": "odd"}], "is a block of the type 'odd'"),
                 (["text"], "is a block of the type None"),
+                ([{"type": "tool_use", "input": {}}], "messages[0].content[0].name is None; allowed: the name of"),
+                ([{"type": "tool_use", "name": "f", "input": 5}], "messages[0].content[0].input is 5; allowed"),
             )
         ),
     ],
@@ -387,7 +400,7 @@ def test_blocks_that_are_nested_too_deeply_are_refused(http: TestClient) -> None
 def test_thoughts_are_joined_once() -> None:
     def join(size: int) -> None:
         thoughts = [{"type": "thinking", "thinking": text} for text in ("x" * 1000 * size, *["y"] * size)]
-        request = MessagesRequest(max_tokens=1, messages=[{"role": "assistant", "content": thoughts}])
+        request = MessagesRequest(max_tokens=1, messages=[{"role": "assistant", "content": thoughts}, *HELLO])
         as_chat(request)
 
     assert_linear(join, 200)

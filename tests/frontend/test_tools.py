@@ -251,6 +251,12 @@ def test_a_response_format_begins_after_the_reasoning(client: openai.OpenAI, poo
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "names the function 'f'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "'tool_choice' needs 'tools'"),
         ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\].function is None"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools", r"tools\[1\].function is None"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
+            "tools",
+            r"tools\[0\] is of the type custom, which only /v1/responses takes; send a function",
+        ),
         (
             {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             "chat_template_kwargs",

@@ -96,16 +96,22 @@ FRONT_END_MUTANTS = (
         f"{FRONTEND}/responses_schemas.py",
         (f"{TESTS}/test_agents.py",),
         ("a custom tool comes back as a function", 'tool.get("type") == "custom"', "False"),
-        ("the model sees functions of namespaces by their names alone", "seen_name(name, namespace)}", "name}"),
+        ("the model sees functions of namespaces by their names alone", "seen_name(own.name, namespace)}", "own.name}"),
+        ("a tool that a server runs is a function", "elif is_of_type(tool, CLIENT_TYPES)", "elif True"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/tools.py",
+        (f"{TESTS}/test_tools.py",),
+        (
+            "tools that a server runs are refused",
+            "in enumerate(given) if is_of_type(tool, CLIENT_TYPES)]",
+            "in enumerate(given)]",
+        ),
+        ("a tool is refused by the position that it has without those left out", ", positions)", ")"),
     ),
     *mutants_of(
         f"{FRONTEND}/tools.py",
         (f"{TESTS}/test_agents.py",),
-        (
-            "tools that a server runs are refused",
-            "for tool in tools if is_of_type(tool, CLIENT_TYPES)]",
-            "for tool in tools]",
-        ),
         (
             "a tool of any type is left out",
             "    if not isinstance(kind, str):\n        raise",
@@ -253,8 +259,17 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_errors.py",),
         (
             "an error of a response's format has the name of another endpoint",
-            '{"response_format": "text.format"}',
-            "dict[str, str]()",
+            '"response_format": "text.format", ',
+            "",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/conversation.py",
+        (f"{TESTS}/test_responses.py",),
+        (
+            "an input that is too long is the messages of another endpoint",
+            "error.param = draft.names.get(",
+            "draft.names.get(",
         ),
     ),
     *mutants_of(
@@ -282,11 +297,16 @@ FRONT_END_MUTANTS = (
     ),
     *mutants_of(
         f"{FRONTEND}/sampling.py",
+        (f"{TESTS}/test_chat.py",),
+        ("an error of a chat's log-probabilities names a flag", '{"logprobs": "top_logprobs"}', "dict[str, str]()"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/sampling.py",
         (f"{TESTS}/test_errors.py",),
         (
             "an error names vLLM's older parameters by the newer one",
-            "return {} if guided is None else",
-            "return {} if guided is not None else",
+            "return names if guided is None else",
+            "return names if guided is not None else",
         ),
         (
             "a bias of more tokens than there are is written for the model",

@@ -93,6 +93,11 @@ def test_tools_that_are_malformed_are_refused_by_their_position(tools: Any, mess
         read_tools(tools)
 
 
+def test_a_tool_is_refused_by_the_position_that_its_client_knows() -> None:
+    with pytest.raises(ToolError, match=r"tools\[4\].function.name is 'a b'"):
+        read_tools([WEATHER, {"function": {"name": "a b"}}], [1, 4])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
