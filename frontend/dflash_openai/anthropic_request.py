@@ -77,7 +77,7 @@ def as_chat(body: CountedFields) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         tools=_chat_tools(body.tools or []),
-        tool_choice=choice if body.tools else None,
+        tool_choice=choice,
         parallel_tool_calls=parallel,
         response_format=_response_format(body.output_format if config.get("format") is None else config["format"]),
         reasoning_effort=_effort(config.get("effort")),

@@ -291,6 +291,8 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
         ({"messages": [*HELLO, {"role": "assistant", "content": " "}]}, 400, "invalid_request_error", "needs text and"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_request_error", "messages[0] has no content"),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "'tool_choice' needs 'tools'"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "'tool_choice' needs 'tools'"),
         ({"tool_choice": {"type": []}}, 400, "invalid_request_error", "allowed: an object of the type auto, any"),
         ({"tools": [SEARCH, {"input_schema": {}}]}, 400, "invalid_request_error", "tools[1].name is None"),
         ({"tools": [{"name": "f", "input_schema": 5}]}, 400, "invalid_request_error", "tools[0].input_schema is 5"),
