@@ -155,7 +155,9 @@ class ResponseAnswer:
             "usage": self._usage_fields(),
             **self._messages(),
         }
-        if status == "incomplete":
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        else:
             # The other reason is that the request's time has passed, for which the API has no word.
             response["incomplete_details"] = {"reason": "max_output_tokens"} if reason == "length" else None
         if (metrics := self._usage.metrics()) is not None:
@@ -184,8 +186,10 @@ class ResponseAnswer:
 
 def _echoed(body: ResponsesRequest, defaults: Mapping[str, Any]) -> Fields:
     """What a response repeats of its request, with the defaults of what was left out: those of the model, else 1."""
+    text = {name: each for name, each in (body.text or {}).items() if each is not None}
     return {
         "background": False,
+        "completed_at": None,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -194,11 +198,13 @@ def _echoed(body: ResponsesRequest, defaults: Mapping[str, Any]) -> Fields:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
         "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
-        "text": body.text or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}} | text,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,

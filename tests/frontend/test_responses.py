@@ -36,6 +36,16 @@ def test_a_response_has_text_and_usage_and_is_not_stored(client: openai.OpenAI, 
     assert pool.asked[0].sampling == {"temperature": 0.5, "max_tokens": 9}
 
 
+def test_a_response_repeats_its_request_with_defaults_and_says_when_it_ended(client: openai.OpenAI) -> None:
+    said: dict[str, Any] = {"prompt_cache_key": "k", "safety_identifier": "s", "user": "u"}
+    begun, *_, last = list(ask(client, text={"verbosity": "low", "format": None}, stream=True, **said))
+    for answer in (begun.response, last.response, ask(client, text={"verbosity": "low"}, **said)):
+        assert answer.text.to_dict() == {"format": {"type": "text"}, "verbosity": "low"}
+        assert {name: getattr(answer, name) for name in said} == said
+    assert begun.response.completed_at is None
+    assert last.response.completed_at >= last.response.created_at
+
+
 @pytest.mark.parametrize(("cached", "told"), [(5, 5), (None, 0)])
 def test_cached_tokens_are_in_the_usage(
     client: openai.OpenAI, pool: ScriptedPool, cached: int | None, told: int
