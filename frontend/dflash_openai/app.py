@@ -29,7 +29,7 @@ from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metric
 from dflash_openai.models import get_model, list_models
 from dflash_openai.openapi import get_openapi
 from dflash_openai.playground import playground_routes
-from dflash_openai.responses import create_response
+from dflash_openai.responses import count_input_tokens, create_response
 from dflash_openai.state import Frontend
 from dflash_openai.tokenize import detokenize, tokenize
 from dflash_openai.triton_pool import TritonPool
@@ -62,6 +62,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/v1/messages", create_message, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),

@@ -17,6 +17,7 @@ from dflash_openai.tokenize import DetokenizeRequest, TokenizeRequest
 BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer messages"),
     "/v1/responses": (ResponsesRequest, "Answer an input, of which nothing is kept"),
+    "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of an input"),
     "/v1/messages": (MessagesRequest, "Answer messages, as Anthropic's API does"),
     "/v1/messages/count_tokens": (CountTokensRequest, "Count the tokens of messages"),
     "/v1/completions": (CompletionRequest, "Complete one or more prompts"),

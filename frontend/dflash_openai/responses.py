@@ -1,4 +1,4 @@
-"""POST /v1/responses: one answer to an input, of which nothing is kept."""
+"""POST /v1/responses and /v1/responses/input_tokens: one answer to an input, of which nothing is kept."""
 
 from __future__ import annotations
 
@@ -35,19 +35,27 @@ from dflash_openai.usage import UsageCounter
 CLIENT_NAMES = {"response_format": "text.format", "messages": "input"}
 
 
+def _read(frontend: Frontend, body: ResponsesRequest) -> tuple[ResponsesRequest, ChatRequest, Draft]:
+    """A body, the chat request that it stands for, and its conversation. Raises `ApiError`."""
+    model, chat = frontend.model(body.model), as_chat(body)
+    use = read_tool_use(chat, model.output_format)
+    messages, options = template_messages(chat.messages), template_options(chat)
+    sampling = sampling_parameters(chat, model.description)
+    return body, chat, Draft(model, messages, options, use, sampling, CLIENT_NAMES)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """The tokens of an input, as a response to it would have."""
+    frontend: Frontend = request.app.state.frontend
+    *_, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
+    asked = await prepare(draft)
+    return PiecesResponse(encoded({"object": "response.input_tokens", "input_tokens": len(asked.prompt)}))
+
+
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     frontend: Frontend = request.app.state.frontend
-
-    def read(body: ResponsesRequest) -> tuple[ResponsesRequest, ChatRequest, Draft]:
-        model = frontend.model(body.model)
-        chat = as_chat(body)
-        use = read_tool_use(chat, model.output_format)
-        messages, options = template_messages(chat.messages), template_options(chat)
-        sampling = sampling_parameters(chat, model.description)
-        return body, chat, Draft(model, messages, options, use, sampling, CLIENT_NAMES)
-
-    body, chat, draft = await read_body(request, ResponsesRequest, read)
+    body, chat, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
     asked, model = await prepare(draft), draft.model
     limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
     answer = ResponseAnswer(body, body.model or model.names[0], asked)

@@ -46,6 +46,15 @@ def test_a_response_repeats_its_request_with_defaults_and_says_when_it_ended(cli
     assert last.response.completed_at >= last.response.created_at
 
 
+def test_the_tokens_of_an_input_are_counted_as_a_response_has_them(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    said: Any = {"input": [{"role": "user", "content": "Hi"}], "instructions": "Be kind.", "tools": [WEATHER]}
+    counted = client.responses.input_tokens.count(model="dflash", **said)
+    assert not pool.asked
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", ask(client, **said).usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+        client.responses.input_tokens.count(model="dflash", input="Hi", previous_response_id="resp_1")
+
+
 @pytest.mark.parametrize(("cached", "told"), [(5, 5), (None, 0)])
 def test_cached_tokens_are_in_the_usage(
     client: openai.OpenAI, pool: ScriptedPool, cached: int | None, told: int
