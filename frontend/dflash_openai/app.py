@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_backend.text.tokenizer import InputError
+from dflash_openai.absent import why_absent
 from dflash_openai.anthropic_errors import AnthropicErrorsMiddleware
 from dflash_openai.anthropic_messages import count_tokens, create_message
 from dflash_openai.bodies import has_messages, in_thread
@@ -140,9 +141,11 @@ def _input_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    meant = _meant(request) if error.status_code == 404 else None
-    hint = "" if meant is None else f"; did you mean {meant}?"
-    message = f"{request.method} {request.url.path}: {error.detail}{hint}"
+    detail = error.detail
+    if error.status_code == 404:
+        meant = _meant(request)
+        detail = why_absent(request.url.path) or (detail if meant is None else f"{detail}; did you mean {meant}?")
+    message = f"{request.method} {request.url.path}: {detail}"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 

@@ -82,6 +82,23 @@ def test_the_front_end_lives_whatever_its_server_does(path: str, http: TestClien
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "text alone, so it has no embeddings"),
+        ("/v1/audio/speech", "no audio"),
+        ("/v1/responses/resp_1/cancel", "keeps no responses; send the whole conversation"),
+        ("/v1/responses/compact", "compacts no conversation"),
+        ("/v1/messages/batches", "send their requests to /v1/messages"),
+        ("/v1/responsesx", "Not Found"),
+    ],
+)
+def test_an_endpoint_of_the_apis_that_is_not_here_says_why(http: TestClient, path: str, words: str) -> None:
+    answer = http.post(path, json={})
+    assert answer.status_code == 404
+    assert words in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/models/", "/version/", "/metrics/"])
 def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str, http: TestClient) -> None:
     assert http.get(path, follow_redirects=False).status_code == 200
