@@ -84,6 +84,7 @@ class MessageAnswer:
         self._reader = MessageReader(asked.parser(), use=asked.use)
         self._blocks = MessageBlocks()
         self._usage = UsageCounter(len(asked.prompt))
+        self._reasoning = asked.reasoning_tokens()
         self._fewer_fit = limit < body.max_tokens
         self._head: Fields = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -97,6 +98,7 @@ class MessageAnswer:
         completion = results[0].completions[0]
         self._usage.num_output_tokens += completion.num_output_tokens
         self._usage.add_stats(completion.spec_stats)
+        self._reasoning.add(completion.token_ids)
         for _ in self._blocks.add(self._reader.events(completion.text, finished=True)):
             pass
         for _ in self._blocks.close():
@@ -118,6 +120,7 @@ class MessageAnswer:
         try:
             async for _, delta in items:
                 self._usage.add(delta)
+                self._reasoning.add(delta.token_ids)
                 reason, stop = delta.finish_reason or reason, delta.stop_reason or stop
                 events = self._reader.events(delta.text, delta.finish_reason is not None)
                 if written := _written(self._blocks.add(events)):
@@ -149,6 +152,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self._reasoning.count if self._reader.has_reasoned else 0},
         }
 
 

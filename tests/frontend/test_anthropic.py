@@ -104,6 +104,7 @@ def test_a_message_has_text_usage_and_a_reason(http: TestClient, pool: ScriptedP
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
     assert prompt_text(pool.asked[0]) == "system:Be kind.user:Hia:"
@@ -115,6 +116,15 @@ def test_cached_tokens_are_counted_by_themselves(http: TestClient, pool: Scripte
     usage = ask(http)["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (len(pool.asked[0].token_ids) - 5, 5)
     assert events_of(http)[-2]["usage"] == usage
+
+
+def test_tokens_of_thinking_are_in_the_usage(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(ANSWER)
+    usage = ask(http)["usage"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": len("<think>\nI see.</think>")}
+    begun, *_, ended, _ = events_of(http)
+    assert begun["message"]["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+    assert ended["usage"] == usage
 
 
 def test_thinking_text_and_calls_are_blocks(http: TestClient, pool: ScriptedPool) -> None:
