@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,25 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[st
             _add(messages, message.get("role"), content, f"messages[{index}].content")
         else:
             raise invalid(f"messages[{index}] has no content: a text or a list of blocks", f"messages[{index}].content")
-    return messages
+    return _combined(messages)
+
+
+def _combined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of which those of the user, or of the assistant, that follow one another are one, as Anthropic's API has
+    it: some chat templates take no two of them."""
+    found: list[dict[str, Any]] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
+        turns = list(group)
+        if len(turns) == 1 or role not in ("user", "assistant"):
+            found += turns
+            continue
+        turn = {"role": role, "content": "\n".join(each["content"] for each in turns if each["content"])}
+        if calls := [call for each in turns for call in each.get("tool_calls", ())]:
+            turn["tool_calls"] = calls
+        if thoughts := "".join(each.get("reasoning", "") for each in turns):
+            turn["reasoning"] = thoughts
+        found.append(turn)
+    return found
 
 
 def _check_role(role: Any, where: str) -> None:

@@ -118,6 +118,19 @@ def test_cached_tokens_are_counted_by_themselves(http: TestClient, pool: Scripte
     assert events_of(http)[-2]["usage"] == usage
 
 
+def test_turns_of_one_side_that_follow_one_another_are_one(http: TestClient, pool: ScriptedPool) -> None:
+    thinking = {"role": "assistant", "content": [{"type": "thinking", "thinking": "I see.", "signature": "x"}]}
+    call = {"type": "tool_use", "id": "x", "name": "get_weather", "input": {"city": "Oslo"}}
+    called = {"role": "assistant", "content": [{"type": "text", "text": "Look."}, call]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "Rain"}]}
+    ask(
+        http, messages=[*HELLO, {"role": "user", "content": "Oslo?"}, thinking, called, result, *HELLO], tools=[WEATHER]
+    )
+    assert prompt_text(pool.asked[0]) == (
+        "get_weather;user:Hi\nOslo?assistant:I see.Look.<tool_call>Oslotool:Rainuser:Hia:"
+    )
+
+
 def test_tokens_of_thinking_are_in_the_usage(http: TestClient, pool: ScriptedPool) -> None:
     pool.script = Script(ANSWER)
     usage = ask(http)["usage"]
