@@ -32,6 +32,15 @@ INSTEAD = {
     "function_call": "send 'tool_choice'",
     "thinking": "send 'enable_thinking'",
 }
+# Fields of the endpoints that say the same: what a client sends to one endpoint, it may have learnt from another.
+ALIKE = (
+    ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "max_length", "num_predict"),
+    ("messages", "input", "prompt"),
+    ("instructions", "system"),
+    ("response_format", "text", "output_config"),
+    ("reasoning_effort", "reasoning", "output_config"),
+    ("stop", "stop_sequences"),
+)
 # Of one request, this many fields that are not here are told of in the log.
 MAX_TOLD = 8
 _UNKNOWN = "Object contains unknown field"
@@ -243,6 +252,9 @@ def _hint(name: str, where: str, fields: Mapping[str, Any]) -> str:
         return ""
     if name in INSTEAD:
         return f"; {INSTEAD[name]}"
+    for names in ALIKE:
+        if name in names and (meant := next((each for each in names if each in fields), None)):
+            return f"; use '{meant}'"
     if close := difflib.get_close_matches(name[:64], fields, n=1):
         return f"; did you mean '{close[0]}'?"
     return f"; use {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""

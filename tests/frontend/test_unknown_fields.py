@@ -63,6 +63,26 @@ def test_the_log_names_the_field_that_was_meant(http: TestClient, caplog: pytest
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/responses", "response_format", "text"),
+        ("/v1/responses", "messages", "input"),
+        ("/v1/chat/completions", "text", "response_format"),
+        ("/v1/chat/completions", "max_output_tokens", "max_completion_tokens"),
+        ("/v1/messages", "instructions", "system"),
+        ("/v1/messages", "reasoning_effort", "output_config"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_told_by_the_name_that_it_has_here(
+    path: str, name: str, meant: str, strict: TestClient
+) -> None:
+    body = BODIES.get(path, {"messages": HELLO, "max_tokens": 5})
+    answer = strict.post(path, json={**body, name: 5})
+    assert (answer.status_code, f"unknown field '{name}'; use '{meant}'" in answer.text) == (400, True)
+
+
 def test_a_request_cannot_fill_the_log(http: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     http.post("/v1/completions", json={"prompt": "a", **{f"x{number}\n{'y' * 100}": 1 for number in range(50)}})
     logged = [message for message in caplog.messages if message.startswith("the field")]
