@@ -150,7 +150,7 @@ def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where
             parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
             if not isinstance(parts, list):
                 raise invalid(f"{at}.content is {quoted(given)}; allowed: a text or a list of blocks", f"{at}.content")
-            text = "\n".join(_text_of(part, f"{at}.content[{place}]") for place, part in enumerate(parts))
+            text = _joined(parts, f"{at}.content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
@@ -178,19 +178,30 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text_of(block: Any, where: str) -> str:
-    """The text of a block: of text, of a search result, or of a document that is text. Raises `ApiError`."""
+    """The text of a block: of text, of a search result, or of a document that is text, with what is said of it. Raises
+    `ApiError`."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "search_result" and isinstance(block.get("content"), list):
-        return "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(block["content"]))
+        return _headed(block, ("title", "source"), _joined(block["content"], f"{where}.content"))
     source = block.get("source") if kind == "document" else None
     if isinstance(source, Mapping):
-        if source.get("type") == "text" and isinstance(source.get("data"), str):
-            return str(source["data"])
-        if source.get("type") == "content" and isinstance(source.get("content"), str):
-            return str(source["content"])
+        data = source.get({"text": "data", "content": "content"}.get(str(source.get("type")), ""))
+        if isinstance(data, list) and source.get("type") == "content":
+            data = _joined(data, f"{where}.source.content")
+        if isinstance(data, str):
+            return _headed(block, ("title", "context"), data)
     raise _no_text(kind, where)
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    return "\n".join(_text_of(part, f"{where}[{place}]") for place, part in enumerate(parts))
+
+
+def _headed(block: Mapping[str, Any], names: Sequence[str], text: str) -> str:
+    """A text below what its block says of it, which Anthropic's models see too."""
+    return "\n".join([*(head for name in names if (head := block.get(name)) and isinstance(head, str)), text])
 
 
 def _no_text(kind: Any, where: str) -> ApiError:

@@ -118,6 +118,36 @@ def test_cached_tokens_are_counted_by_themselves(http: TestClient, pool: Scripte
     assert events_of(http)[-2]["usage"] == usage
 
 
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "content", "content": "a"}}, "a"),
+        (
+            {
+                "type": "document",
+                "title": "T",
+                "context": "C",
+                "source": {
+                    "type": "content",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                },
+            },
+            "T\nC\na\nb",
+        ),
+        ({"type": "document", "title": "T", "context": None, "source": {"type": "text", "data": "a"}}, "T\na"),
+        (
+            {"type": "search_result", "title": "T", "source": "https://a", "content": [{"type": "text", "text": "a"}]},
+            "T\nhttps://a\na",
+        ),
+    ],
+)
+def test_a_document_is_its_text_below_what_is_said_of_it(
+    http: TestClient, pool: ScriptedPool, block: dict[str, Any], text: str
+) -> None:
+    ask(http, messages=[{"role": "user", "content": [block]}])
+    assert prompt_text(pool.asked[0]) == f"user:{text}a:"
+
+
 def test_turns_of_one_side_that_follow_one_another_are_one(http: TestClient, pool: ScriptedPool) -> None:
     thinking = {"role": "assistant", "content": [{"type": "thinking", "thinking": "I see.", "signature": "x"}]}
     call = {"type": "tool_use", "id": "x", "name": "get_weather", "input": {"city": "Oslo"}}
@@ -327,6 +357,10 @@ def test_the_tokens_of_messages_are_counted_as_they_would_be_sent(http: TestClie
             for content, words in (
                 ([{"type": "text", "text": "a"}, {"type": "image"}], "messages[0].content[1] is an image"),
                 ([{"type": "document", "source": {"type": "base64"}}], "is a document that is no text"),
+                (
+                    [{"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}],
+                    "messages[0].content[0].source.content[0] is an image",
+                ),
                 ([{"type": "tool_result", "content": [{"type": "image"}]}], "content[0].content[0] is an image"),
                 ([{"type": "tool_result", "content": 5}], "messages[0].content[0].content is 5; allowed: a text or a"),
                 ([{"type": "odd"}], "is a block of the type 'odd'"),
