@@ -49,7 +49,8 @@ class Generation:
         check_sent(len(prompts), len(msgspec.json.encode(sampling)) if len(prompts) > 1 else 0)
         self._budget = ResponseBudget(model.description.max_response_mb)
         self._record = GenerationRecord(model.names[0], {**sampling, "max_tokens": max(max_tokens)}, num_prompt_tokens)
-        request.state.generation = self._record
+        self._state = request.state
+        self._state.generation = self._record
         headers: dict[str, str] | None = getattr(request.state, "trace_headers", None)
         self._requests = [
             pool.request(
@@ -131,6 +132,8 @@ class Generation:
     def _translated(self, error: ClientError) -> Exception:
         if isinstance(error, Cancelled) and not self._stopped:
             self._record.error = "cancelled"
+            # For the log: some servers take the end of a response also where nobody reads it.
+            self._state.ended_by = "client left"
             return ClientGone()
         if self._stopped:
             error = Unavailable("the server shut down while it worked on this request")

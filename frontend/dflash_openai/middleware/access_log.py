@@ -113,6 +113,5 @@ class _Entry:
     def _ended(self, state: dict[str, object]) -> str:
         if self.failed:
             return "failed"
-        if self._complete:
-            return "complete"
-        return json.dumps(state.get("ended_by", "client left"))
+        by = state.get("ended_by", None if self._complete else "client left")
+        return "complete" if by is None else json.dumps(by)

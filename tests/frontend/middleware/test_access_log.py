@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from types import SimpleNamespace
 
 import pytest
 from starlette.responses import Response
+from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from dflash_openai.middleware import access_log
@@ -17,6 +19,7 @@ from dflash_openai.middleware.api_keys import ApiKey
 from dflash_openai.middleware.authentication import AuthenticationMiddleware
 from dflash_openai.middleware.write_timeout import WriteTimeoutMiddleware
 from tests.frontend.middleware.asgi import call, collecting, echo, http_scope, part, receiving
+from tests.frontend.scripted_pool import Script, ScriptedPool
 
 KEY = "alice-secret-key"
 
@@ -99,6 +102,29 @@ def test_the_bytes_of_a_stream_are_those_of_all_its_parts(lines: list[str]) -> N
 
     call(AccessLogMiddleware(streams))
     assert " bytes=8 " in lines[0]
+
+
+@pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 499)])
+def test_a_client_that_leaves_is_told_of_where_the_server_takes_the_end_of_its_answer(
+    http: TestClient, pool: ScriptedPool, lines: list[str], stream: bool, status: int
+) -> None:
+    pool.script = Script(texts=("a",), endless=True)
+    body = json.dumps({"prompt": "a", "stream": stream, "max_tokens": 9}).encode()
+
+    async def leave() -> None:
+        received = [part(body, more_body=False)]
+
+        async def receive() -> Message:
+            if received:
+                return received.pop()
+            await asyncio.sleep(0.1)
+            return {"type": "http.disconnect"}
+
+        await http.app(http_scope(), receive, collecting([]))
+
+    assert http.portal is not None
+    http.portal.call(leave)
+    assert f'status={status} ended="client left"' in lines[0]
 
 
 def test_the_log_may_be_off(lines: list[str]) -> None:
