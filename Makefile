@@ -30,7 +30,7 @@ GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python)
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 setup: $(STAMP) ## Install everything into .venv
 

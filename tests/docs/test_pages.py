@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
+import os
 import re
 import runpy
+import subprocess
 
 import pytest
 
@@ -37,6 +40,14 @@ OF_THE_SOURCE = (
     "training.md",
 )
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
+
+
+def test_make_help_lists_every_target_that_says_what_it_does() -> None:
+    described = re.findall(r"^([\w-]+):.*## ", page("Makefile"), re.MULTILINE)
+    environ = {**os.environ, "MAKEFLAGS": ""}
+    printed = subprocess.run(["make", "help"], cwd=ROOT, env=environ, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[1] for line in printed.splitlines()] == described
+    assert "smollm2" in described
 
 
 def test_every_thread_is_in_the_table_of_threads() -> None:
