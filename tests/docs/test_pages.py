@@ -81,6 +81,17 @@ def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
         assert name in ("-h", "--help") or name in page("evaluation.md"), name
 
 
+def test_the_help_of_eval_names_every_set_and_what_its_options_take(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    # Lines are broken at hyphens too.
+    printed = re.sub(r"\s+", " ", re.sub(r"-\n +", "-", capsys.readouterr().out))
+    sets = printed.partition("--dataset NAME|FILE ")[2].partition("or a JSONL file")[0]
+    assert sets.strip(" ,").split(", ") == [*EMBEDDED_SETS, *HUB_SETS]
+    (shown,) = re.findall(r"variables of the chat template \(({[^}]*})", printed)
+    assert json.loads(shown) == {"enable_thinking": False}
+
+
 def test_the_training_page_names_every_option() -> None:
     commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     options = [option for action in commands.choices["train"]._actions for option in action.option_strings]

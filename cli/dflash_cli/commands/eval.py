@@ -67,8 +67,8 @@ def add_parser(commands: Any) -> None:
         metavar="NAME|FILE",
         action="append",
         default=[],
-        help="math, code, chat, gsm8k, math500, humaneval, mbpp, mt-bench, or a JSONL file; gsm8k=FILE.jsonl reads the "
-        "published rows from a file; may be repeated",
+        help="math, code, chat, talk, copy, tools, gsm8k, math500, humaneval, mbpp, mt-bench, or a JSONL file; "
+        "gsm8k=FILE.jsonl reads the published rows from a file; may be repeated",
     )
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N rows of each data set")
     parser.add_argument(
@@ -120,7 +120,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         type=json_object,
         default={"enable_thinking": False},
         metavar="JSON",
-        help="variables of the chat template (%(default)s, as the published figures are measured)",
+        help='variables of the chat template ({"enable_thinking": false}, as the published figures are measured)',
     )
 
 
