@@ -54,7 +54,9 @@ def test_the_operators_template_holds_unless_a_request_brings_one(templated: Tem
     assert ask(templated, path) == "[user]Hi[me]"
 
 
-@pytest.mark.parametrize("template", ["{% for", "{{ ''.__class__.__mro__[1] }}", "{{ messages.append(1) }}", "{{ 9 ** 9 ** 9 % 7 }}"])
+@pytest.mark.parametrize(
+    "template", ["{% for", "{{ ''.__class__.__mro__[1] }}", "{{ messages.append(1) }}", "{{ 9 ** 9 ** 9 % 7 }}"]
+)
 def test_a_template_that_fails_is_its_clients_error(templated: Templated, template: str) -> None:
     answer = templated[1].post("/v1/chat/completions", json={"messages": HELLO, "chat_template": template})
     assert answer.status_code == 400
