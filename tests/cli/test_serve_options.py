@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.commands.security_options import LOOPBACK_NAMES
+from dflash_cli.commands.serve import warnings
 from dflash_cli.commands.serve_options import HOST_ENV, SETTING_OPTIONS
 from dflash_cli.launcher.server import LauncherError
 from dflash_cli.launcher.server_options import environment_with
@@ -371,6 +372,27 @@ def test_what_the_front_end_would_end_of_is_refused_before_the_model_loads(
     assert main(["serve", *words]) == 2
     assert message in capsys.readouterr().err
     assert not any(name.startswith(("server.", "keeper.")) for name in parts.found)
+
+
+@pytest.mark.parametrize(
+    "option", ["--api-key-file=keys", "--api-key=a-key-of-18-bytes", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=c"]
+)
+def test_what_protects_the_front_end_is_refused_without_one(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the operator takes Triton's own ports for protected."""
+    parts = Parts(monkeypatch)
+    assert main(["serve", "--port", "0", "--host", "0.0.0.0", option]) == 2
+    assert f"{option.partition('=')[0]} is for the OpenAI API, which --port 0 leaves out" in capsys.readouterr().err
+    assert not any(name.startswith(("server.", "keeper.")) for name in parts.found)
+
+
+def test_keys_of_the_environment_have_a_warning_without_a_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    Parts(monkeypatch)
+    monkeypatch.setenv("DFLASH_API_KEYS", "team-a a-key-of-18-bytes")
+    found = {port: list(warnings(parser().parse_args(["serve", "--port", port]))) for port in ("0", "9000")}
+    assert found["9000"] == []
+    assert "DFLASH_API_KEYS has no effect" in found["0"][0]
 
 
 def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:

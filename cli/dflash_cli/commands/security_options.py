@@ -105,6 +105,12 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def protecting_options(arguments: argparse.Namespace) -> list[str]:
+    """The options that are given and without which more clients get in, or read what others send."""
+    names = ("api_key_file", "api_key", "tls_cert", "tls_key", "tls_client_ca")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+
+
 def security_config(
     arguments: argparse.Namespace, is_loopback: bool, environ: Mapping[str, str] = os.environ
 ) -> SecurityConfig:

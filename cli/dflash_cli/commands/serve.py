@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.commands.arguments import answer_options_of
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines
-from dflash_cli.commands.security_options import KEYS_VARIABLE, as_options, keys_environ, security_config
+from dflash_cli.commands.security_options import (
+    KEYS_VARIABLE,
+    as_options,
+    keys_environ,
+    protecting_options,
+    security_config,
+)
 from dflash_cli.commands.serve_log import ServeLog
 from dflash_cli.commands.serve_options import LOOPBACK, SETTING_OPTIONS, add_serve_parser
 
@@ -145,6 +151,11 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
     from dflash_cli.launcher.server import LauncherError
 
     if arguments.port == 0:
+        if given := protecting_options(arguments):
+            raise LauncherError(
+                f"{given[0]} is for the OpenAI API, which --port 0 leaves out; Triton's own ports check no keys and "
+                "have no HTTPS (docs/operators.md)"
+            )
         return None
     if _grpc_tls(arguments) is not None:
         raise LauncherError(
@@ -223,6 +234,8 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
                 f"WARNING: other machines reach this Triton at {host}, which has known holes that "
                 "let them crash it or run code (CVE-2025-23310, -23311, -23319, -23320, -23334)"
             )
+    if arguments.port == 0 and os.environ.get(KEYS_VARIABLE):
+        yield f"WARNING: --port 0 leaves out the OpenAI API, and Triton checks no keys: {KEYS_VARIABLE} has no effect"
     if arguments.explicit and "model-repository" in arguments.allow_api:
         others = f"whoever reaches {host}, and" if public else "every user of this machine, and"
         yield (
