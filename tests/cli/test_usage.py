@@ -151,13 +151,19 @@ def test_a_server_that_is_not_there_is_one_sentence_and_1(cli, protocol: str, un
     assert f"answers at {unused_address}; is it running" in ended.err
 
 
-def test_serve_refuses_a_taken_port_with_1_and_the_option(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [("serve", *PORT_OPTIONS, "--http-port"), ("serve", *PORT_OPTIONS, "--port"), ("openai", "--port")]
+)
+def test_a_taken_port_is_refused_with_1_and_the_option(
+    command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    option = command[-1]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        assert main(["serve", "--host", "127.0.0.1", *PORT_OPTIONS, "--http-port", port]) == 1
-    error = capfd.readouterr().err
-    assert f"port {port} on 127.0.0.1 is taken" in error
-    assert "--http-port" in error
+        assert main([command[0], "--host", "127.0.0.1", *command[1:], port]) == 1
+    assert f"port {port} on 127.0.0.1 is taken by another program; choose another one with {option}\n" in (
+        capfd.readouterr().err
+    )
 
 
 def test_version_is_that_of_the_package(cli) -> None:

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     leave_torch_out()
 
-    from dflash_cli.launcher.ports import is_loopback, reachable_host, settle_ports
+    from dflash_cli.launcher.ports import AddressError, is_loopback, reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
     from dflash_openai.app import create_app
     from dflash_openai.config import FrontendConfig, TritonTls
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, port=number)
         app = create_app(config)
     except (LauncherError, ValueError) as error:
-        return fail(str(error), status=2)
+        return fail(str(error), status=1 if isinstance(error, AddressError) else 2)
 
     scheme = "http" if security.tls is None else "https"
     lines = Lines()

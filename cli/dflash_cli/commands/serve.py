@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     # Here and not above: these read the engine's settings, which `generate` does not need.
     from dflash_backend.config import ConfigError
+    from dflash_cli.launcher.ports import AddressError
     from dflash_cli.launcher.restarts import Keeper, StopAsked
     from dflash_cli.launcher.server import LauncherError
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines.say(warning)
     except (ConfigError, LauncherError) as error:
         lines.flush()
-        return fail(str(error), status=2)
+        return fail(str(error), status=1 if isinstance(error, AddressError) else 2)
     keeper = Keeper(
         server,
         restart=not arguments.no_restart,

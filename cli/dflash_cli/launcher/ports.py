@@ -17,11 +17,15 @@ from dflash_cli.launcher.triton_install import LauncherError
 LOWEST_PORT, NUM_TRIES = 20_000, 20
 
 
+class AddressError(LauncherError):
+    """An address or a port of this machine cannot be listened on: not a wrong option, it may be free later."""
+
+
 def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
     """Replace each port 0 by a free one and check that the others are free.
 
     `ports` maps the option that sets a port (`--http-port`) to its number. Raises `LauncherError` with the port and
-    the option to change.
+    the option to change: `AddressError` where the port is taken.
     """
     settled: dict[str, int] = {}
     with contextlib.ExitStack() as held:
@@ -93,7 +97,7 @@ def _bind(host: str, port: int, option: str) -> socket.socket:
         probe.bind((host, port))
     except OSError as error:
         probe.close()
-        raise LauncherError(_why(host, port, option, error)) from error
+        raise AddressError(_why(host, port, option, error)) from error
     return probe
 
 
