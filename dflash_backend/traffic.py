@@ -118,7 +118,10 @@ class TrafficWriter:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise TrafficError(f"{folder} cannot be written: {error.strerror or error}") from None
+            raise TrafficError(
+                f"{folder} cannot be written: {error.strerror or error}; name a folder that the server may write to, "
+                "or leave it empty"
+            ) from None
         self._thread = threading.Thread(target=self._run, name="dflash-traffic", daemon=True)
         self._thread.start()
 

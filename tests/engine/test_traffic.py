@@ -143,7 +143,10 @@ def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: Path) 
     inside = tmp_path / "file" / "in it"
     for folder, why in (
         (tmp_path / "file", "is a file; name a folder"),
-        (inside, "cannot be written: Not a directory"),
+        (
+            inside,
+            "cannot be written: Not a directory; name a folder that the server may write to, or leave it empty",
+        ),
     ):
         with pytest.raises(TrafficError) as error:
             make(folder=folder)
