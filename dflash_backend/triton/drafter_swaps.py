@@ -70,13 +70,9 @@ def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
             "UNAVAILABLE", "drafters are not swapped here: the setting admin_key_file names no file with a key"
         )
     try:
-        key = Path(admin_key_file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(
-            "UNAVAILABLE", f"the file of the setting admin_key_file cannot be read: {first_line(error)}"
-        ) from None
-    if not key:
-        raise Refused("UNAVAILABLE", "the file of the setting admin_key_file is empty")
+        key = _admin_key(admin_key_file)
+    except ValueError as error:
+        raise Refused("UNAVAILABLE", str(error)) from None
     if not hmac.compare_digest(key.encode(), wanted.admin_key.encode()):
         raise Refused("INVALID_ARGUMENT", "admin_key is not the one in the server's admin_key_file")
     if not wanted.draft_model:
@@ -88,6 +84,17 @@ def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
     if not 0 <= wanted.max_loss <= 1:
         raise Refused("INVALID_ARGUMENT", f"max_loss is {wanted.max_loss}; allowed: a number from 0 to 1")
     return wanted
+
+
+def _admin_key(file: str) -> str:
+    """The key in the file of the setting. Raises ValueError with a sentence."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the file of the setting admin_key_file cannot be read: {first_line(error)}") from None
+    if not key:
+        raise ValueError("the file of the setting admin_key_file is empty")
+    return key
 
 
 class DrafterSwaps:
@@ -106,6 +113,12 @@ class DrafterSwaps:
         self._waiting: dict[str, _Waiting] = {}
         # Of drafters that are still compared: what each engine had before.
         self._before: dict[tuple[str, int], tuple[str | None, str]] = {}
+        if config.admin_key_file:
+            try:
+                _admin_key(config.admin_key_file)
+            except ValueError as error:
+                # Read anew for each request, so that a file that comes later is enough.
+                log.warning(f"{error}; requests for another drafter are refused until it has a key")
 
     def begin(self, text: str, responder: Responder) -> None:
         """Ask all engines for it; Triton's thread calls it. Raises `Refused`."""

@@ -171,6 +171,16 @@ def test_a_service_that_ends_answers_who_waits(serve: Callable[..., TritonServic
     assert sender.answered
 
 
+def test_a_key_file_that_cannot_be_used_is_said_at_the_load_and_may_come_later(
+    serve: Callable[..., TritonService], triton: FakeTriton, tmp_path: Path
+) -> None:
+    file = tmp_path / "key"
+    service = serve(admin_key_file=str(file))
+    assert any("admin_key_file cannot be read" in line and str(file) in line for line in triton.lines)
+    file.write_text(KEY, encoding="utf-8")
+    assert only(ask(service, "slow")).error is None
+
+
 def asked(**changes: object) -> str:
     return json.dumps({"draft_model": "d", "admin_key": KEY} | changes)
 
