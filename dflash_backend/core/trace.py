@@ -17,7 +17,9 @@ and not when they began, so they are drawn one after the other; what is left of 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
+
+_log = logging.getLogger(__name__)
 
 STEPS, PHASES, MESSAGES, HOST = 1, 2, 3, 4
 BUFFER_BYTES = 4 << 20
@@ -50,7 +54,7 @@ class TraceTimes:
 
 
 class StepTrace:
-    """Writes events to `trace-<pid>-<n>.json` in `directory`. For one thread."""
+    """Writes events to `trace-<pid>-<n>.json` in `directory`, until the disk takes none. For one thread."""
 
     def __init__(self, directory: Path, max_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` is the engine's. Raises OSError when the folder cannot be made or written to."""
@@ -63,7 +67,8 @@ class StepTrace:
         self._num_steps = 0
         self._executed = 0.0  # when the last step was
         self._paths: list[Path] = []
-        self._file = self._begin_file()
+        # None once nothing more is written.
+        self._file: TextIO | None = self._begin_file()
 
     def request_arrived(self, request_id: str, num_prompt_tokens: int, at: float) -> None:
         """A request was queued."""
@@ -81,6 +86,8 @@ class StepTrace:
         self, plan: SchedulerOutput, result: ModelRunnerOutput, phase_seconds: Mapping[str, float], times: TraceTimes
     ) -> None:
         """A step was run and applied, and has drafted."""
+        if self._file is None:
+            return
         rows = {
             row.request_id: {
                 "computed": row.num_computed,
@@ -117,11 +124,7 @@ class StepTrace:
         self._slice(PHASES, "other", at, times.finished)
         self._slice(HOST, "wait", times.waited, times.executed)
         self._slice(HOST, "apply", times.executed, times.applied)
-        self._file.flush()
-        self._num_steps += 1
-        if self._num_steps == self._max_steps:
-            self.close()
-            self._file = self._begin_file()
+        self._end_step()
 
     def messages(self, name: str, started: float, count: int) -> None:
         """`count` messages were handled, from `started` until now."""
@@ -129,8 +132,35 @@ class StepTrace:
 
     def close(self) -> None:
         """End the array and close the file. Nothing is written afterwards."""
-        self._file.write("\n]\n")
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.write("\n]\n")
+                file.close()
+            except OSError as error:
+                self._give_up(file, error)
+
+    def _end_step(self) -> None:
+        """Flush what a step wrote, and begin another file where this one has its steps."""
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+            self._num_steps += 1
+            if self._num_steps == self._max_steps:
+                self.close()
+                self._file = self._begin_file()
+        except OSError as error:
+            self._give_up(self._file, error)
+
+    def _give_up(self, file: TextIO | None, error: OSError) -> None:
+        """A trace is no reason for a request to fail: go on without."""
+        self._file = None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it writes what it holds, once more
+                file.close()
+        why = error.strerror or error
+        _log.warning("trace_dir: %s cannot be written: %s; the engine goes on without a trace", self._directory, why)
 
     def _begin_file(self) -> TextIO:
         self._paths.append(self._directory / f"trace-{os.getpid()}-{self._number}.json")
@@ -170,7 +200,12 @@ class StepTrace:
         self._write({**event, "dur": duration, "args": args or {}})
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(_SEPARATOR + _encoded(event))
+        if self._file is None:
+            return
+        try:
+            self._file.write(_SEPARATOR + _encoded(event))
+        except OSError as error:
+            self._give_up(self._file, error)
 
 
 def _encoded(event: dict[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +57,29 @@ def files(directory: Path) -> list[Path]:
 
 def named(found: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
     return [event for event in found if event["name"].startswith(prefix)]
+
+
+def full_disk(*given: object, **named: object) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("next_file", [False, True])
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    next_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, trace = traced_core(tmp_path, max_steps=2 if next_file else 1000)
+    run(core, "before", max_tokens=1)
+    if next_file:
+        monkeypatch.setattr(Path, "open", full_disk)
+    else:
+        trace._file = SimpleNamespace(write=len, flush=full_disk, close=full_disk)  # type: ignore[assignment]
+    run(core, "while it is full")
+    run(core, "afterwards")
+    trace.messages("send", 0.0, 1)
+    trace.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"trace_dir: {tmp_path} cannot be written: No space left on device; the engine goes on without a trace"
+    ]
 
 
 def test_a_step_shows_its_rows_and_what_was_accepted(tmp_path: Path) -> None:
