@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from dflash_backend.engine.build import BuiltEngine
 
 _log = logging.getLogger(__name__)
+# `serve` shows warnings and errors of our own modules (dflash_cli/launcher/server_log.py).
+LOG_FORMAT = "dflash: engine: %(levelname)s: %(name)s: %(message)s"
 
 STDIN = 0
 # How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
@@ -290,7 +292,7 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
             try:
                 config = EngineConfig.from_values(setup.settings)
                 # What libraries have to say goes to standard error, which is the server's.
-                logging.basicConfig(level=config.log_level.upper(), format="dflash: engine: %(name)s: %(message)s")
+                logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
                 built = build(config, lambda message, fraction: channel.send(LoadProgress(message, fraction)))
             except load_errors as error:
                 channel.send(EngineFailed(str(error), setup_error=True))

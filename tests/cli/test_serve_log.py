@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from dflash_backend.engine.process import LOG_FORMAT
 from dflash_cli.commands.log_lines import WAITING_LINES, Lines
 from dflash_cli.commands.serve_log import ServeLog
 from dflash_cli.launcher.server_log import parse_line
@@ -90,6 +92,26 @@ def test_activity_is_shown_and_other_information_is_not() -> None:
         'I1121 09:04:07.2 41 model.py:7] "dflash: settings: a=b"',
     )
     assert lines == ["dflash-triton: activity: prompt 1.0 tokens/s"]
+
+
+def test_warnings_and_errors_of_the_engines_process_are_shown_and_other_libraries_are_not() -> None:
+    def line(name: str, level: int, message: str) -> str:
+        return logging.Formatter(LOG_FORMAT).format(logging.LogRecord(name, level, "", 0, message, None, None))
+
+    log, shown = log_of()
+    log.ready()
+    for raw in (
+        line("dflash_backend.worker.kv_disk", logging.WARNING, "kv_disk_path: /kv cannot be written: no space"),
+        line("dflash_backend.worker.runner", logging.ERROR, "step 7 failed"),
+        line("dflash_backend.worker.runner", logging.INFO, "dull"),
+        line("transformers.utils", logging.WARNING, "deprecated"),
+        "dflash: engine: no level",
+    ):
+        log(parse_line(raw))
+    assert shown == [
+        "dflash-triton: engine: kv_disk_path: /kv cannot be written: no space",
+        "dflash-triton: engine: step 7 failed",
+    ]
 
 
 def test_an_engine_that_ends_with_its_server_has_not_died() -> None:

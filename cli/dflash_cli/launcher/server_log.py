@@ -1,7 +1,7 @@
 """The log of a `tritonserver`: kept, passed on, and searched for what an operator wants to know.
 
 Triton writes `I1121 09:04:07.287605 4186 model_lifecycle.cc:839] "text"`, escapes quotes and newlines in the text, and
-writes a model's own standard error as it is.
+writes a model's own standard error as it is, and with it what the engine's process logs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import IO, Literal
 KEPT_LINES = 2000
 
 _TRITON_LINE = re.compile(r"^([IWEFV])\d{4} [\d:.]+ \d+ \S+\] ?\"?(.*?)\"?$")
+_ENGINE_LINE = re.compile(r"^dflash: engine: (WARNING|ERROR|CRITICAL): (?:dflash_\w+\.)[\w.]*: (.*)$")
 _ESCAPED = re.compile(r"\\(.)")
 _MEANT = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 _PROGRESS = re.compile(r"dflash: (loading\b.*)")
@@ -35,7 +36,8 @@ _FATAL = re.compile(r"error while loading shared libraries|^error: |failed to st
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line. `level` is Triton's letter (I, W, E, F, V), or empty for a model's own output."""
+    """One line. `level` is Triton's letter (I, W, E, F, V), also of a warning or an error of the engine's, or empty for
+    a model's other output."""
 
     level: Literal["I", "W", "E", "F", "V", ""]
     text: str
@@ -53,7 +55,10 @@ def parse_line(raw: str) -> LogLine:
     raw = raw.rstrip("\r\n")
     match = _TRITON_LINE.match(raw)
     if match is None:
-        return LogLine("", raw, raw)
+        own = _ENGINE_LINE.match(raw)
+        if own is None:
+            return LogLine("", raw, raw)
+        return LogLine("W" if own.group(1) == "WARNING" else "E", f"dflash: engine: {own.group(2)}", raw)
     level: Literal["I", "W", "E", "F", "V", ""] = match.group(1)  # type: ignore[assignment]
     return LogLine(level, _ESCAPED.sub(lambda found: _MEANT.get(found[1], found[0]), match.group(2)), raw)
 
