@@ -424,6 +424,12 @@ def test_a_container_listens_on_every_address_and_is_published_on_this_machine_a
         assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
 
 
+def test_the_pages_container_publishes_every_port_of_the_image_on_this_machine_alone() -> None:
+    (exposed,) = re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)
+    command = PAGE.partition("docker run --rm --init")[2].partition("```")[0]
+    assert sorted(re.findall(r"-p (\S+)", command)) == [f"127.0.0.1:{port}:{port}" for port in sorted(exposed.split())]
+
+
 def test_compose_serves_on_a_gpu_and_without_one_under_one_name() -> None:
     services = read("compose.yaml")["services"]
     assert services["dflash"]["profiles"] == ["gpu"]
