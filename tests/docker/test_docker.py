@@ -440,10 +440,17 @@ def test_compose_serves_on_a_gpu_and_without_one_under_one_name() -> None:
 
 
 def test_compose_gives_requests_less_time_than_docker_gives_the_server() -> None:
-    service = read("compose.yaml")["services"]["dflash"]
-    (exit_timeout,) = [int(re.sub(r"\D", "", word)) for word in service["command"] if "EXIT_TIMEOUT" in word]
-    (grace,) = re.findall(r"STOP_GRACE_PERIOD:-(\d+)s", service["stop_grace_period"])
-    assert exit_timeout + EXIT_MARGIN_S < int(grace)
+    servers = {
+        (file, name): service
+        for file in ("compose.yaml", "compose.disaggregation.yaml")
+        for name, service in read(file)["services"].items()
+        if service["image"] == "dflash-triton"
+    }
+    assert len(servers) == 4
+    for service in servers.values():
+        (exit_timeout,) = [int(re.sub(r"\D", "", word)) for word in service["command"] if "EXIT_TIMEOUT" in word]
+        (grace,) = re.findall(r"STOP_GRACE_PERIOD:-(\d+)s", service["stop_grace_period"])
+        assert exit_timeout + EXIT_MARGIN_S < int(grace)
 
 
 def test_compose_gives_its_services_no_privilege_and_no_file_to_change() -> None:
