@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_backend.config import EngineConfig, environment_settings
+from dflash_backend.config import ConfigError, EngineConfig, environment_settings
 from dflash_cli.commands.serve import triton_host
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
@@ -210,6 +210,33 @@ def test_the_charts_text_has_probes_of_the_front_end_or_without_it_of_triton() -
     assert re.findall(r"^( +)readOnlyRootFilesystem: true$", text, re.MULTILINE) == [" " * 12]
     assert VALUES["resources"]["limits"] == {"memory": "32Gi"}
     assert VALUES["networkPolicy"]["enabled"] is True
+
+
+def test_a_setting_is_written_as_it_was_given() -> None:
+    """Not as helm prints numbers, of which 2000000 in a file of values is 2e+06, which no setting of integers takes."""
+    assert re.findall(r"DFLASH_{{ \$name \| upper }}\n +value: (.*)", template("deployment.yaml")) == [
+        '{{ include "dflash.text" $value | quote }}'
+    ]
+    helper = template("_helpers.tpl").partition('define "dflash.text" -}}\n')[2].splitlines()[0]
+    assert helper == '{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}'
+    with pytest.raises(ConfigError, match="allowed: an integer"):
+        EngineConfig.from_values({"max_queue_tokens": "2e+06"})
+
+
+@needs_helm
+def test_settings_of_a_file_are_written_as_they_were_given(tmp_path: Path) -> None:
+    given = {"max_queue_tokens": 3000000, "kv_cache_gb": 0.5, "enable_prefix_caching": False, "tenant_weights": "a=4"}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({"settings": given}), encoding="utf-8")
+    command = [str(HELM), "template", "release", str(CHART), "-f", str(tmp_path / "my.yaml")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (deployment,) = [one for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"]
+    found = variables({"Deployment": deployment})
+    assert {name: found[f"DFLASH_{name.upper()}"] for name in given} == {
+        "max_queue_tokens": "3000000",
+        "kv_cache_gb": "0.5",
+        "enable_prefix_caching": "false",
+        "tenant_weights": "a=4",
+    }
 
 
 def conditions_of(text: str) -> dict[str, list[str]]:

@@ -17,6 +17,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ if .Values.openai.tlsSecretName }}HTTPS{{ else }}HTTP{{ end }}
 {{- end }}
 
+{{- /* A setting as text: helm reads numbers of a values file as floating point, and prints a million as 1e+06. */}}
+{{- define "dflash.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
 {{- /* Whether requests are taken: 503, or from Triton 400, while no engine takes any. */}}
 {{- define "dflash.ready" -}}
 {{- if .Values.openai.enabled -}}
