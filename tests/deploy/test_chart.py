@@ -223,6 +223,16 @@ def test_a_setting_is_written_as_it_was_given() -> None:
         EngineConfig.from_values({"max_queue_tokens": "2e+06"})
 
 
+def test_the_monitor_reads_the_job_that_the_alerts_name() -> None:
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8"))
+    named = set(re.findall(r'up{job="([^"]*)"', json.dumps(rules).replace('\\"', '"')))
+    (job,) = re.findall(r"relabelings:\n +- {targetLabel: job, replacement: ([\w-]+)}", template("podmonitor.yaml"))
+    assert job in named
+    assert template("podmonitor.yaml").count("- port: ") == 1
+    # What a PrometheusRule has as its spec.
+    assert rules.keys() == {"groups"}
+
+
 @needs_helm
 def test_settings_of_a_file_are_written_as_they_were_given(tmp_path: Path) -> None:
     given = {"max_queue_tokens": 3000000, "kv_cache_gb": 0.5, "enable_prefix_caching": False, "tenant_weights": "a=4"}
