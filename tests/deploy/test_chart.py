@@ -176,6 +176,19 @@ def test_a_pod_of_kserve_has_more_time_to_end_than_its_requests() -> None:
     assert int(argument.partition("=")[2]) + GRACE_S == DEFAULT_GRACE_S
 
 
+def test_the_service_of_kserve_that_the_page_shows_is_one_of_this_runtime() -> None:
+    page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    service = yaml.safe_load(page.partition("\n```yaml\n")[2].partition("```")[0])
+    assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
+    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+    predictor = service["spec"]["predictor"]
+    model = predictor["model"]
+    assert model["modelFormat"]["name"] in [one["name"] for one in runtime["spec"]["supportedModelFormats"]]
+    given = parser().parse_args([*runtime["spec"]["containers"][0]["args"], *model["args"]])
+    assert given.exit_timeout + GRACE_S == predictor["terminationGracePeriodSeconds"]
+    EngineConfig.from_values(environment_settings({one["name"]: one["value"] for one in model["env"]}))
+
+
 def test_the_charts_text_gives_a_pod_more_time_than_its_requests() -> None:
     """What helm would render, for machines without it; so in the next one."""
     text = template("deployment.yaml")
