@@ -25,6 +25,7 @@ from dflash_backend.text.sampling_params import FORMATS, PARAMETERS, TAKEN_BEFOR
 from dflash_backend.triton.metric_specs import METRICS
 from dflash_cli.main import main, parser
 from dflash_client.sampling import Sampling
+from dflash_openai.metrics import FrontendMetrics, merged
 from tests.docs.conftest import DOCS, ROOT, first_column, page
 
 CLIENTS, OPERATORS = page("clients.md"), page("operators.md")
@@ -135,6 +136,19 @@ def test_the_table_of_metrics_and_their_labels_is_that_of_the_server() -> None:
     for metric in METRICS:
         (kind,) = re.findall(rf"^\| `{metric.name}` \| ([^|]*) \|", OPERATORS, re.MULTILINE)
         assert kind == metric.kind + (f", by `{metric.label}`" if metric.label else "")
+
+
+def test_the_table_of_the_front_ends_metrics_is_what_it_shows() -> None:
+    metrics = FrontendMetrics(["/v1/completions"])
+    metrics.finished("/v1/completions", 200, 0.1)
+    metrics.first_event("/v1/completions", 0.1)
+    shown = [*metrics.lines(), *merged({"triton:8002": ""})]
+    kinds = dict(line.split()[2:] for line in shown if line.startswith("# TYPE "))
+    rows = dict(re.findall(r"^\| `(dflash_openai:\w+)` \| (\w+)[^|]* \|", page("openai.md"), re.MULTILINE))
+    assert rows == kinds
+    for name, words in re.findall(r"^\| `(dflash_openai:\w+)` \| \w+([^|]*) \|", page("openai.md"), re.MULTILINE):
+        sample = next(line for line in shown if line.startswith((f"{name} ", f"{name}{{", f"{name}_count")))
+        assert re.findall(r'(\w+)="', sample) == re.findall(r"`(\w+)`", words), name
 
 
 @pytest.mark.parametrize("words", [name for name in first_column(OPERATORS, "Log") if " " in name])
