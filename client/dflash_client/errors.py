@@ -90,12 +90,13 @@ _BY_STATUS: dict[str, type[ClientError]] = {
 }
 # The settings that a refusal names when the queue is full.
 _QUEUE_LIMITS = ("max_queue_size is", "max_queue_tokens is")
-# How Triton 2.51 words the errors of its own that are not the fault of what was sent. The first that fits counts.
+# How Triton 2.51 words the errors of its own that are not the fault of what was sent, and what it does not say of them.
+# The first that fits counts.
 _TRITONS_WORDS = (
-    ("no available versions", "UNAVAILABLE"),
-    ("unknown model", "NOT_FOUND"),
+    ("no available versions", "UNAVAILABLE", "; it is loading or unloading, or the server stops: try again later"),
+    ("unknown model", "NOT_FOUND", ""),
     # The model's process has died or hangs; `dflash-triton serve` replaces it.
-    ("is not healthy", "UNAVAILABLE"),
+    ("is not healthy", "UNAVAILABLE", ""),
 )
 
 
@@ -115,7 +116,9 @@ def error_in_text(message: str, otherwise: str = "INVALID_ARGUMENT") -> ClientEr
     status, colon, rest = message.partition(": ")
     if colon and status in _BY_STATUS:
         return error_for(status, rest)
-    return error_for(next((kind for words, kind in _TRITONS_WORDS if words in message), otherwise), message)
+    found = (known[1:] for known in _TRITONS_WORDS if known[0] in message)
+    kind, unsaid = next(found, (otherwise, ""))
+    return error_for(kind, message + unsaid)
 
 
 def not_ready(model: str, address: str) -> Unavailable:
