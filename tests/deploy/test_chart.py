@@ -194,7 +194,8 @@ def test_the_charts_text_gives_a_pod_more_time_than_its_requests() -> None:
     text = template("deployment.yaml")
     assert re.findall(r"terminationGracePeriodSeconds: (.*)", text) == [f"{{{{ add $v.exitTimeout {GRACE_S} }}}}"]
     assert re.findall(r"--exit-timeout=(.*)", text) == ["{{ $v.exitTimeout }}"]
-    assert EXIT_MARGIN_S < GRACE_S
+    (before_s,) = re.findall(r'preStop:\n +exec:\n +command: \[sleep, "(\d+)"\]', text)
+    assert int(before_s) + EXIT_MARGIN_S < GRACE_S
 
 
 def test_the_charts_text_has_probes_of_the_front_end_or_without_it_of_triton() -> None:
