@@ -97,7 +97,11 @@ def build() -> Path | None:
     """Build the library into the first folder that can be written to; None where no compiler makes one that works."""
     compiler = find_compiler()
     if compiler is None:
-        _log.info("no C++ compiler is here: torch computes on the CPU")
+        _log.info(
+            "no C++ compiler is here, so torch computes on the CPU, more slowly; install one, such as g++, and run: "
+            "%s -m dflash_kernels.cpu_library",
+            sys.executable,
+        )
         return None
     for folder in folders():
         with contextlib.suppress(OSError):

@@ -266,7 +266,10 @@ def test_an_odd_logit_is_chosen_as_by_torch(odd: float) -> None:
     assert cpu_ops.argmax(logits).tolist() == argmax_reference(logits).tolist()
 
 
-def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(cpu_library, "folders", lambda: [tmp_path])
     monkeypatch.setattr(cpu_library.shutil, "which", lambda name: None)
     for wanted in ("build", "1"):
@@ -275,6 +278,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(cpu_library, "load", lambda: None)
     assert cpu_library.build_for_next_start.__wrapped__() is None
     assert list(tmp_path.iterdir()) == []
+    assert f"such as g++, and run: {sys.executable} -m dflash_kernels.cpu_library" in caplog.text
 
 
 def test_a_start_without_the_library_builds_it_for_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
