@@ -135,7 +135,7 @@ def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
     if wanted is not None and wanted > decoder.max_len:
         raise ConfigError(
             f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
-            f"{decoder.max_len} positions"
+            f"{decoder.max_len} positions: lower it, or leave it out"
         )
     return wanted or (decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len)
 

@@ -65,7 +65,7 @@ class Loading:
                 if timeout_s and now - self._changed_at > timeout_s:
                     raise LauncherError(
                         f"the server was not ready after {now - start:.0f} s, and its loading has said nothing new for "
-                        f"{timeout_s:g} s; the end of its log:\n" + log.tail(15)
+                        f"{timeout_s:g} s (--load-timeout); the end of its log:\n" + log.tail(15)
                     )
                 if now >= next_beat:
                     next_beat += HEARTBEAT_S
