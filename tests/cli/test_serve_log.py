@@ -118,9 +118,9 @@ def test_an_engine_that_ends_with_its_server_has_not_died() -> None:
     log, lines = log_of()
     log.ready()
     log.stopping = True
-    log(
-        parse_line('W1121 09:04:07.2 41 a.py:7] "dflash: the engine process died (exit status 0); it is started again"')
-    )
+    said = "dflash: the engine process died (exit status 0); the engine is started again in 1 s"
+    for level in "WE":
+        log(parse_line(f'{level}1121 09:04:07.2 41 a.py:7] "{said}"'))
     assert lines == []
     log(parse_line('W1121 09:04:07.2 41 a.cc:7] "a model is not unloaded"'))
     log(parse_line('E1121 09:04:07.2 41 a.py:7] "dflash: an error"'))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # Said by Triton on every machine without a GPU, and on every stream that ends in an error.
 NOISE = ("pinned_memory_manager", "CudaDriverHelper", "DCGM", "NVML", "HandleCancellation called")
 OURS = "dflash: "
+# The end of what is said of an engine that died, as an error.
+STARTED_AGAIN = "; the engine is started again "
 ACTIVITY = "dflash: activity: "
 
 # What a checkpoint says, and how far its weights are read.
@@ -38,7 +40,7 @@ class ServeLog:
             self._warnings.append(_first_line(line).removeprefix(OURS))
         if self._verbose:
             self._lines.put(line.raw)
-        elif self.stopping and line.level == "W" and line.text.startswith(OURS):
+        elif self.stopping and line.text.startswith(OURS) and (line.level == "W" or STARTED_AGAIN in line.text):
             return
         elif line.text.startswith(ACTIVITY) or (
             line.level in (("W",) if self.loading else ("W", "E", "F")) and not any(word in line.raw for word in NOISE)
