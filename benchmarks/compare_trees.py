@@ -193,7 +193,7 @@ def run_rounds(trees: list[Tree], prompts: list[list[int]], args: argparse.Names
 
 
 def read_prompts(target: str, num_tokens: int) -> list[list[int]]:
-    """96 prompts as a target's token ids: held-out questions, or passages of so many tokens."""
+    """96 prompts as a target's token ids: held-out questions, or passages of this many tokens."""
     from dflash_backend.config import EngineConfig
     from dflash_backend.drafters.resolve import resolve_target_dir
     from dflash_backend.text.tokenizer import Tokenizer
