@@ -188,6 +188,7 @@ VALUES_OF: dict[str, dict[str, Strategy]] = {
         "response_format": (_FORMAT | _JSON_SCHEMA).map(json.dumps),
     },
 }
+VALUES_OF["/v1/responses/input_tokens"] = VALUES_OF["/v1/responses"]
 for _path in ("/v1/messages", "/v1/messages/count_tokens"):
     VALUES_OF[_path] = {
         "messages": st.lists(
@@ -426,6 +427,7 @@ FULL["/tokenize"] = tuple(
     {name: body[name] for name in ("messages", "tools", "tool_choice")} for body in FULL["/v1/chat/completions"]
 )
 FULL["/detokenize"] = ({"tokens": [5, 6]},)
+FULL["/v1/responses/input_tokens"] = FULL["/v1/responses"]
 FULL["/invocations"] = FULL["/v1/chat/completions"] + FULL["/v1/completions"]
 
 

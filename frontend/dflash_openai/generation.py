@@ -132,7 +132,7 @@ class Generation:
     def _translated(self, error: ClientError) -> Exception:
         if isinstance(error, Cancelled) and not self._stopped:
             self._record.error = "cancelled"
-            # For the log: some servers take the end of a response also where nobody reads it.
+            # For the log: some servers take the end of a response also where its client is gone.
             self._state.ended_by = "client left"
             return ClientGone()
         if self._stopped:
