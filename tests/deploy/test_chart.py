@@ -178,7 +178,7 @@ def test_a_pod_of_kserve_has_more_time_to_end_than_its_requests() -> None:
 
 def test_the_service_of_kserve_that_the_page_shows_is_one_of_this_runtime() -> None:
     page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
-    service = yaml.safe_load(page.partition("\n```yaml\n")[2].partition("```")[0])
+    service = yaml.safe_load(re.findall(r"\n```console\n(apiVersion: .*?)```", page, re.DOTALL)[0])
     assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
     predictor = service["spec"]["predictor"]
