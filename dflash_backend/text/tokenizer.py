@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ def parse_template(text: str) -> jinja2.nodes.Template:
     return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
 
 
-@lru_cache(maxsize=32)
 def has_any_power(text: str) -> bool:
     """Whether a chat template computes a power of what is no number in its text, or a large one. False where it cannot
     be read: then its own error follows."""

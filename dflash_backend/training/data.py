@@ -231,17 +231,17 @@ class _Source:
     def _seed(self) -> int:
         return self._options.seed * 1_000_003 + self._round * ROUND
 
-    def asked(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    def requests(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """What is to be continued for the round after this one, and the parameters of each."""
         if self._writer is None:
             return [], []
         self._round += 1
-        return self._writer.asked(ROUND, self._seed)
+        return self._writer.requests(ROUND, self._seed)
 
-    def read(self, outputs: Sequence[RequestOutput]) -> None:
-        """What came of `asked`."""
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        """What came of `requests`."""
         if self._writer is not None:
-            self._written = self._writer.read(outputs, self._seed)
+            self._written = self._writer.prompts_of(outputs, self._seed)
 
     def next(self) -> list[Prompt]:
         """The next round."""
@@ -281,8 +281,8 @@ def _answer(
 
     if prompts:
         is_last = store.num_tokens + len(prompts) * options.max_answer // 2 >= options.num_tokens
-        begun, their_params = ([], []) if is_last else source.asked()
+        begun, their_params = ([], []) if is_last else source.requests()
         given = [*map(list, prompts), *begun]
         outputs = llm.generate(given, params + their_params, on_finished=keep)
         if begun:
-            source.read(outputs[len(prompts) :])
+            source.take(outputs[len(prompts) :])

@@ -167,9 +167,9 @@ class QuestionWriter:
 
     def write(self, count: int, seed: int) -> list[Prompt]:
         """The prompts that are left of `count` that the target writes, drawn by seeds from `seed` on."""
-        return self.read(self._llm.generate(*self.asked(count, seed)), seed)
+        return self.prompts_of(self._llm.generate(*self.requests(count, seed)), seed)
 
-    def asked(self, count: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    def requests(self, count: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """What `LLM.generate` is to continue so that the target writes `count` prompts, and the parameters of each."""
         params = [
             self._params | {"seed": seed + index, "temperature": TEMPERATURES[index % len(TEMPERATURES)]}
@@ -177,8 +177,8 @@ class QuestionWriter:
         ]
         return [self._start] * count, params
 
-    def read(self, outputs: Sequence[RequestOutput], seed: int) -> list[Prompt]:
-        """The prompts in what came of `asked` with this seed."""
+    def prompts_of(self, outputs: Sequence[RequestOutput], seed: int) -> list[Prompt]:
+        """The prompts in what came of `requests` with this seed."""
         found = []
         for index, output in enumerate(outputs):
             if self.has_template and output.finish_reason != "stop":
