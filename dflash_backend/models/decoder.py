@@ -140,10 +140,14 @@ class DecoderTarget(LayeredTarget):
     def _run_at_once(
         self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput | None:
-        if self.stack is None or (rows := self.stack.rows(context, embeddings.dtype, capture)) is None:
+        inner = capture[:-1] if capture and capture[-1] == len(self.layers) else capture
+        if self.stack is None or (rows := self.stack.rows(context, embeddings.dtype, inner)) is None:
             return None
         rotation = self.ops.rotation(self.rotary, context.positions)
-        hidden, _, features = self.stack.forward(rows, embeddings, caches, rotation, capture=capture)
+        norm = None if inner == capture else self.final_norm
+        hidden, normed, features = self.stack.forward(rows, embeddings, caches, rotation, norm, inner)
+        if inner != capture:
+            features = normed if features is None else torch.cat((features, normed), dim=-1)
         return TargetOutput(hidden, features)
 
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:

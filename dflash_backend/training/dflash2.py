@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import SoftLabels, draft_loss
+from dflash_backend.training.loss import TargetStates, draft_loss
 from dflash_backend.training.network import DrafterConfig, DraftModel, Tables, layers_of
 
 TAPS = 2
@@ -80,13 +80,13 @@ class DFlash2DraftModel(DraftModel):
         tokens: Tensor,
         anchors: Tensor,
         labels: Tensor,
-        soft: SoftLabels | None = None,
+        target: TargetStates | None = None,
     ) -> Tensor:
         """The drafter's own loss, and that of the selector: cross-entropy of each draft's right token among its
         candidates, behind the right token before it. Where the right token is no candidate it takes the last one's
         place."""
         hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
-        found = draft_loss(labels[..., 1:], (hidden, tables.head), soft=soft, count=self.config.selector_top_k)
+        found = draft_loss(labels[..., 1:], (hidden, tables.head), target=target, count=self.config.selector_top_k)
         return found.losses + selector_loss(self.candidate_selector, tables.head, hidden, labels, found.likeliest)
 
     def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import SoftLabels, draft_loss, head_logits
+from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
 from dflash_backend.training.network import DrafterConfig, DraftModel, Tables
 
 TABLE_STD = 0.02
@@ -50,14 +50,14 @@ class DSparkDraftModel(DraftModel):
         tokens: Tensor,
         anchors: Tensor,
         labels: Tensor,
-        soft: SoftLabels | None = None,
+        target: TargetStates | None = None,
     ) -> Tensor:
         """Cross-entropy of each draft behind the right token before it, and that of the confidence head, which changes
         no other parameter."""
         hidden = self.outputs(tables, features, anchors, labels[..., 0], self.config.num_drafts - 1)
         before, right = self.markov_head.markov_w1(labels[..., :-1]), tables.labels(labels[..., 1:])
         bias = self.markov_head.markov_w2.weight.to(tables.head.dtype)
-        found = draft_loss(right, (hidden, tables.head), (before, bias), soft=soft)
+        found = draft_loss(right, (hidden, tables.head), (before, bias), target=target, count=1)
         read = torch.cat((hidden, before.to(hidden.dtype)), dim=-1).detach()
         sure = self.confidence_head.proj(read)[..., 0].to(found.losses.dtype)
         is_right = (found.likeliest[..., 0] == right).to(sure.dtype)

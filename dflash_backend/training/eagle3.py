@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import SoftLabels, draft_loss, head_logits
+from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
 from dflash_backend.training.network import (
     Attention,
     DrafterConfig,
@@ -68,12 +68,12 @@ class Eagle3DraftModel(DraftModel):
         tokens: Tensor,
         anchors: Tensor,
         labels: Tensor,
-        soft: SoftLabels | None = None,
+        target: TargetStates | None = None,
     ) -> Tensor:
         passes = Passes(self, tables, features, F.pad(tokens[:, 1:], (0, 1)), anchors)
         outputs = torch.stack([passes.run(labels[..., i]) for i in range(self.config.num_drafts)], dim=2)
         right = tables.labels(labels[..., 1 : self.config.num_drafts + 1])
-        return draft_loss(right, (outputs, tables.head), soft=soft).losses
+        return draft_loss(right, (outputs, tables.head), target=target).losses
 
     def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
         anchor = torch.tensor([[features.shape[1]]])

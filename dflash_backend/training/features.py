@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,21 +12,9 @@ from dflash_backend.attention import AttentionBackend, AttentionBatch
 from dflash_backend.engine.llm import LLM
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
-from dflash_backend.training.loss import MAX_LOGITS, SoftLabels
 from dflash_backend.training.network import Tables
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.kv_cache import PagedKVCache
-
-
-@dataclass(frozen=True)
-class SoftOptions:
-    """How soft labels are made: `share` of a label is the distribution of the target at `temperature`, over the
-    `draft_tokens` (int64 `[draft vocab]`, ascending; None: all), of which the `count` likeliest count."""
-
-    share: float
-    temperature: float = 1.0
-    draft_tokens: Tensor | None = None
-    count: int = 16
 
 
 class Teacher:
@@ -41,17 +28,11 @@ class Teacher:
         self._block_size = step.kv.block_size
         self._kv: PagedKVCache | None = None
 
+    @torch.no_grad()
     def features(self, rows: Sequence[Sequence[int]], capture: tuple[int, ...]) -> Tensor:
         """The outputs of the layers `capture` at every token of `rows`, which are causal and know nothing of one
-        another: `[rows, longest row, layers * hidden]` in the target's dtype, 0 behind a row's end."""
-        return self.features_and_labels(rows, capture, None)[0]
-
-    @torch.no_grad()
-    def features_and_labels(
-        self, rows: Sequence[Sequence[int]], capture: tuple[int, ...], soft: SoftOptions | None
-    ) -> tuple[Tensor, SoftLabels | None]:
-        """`features`, and with `soft` what the target says at each token of the one that follows it: `[rows, longest
-        row, count]`, token ids in int32; shares of 0 behind a row's end."""
+        another: `[rows, longest row, layers * hidden]` in the target's dtype, 0 behind a row's end. The number of
+        layers means the final hidden state, after the norm."""
         lens = np.array([len(row) for row in rows], dtype=np.int64)
         width = -(-int(lens.max()) // self._block_size)
         tables = np.arange(len(rows) * width, dtype=np.int64).reshape(len(rows), width)
@@ -71,28 +52,9 @@ class Teacher:
         found = self.target.forward(tokens, context, kv.target, capture)
         assert found.features is not None
 
-        def padded(values: Tensor) -> Tensor:
-            shape = len(rows), int(lens.max()), values.shape[-1]
-            out = torch.zeros(shape, dtype=values.dtype, device=self.device)
-            out[torch.from_numpy(row), torch.from_numpy(position)] = values
-            return out
-
-        if soft is None:
-            return padded(found.features), None
-        labels = self._soft_labels(found.hidden, soft)
-        return padded(found.features), SoftLabels(padded(labels.token_ids), padded(labels.shares))
-
-    def _soft_labels(self, hidden: Tensor, soft: SoftOptions) -> SoftLabels:
-        """hidden: `[n, hidden]`, final-normed. No more than `MAX_LOGITS` logits exist at a time."""
-        tokens = None if soft.draft_tokens is None else soft.draft_tokens.to(self.device)
-        ids, shares = [], []
-        for part in hidden.split(max(1, MAX_LOGITS // self.target.spec.vocab_size)):
-            logits = self.target.logits(part).float() / soft.temperature
-            logits = logits if tokens is None else logits.index_select(1, tokens)
-            found, likeliest = logits.topk(min(soft.count, logits.shape[-1]), dim=-1)
-            ids.append(likeliest.int())
-            shares.append(soft.share * torch.softmax(found, dim=-1))
-        return SoftLabels(torch.cat(ids), torch.cat(shares))
+        out = torch.zeros(len(rows), int(lens.max()), found.features.shape[-1], dtype=self.dtype, device=self.device)
+        out[torch.from_numpy(row), torch.from_numpy(position)] = found.features
+        return out
 
     def _pages(self, num_blocks: int) -> PagedKVCache:
         if self._kv is None or self._kv.target[0].data.shape[0] < num_blocks:
@@ -116,9 +78,12 @@ class Teacher:
         `[n]`, ascending, the tokens that a drafter can propose; None for all."""
         vocab = self.target.spec.vocab_size
         embedding = self.target.embed(torch.arange(vocab, device=self.device), scaled).to(dtype, copy=True)
+        gemma4 = self.target.spec.decoder.gemma4
+        softcap = None if gemma4 is None else gemma4.softcap
         if draft_tokens is None:
-            return Tables(embedding, self.target.lm_head.weight.to(dtype, copy=True))
+            return Tables(embedding, self.target.lm_head.weight.to(dtype, copy=True), softcap=softcap)
         draft_ids = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         draft_tokens = draft_tokens.to(self.device)
         draft_ids[draft_tokens] = torch.arange(len(draft_tokens), device=self.device)
-        return Tables(embedding, self.target.lm_head.rows(draft_tokens).weight.to(dtype, copy=True), draft_ids)
+        head = self.target.lm_head.rows(draft_tokens).weight.to(dtype, copy=True)
+        return Tables(embedding, head, draft_ids, softcap=softcap)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from dflash_backend.engine.llm import HeldInterrupt
 from dflash_backend.training.data import Sample
 from dflash_backend.training.errors import TrainingError, cannot_write
-from dflash_backend.training.features import SoftOptions, Teacher
-from dflash_backend.training.loss import SoftLabels, decay_of, draw_blocks, weighted_mean
+from dflash_backend.training.features import Teacher
+from dflash_backend.training.loss import Distillation, TargetStates, decay_of, draw_blocks, weighted_mean
 from dflash_backend.training.network import DraftModel, Tables
 from dflash_backend.training.optim import Optimizer
 
@@ -42,8 +42,8 @@ TIMED_STEPS = 4
 class LoopOptions:
     """How a drafter is trained. steps: of the whole run. batch_tokens: of the rows of a batch, padding included.
     accumulate: batches of a step. decay: how slowly the weights of drafts fall; None: by the block. feature_bytes:
-    features and soft labels that are kept in memory, so that they are computed once. bf16: arithmetic in bfloat16 over
-    float32 weights. soft: labels are in part the target's distribution; None: the tokens that it chose alone."""
+    features that are kept in memory, so that they are computed once. bf16: arithmetic in bfloat16 over float32 weights.
+    distillation: what is learnt from the target's final hidden states; None: nothing."""
 
     steps: int
     learning_rate: float
@@ -53,7 +53,7 @@ class LoopOptions:
     bf16: bool = False
     feature_bytes: int = 1 << 30
     decay: float | None = None
-    soft: SoftOptions | None = None
+    distillation: Distillation | None = None
 
 
 @dataclass
@@ -75,27 +75,33 @@ class Progress:
 
 
 class BlockLoss(nn.Module):
-    """A drafter's mean loss over blocks, as one module: what DDP wraps. tables are no parameters."""
+    """A drafter's mean loss over blocks, as one module: what DDP wraps. tables are no parameters. With `distillation`
+    the last `hidden_size` numbers of features are the target's final hidden states."""
 
-    def __init__(self, draft: DraftModel, tables: Tables) -> None:
+    def __init__(self, draft: DraftModel, tables: Tables, distillation: Distillation | None = None) -> None:
         super().__init__()
         self.draft = draft
-        self._tables = tables
+        self._tables, self._distillation = tables, distillation
 
     def forward(
         self,
         features: Tensor,
-        soft: SoftLabels | None,
         tokens: Tensor,
         anchors: Tensor,
         labels: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        if soft is not None:
+        target, tables = None, self._tables
+        if self._distillation is not None:
+            size = self.draft.config.shape.hidden_size
+            features, states = features[..., :-size], features[..., -size:]
             # The token of draft i is the one that the target chose behind the token before it.
-            behind = torch.arange(self.draft.config.num_drafts, device=anchors.device)
-            soft = soft.at(anchors[..., None] + behind)
-        return weighted_mean(self.draft.losses(self._tables, features, tokens, anchors, labels, soft), weights)
+            behind = anchors[..., None] + torch.arange(self.draft.config.num_drafts, device=anchors.device)
+            row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+            states = states[row, behind.clamp(max=states.shape[1] - 1)]
+            head = tables.head if tables.target_head is None else tables.target_head
+            target = TargetStates(states, head, self._distillation, tables.softcap)
+        return weighted_mean(self.draft.losses(tables, features, tokens, anchors, labels, target), weights)
 
 
 def make_batches(samples: Sequence[Sample], batch_tokens: int, seed: int) -> list[list[int]]:
@@ -126,15 +132,17 @@ class Trainer:
     ) -> None:
         self.draft, self.options, self.progress = draft.to(teacher.device), options, Progress()
         self._teacher, self.samples, self._capture = teacher, samples, capture
+        if options.distillation is not None:
+            self._capture = (*capture, teacher.target.spec.decoder.num_layers)
         self._can_draft = can_draft
         self._device = teacher.device
         self.optimizer = Optimizer(self.draft, options.learning_rate)
-        loss = BlockLoss(self.draft, tables)
+        loss = BlockLoss(self.draft, tables, options.distillation)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # EAGLE-3 and DFlash2 use every parameter in each pass, as all kinds do.
         self._loss: nn.Module = nn.parallel.DistributedDataParallel(loss) if self.world > 1 else loss
         self._batches = make_batches(samples, options.batch_tokens, options.seed)
-        self._kept: dict[int, tuple[Tensor, SoftLabels | None]] = {}
+        self._kept: dict[int, Tensor] = {}
         self._kept_bytes = 0
         self._orders: dict[int, list[int]] = {}
 
@@ -169,7 +177,7 @@ class Trainer:
         epoch, place = divmod(index, len(self._batches))
         number = self._order(epoch)[place]
         rows = [self.samples[sample] for sample in self._batches[number]]
-        features, soft = self._features(number, rows)
+        features = self._features(number, rows)
         tokens = torch.zeros(features.shape[:2], dtype=torch.int64)
         is_answer = torch.zeros(features.shape[:2], dtype=torch.bool)
         for row, sample in enumerate(rows):
@@ -185,21 +193,18 @@ class Trainer:
         batch = draw_blocks(tokens, is_answer, anchors, block, generator, decay, self._can_draft)
         inputs = (each.to(self._device) for each in (batch.tokens, batch.anchors, batch.labels, batch.weights))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.options.bf16):
-            loss: Tensor = self._loss(features, soft, *inputs)
+            loss: Tensor = self._loss(features, *inputs)
         return loss, int((batch.weights > 0).sum())
 
-    def _features(self, number: int, rows: Sequence[Sample]) -> tuple[Tensor, SoftLabels | None]:
+    def _features(self, number: int, rows: Sequence[Sample]) -> Tensor:
         """A batch is always computed whole, so that its features are the same bits whether they are kept or not."""
         found = self._kept.get(number)
         if found is None:
             dtype = torch.bfloat16 if self.options.bf16 else torch.float32
-            ids = [row.token_ids for row in rows]
-            features, soft = self._teacher.features_and_labels(ids, self._capture, self.options.soft)
-            found = features.to(dtype), soft
-            size = found[0].nbytes + (0 if soft is None else soft.token_ids.nbytes + soft.shares.nbytes)
-            if self._kept_bytes + size <= self.options.feature_bytes:
+            found = self._teacher.features([row.token_ids for row in rows], self._capture).to(dtype)
+            if self._kept_bytes + found.nbytes <= self.options.feature_bytes:
                 self._kept[number] = found
-                self._kept_bytes += size
+                self._kept_bytes += found.nbytes
         return found
 
     def _order(self, epoch: int) -> list[int]:

@@ -1,20 +1,20 @@
-"""What a drafter's blocks cost: blocks cut from rows, and cross-entropy by an LM head in pieces of the vocabulary.
+"""What a drafter's blocks cost: blocks cut from rows, and cross-entropy by an LM head, some rows at a time.
 
-A label is the token that the target chose, or in part the distribution that it chose from (`SoftLabels`).
+A drafter learns the tokens that the target chose, and from the hidden states that it chose them by (`Distillation`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_LOGITS = 1 << 24
-"""Float32 logits that exist at a time: 64 MiB."""
-FEWEST_COLUMNS = 256
+MAX_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Float32 logits that exist at a time: 4 MiB, about what a core's own cache holds, or 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,45 @@ def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SoftLabels:
-    """The part of labels that is a distribution.
+class Distillation:
+    """What a drafter learns from the target's final hidden states, beside the tokens that the target chose.
 
-    token_ids: int64 `[..., m]`, tokens of the draft vocabulary, by their draft ids. shares: float32 `[..., m]`; what
-    their sum leaves to 1 is the share of the token that the target chose.
+    soft_labels: the share of a draft's loss, 0 to 1, that is by the target's distribution over what can be drafted, at
+    `temperature`, in place of the token. hidden: how much the squared distance of the drafter's final hidden state from
+    the target's weighs, as a share of the target's square.
     """
 
-    token_ids: Tensor
-    shares: Tensor
+    soft_labels: float = 0.0
+    temperature: float = 1.0
+    hidden: float = 0.0
 
-    def at(self, positions: Tensor) -> SoftLabels:
-        """Of labels `[rows, length, m]` those at `positions`, int64 `[rows, ...]`: `[rows, ..., m]`. What lies past the
-        last one gets the last one's."""
-        row = torch.arange(len(positions), device=positions.device).view(-1, *[1] * (positions.dim() - 1))
-        index = row, positions.clamp(max=self.token_ids.shape[1] - 1)
-        return SoftLabels(self.token_ids[index].long(), self.shares[index])
+
+@dataclass(frozen=True)
+class TargetStates:
+    """Where the target chose the tokens of drafts: its final hidden states, after the norm, `[..., hidden]`, and the
+    rows of its LM head that can be drafted, `[draft vocab, hidden]`. softcap: of its logits; None for none."""
+
+    hidden: Tensor
+    head: Tensor
+    distillation: Distillation
+    softcap: float | None = None
+
+    def of(self, drafts: slice) -> TargetStates:
+        """Of states `[n, hidden]` those of some drafts."""
+        return replace(self, hidden=self.hidden[drafts])
+
+    def probabilities(self) -> Tensor:
+        """`[..., draft vocab]`, float32 or wider."""
+        logits = head_logits(self.hidden, self.head)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return torch.softmax(logits / self.distillation.temperature, dim=-1)
+
+    def distance(self, hidden: Tensor) -> Tensor:
+        """The squared distance of a drafter's hidden states from these: `[..., hidden]` -> `[...]`."""
+        own = hidden if hidden.dtype == torch.float64 else hidden.float()
+        aim = self.hidden.to(own.dtype)
+        return (own - aim).square().sum(dim=-1) / aim.square().sum(dim=-1).clamp(min=1e-9)
 
 
 @dataclass(frozen=True)
@@ -113,94 +136,81 @@ class HeadLoss:
 def draft_loss(
     right: Tensor,
     *products: tuple[Tensor, Tensor],
-    soft: SoftLabels | None = None,
-    count: int = 1,
-    columns: int | None = None,
+    target: TargetStates | None = None,
+    count: int = 0,
+    rows: int | None = None,
 ) -> HeadLoss:
-    """The cost of right tokens, int64 `[...]`, by logits that are a sum of products; with `soft` in part that of its
-    tokens.
+    """The cost of right tokens, int64 `[...]`, by logits that are a sum of products, and of what is to be learnt from
+    `target`.
 
     Each product is of inputs `[..., size]` and a table `[vocab, size]`; gradients reach inputs and those tables that
-    want some. No more than `MAX_LOGITS` logits exist at a time: the vocabulary is walked in pieces of `columns`, forth
-    for the sum of exponentials and again for the gradients. count: how many of the likeliest tokens to name.
+    want some. The first one's inputs are the drafter's hidden states. The logits of no more than `rows` tokens exist at
+    a time, by default of as many as `MAX_LOGITS` allows: they are made once for the losses and again for the gradients.
+    count: how many of the likeliest tokens to name.
     """
     flat = [(inputs.flatten(0, -2).to(table.dtype), table) for inputs, table in products]
-    vocab = products[0][1].shape[0]
-    columns = columns or max(FEWEST_COLUMNS, MAX_LOGITS // max(1, right.numel()))
+    vocab, device = products[0][1].shape[0], right.device
     tensors = [tensor for product in flat for tensor in product]
-    labels, shares = right[..., None], torch.ones_like(right[..., None], dtype=torch.float32)
-    if soft is not None:
-        labels = torch.cat((labels, soft.token_ids), dim=-1)
-        shares = torch.cat((1 - soft.shares.sum(dim=-1, keepdim=True), soft.shares), dim=-1)
-    losses, likeliest = _Pieces.apply(
-        labels.flatten(0, -2), shares.flatten(0, -2), min(columns, vocab), min(count, vocab), *tensors
-    )
-    return HeadLoss(losses.view(right.shape), likeliest.view(*right.shape, -1))
+    rows = rows or max(1, MAX_LOGITS[device.type] // vocab)
+    has_soft = target is not None and target.distillation.soft_labels > 0
+    states = replace(target, hidden=target.hidden.flatten(0, -2)) if target is not None and has_soft else None
+    losses, likeliest = _Rows.apply(right.flatten(), states, rows, min(count, vocab), *tensors)
+    losses = losses.view(right.shape)
+    if target is not None and target.distillation.hidden > 0:
+        losses = losses + target.distillation.hidden * target.distance(products[0][0])
+    return HeadLoss(losses, likeliest.view(*right.shape, -1))
 
 
-class _Pieces(torch.autograd.Function):
-    """Cross-entropy over pieces of the vocabulary, of labels `[n, m]` with shares `[n, m]` that add up to 1."""
+class _Rows(torch.autograd.Function):
+    """Cross-entropy of right tokens `[n]`, and of the target's distribution where there are states, some at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, labels: Tensor, shares: Tensor, columns: int, count: int, *tensors: Tensor
+        ctx: Any, right: Tensor, states: TargetStates | None, rows: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        vocab, total, own = tensors[1].shape[0], None, None
-        values, likeliest = None, None
-        for first in range(0, vocab, columns):
-            logits = _logits(tensors, first, columns)
-            part = torch.logsumexp(logits, dim=-1)
-            total = part if total is None else torch.logaddexp(total, part)
-            place, inside = _columns_of(labels, first, logits.shape[-1])
-            found = (logits.gather(-1, place) * shares * inside).sum(dim=-1)
-            own = found if own is None else own + found
+        losses, likeliest = [], right.new_empty((len(right), count))
+        for first in range(0, len(right), rows):
+            part = slice(first, first + rows)
+            logits = _logits(tensors, part)
+            own = logits.gather(-1, right[part, None])[:, 0]
+            if states is not None:
+                share = states.distillation.soft_labels
+                own = (1 - share) * own + share * (states.of(part).probabilities() * logits).sum(dim=-1)
             if count:
-                likely, where = logits.topk(min(count, logits.shape[-1]), dim=-1)
-                where = where + first
-                if values is not None and likeliest is not None:
-                    likely, where = torch.cat((values, likely), -1), torch.cat((likeliest, where), -1)
-                values, order = likely.topk(min(count, likely.shape[-1]), dim=-1)
-                likeliest = where.gather(-1, order)
-        assert total is not None
-        assert own is not None
-        ctx.columns = columns
-        ctx.save_for_backward(labels, shares, total, *tensors)
-        chosen = likeliest if likeliest is not None else labels.new_empty((len(labels), 0))
-        ctx.mark_non_differentiable(chosen)
-        return total - own, chosen
+                likeliest[part] = logits.topk(count, dim=-1).indices
+            losses.append(torch.logsumexp(logits, dim=-1) - own)
+        ctx.rows, ctx.states = rows, states
+        ctx.save_for_backward(right, *tensors)
+        ctx.mark_non_differentiable(likeliest)
+        return torch.cat(losses), likeliest
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        labels, shares, total, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
-        found: list[Tensor | None] = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
-        vocab, columns, scale = tensors[1].shape[0], ctx.columns, gradients[0][:, None]
-        for first in range(0, vocab, columns):
-            change = (_logits(tensors, first, columns) - total[:, None]).exp()
-            place, inside = _columns_of(labels, first, change.shape[-1])
-            change.scatter_add_(-1, place, -(shares * inside).to(change.dtype))
-            change = (change * scale).to(tensors[0].dtype)
+        right, *tensors = ctx.saved_tensors
+        wanted, rows, states = ctx.needs_input_grad[4:], ctx.rows, ctx.states
+        found = [torch.zeros_like(tensor) if want else None for tensor, want in zip(tensors, wanted, strict=True)]
+        for first in range(0, len(right), rows):
+            part = slice(first, first + rows)
+            logits = _logits(tensors, part)
+            change, of_right = torch.softmax(logits, dim=-1, out=logits), 1.0
+            if states is not None:
+                change.sub_(states.of(part).probabilities(), alpha=states.distillation.soft_labels)
+                of_right = 1 - states.distillation.soft_labels
+            change.scatter_add_(-1, right[part, None], change.new_full((len(change), 1), -of_right))
+            change = change.mul_(gradients[0][part, None]).to(tensors[0].dtype)
             for index in range(0, len(tensors), 2):
-                inputs, table = tensors[index], tensors[index + 1]
                 if (of_inputs := found[index]) is not None:
-                    of_inputs += change @ table[first : first + columns]
+                    of_inputs[part] = change @ tensors[index + 1]
                 if (of_table := found[index + 1]) is not None:
-                    of_table[first : first + columns] = change.T @ inputs
+                    of_table += change.T @ tensors[index][part]
         return None, None, None, None, *found
 
 
-def _columns_of(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Where labels are among the columns from `first` on, and whether they are there: int64 and bool `[n, m]`."""
-    place = labels - first
-    return place.clamp(0, columns - 1), (place >= 0) & (place < columns)
-
-
-def _logits(tensors: Any, first: int, columns: int) -> Tensor:
-    """The logits of a piece of the vocabulary: `[n, columns]`, float32 or wider."""
-    total = None
+def _logits(tensors: Sequence[Tensor], part: slice) -> Tensor:
+    """The logits of some rows: `[rows, vocab]`, float32 or wider."""
+    total: Tensor | None = None
     for inputs, table in zip(tensors[::2], tensors[1::2], strict=True):
-        part = inputs @ table[first : first + columns].T
-        part = part if part.dtype == torch.float64 else part.float()
-        total = part if total is None else total + part
+        own = head_logits(inputs[part], table)
+        total = own if total is None else total.add_(own)
     assert total is not None
     return total

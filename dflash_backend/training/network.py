@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dflash_backend.attention import AttentionPattern
 from dflash_backend.checkpoints.spec import RopeSpec
 from dflash_backend.models.rope import inverse_frequencies
-from dflash_backend.training.loss import SoftLabels, draft_loss, head_logits
+from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
 
 DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
 SEES_ALL = AttentionPattern(causal=False)
@@ -87,12 +87,15 @@ class Tables:
 
     embedding: `[vocab, hidden]`, as a drafter reads a token. head: `[draft vocab, hidden]`, the LM head's rows of the
     tokens that it can propose. draft_ids: int64 `[vocab]`, the draft id of each token, 0 where it has none; None where
-    they are the same.
+    they are the same. target_head: the target's own rows of these tokens, where the drafter has another head. softcap:
+    of the target's logits.
     """
 
     embedding: Tensor
     head: Tensor
     draft_ids: Tensor | None = None
+    target_head: Tensor | None = None
+    softcap: float | None = None
 
     @classmethod
     def tied(cls, embedding: Tensor) -> Tables:
@@ -303,16 +306,16 @@ class DraftModel(nn.Module):
         tokens: Tensor,
         anchors: Tensor,
         labels: Tensor,
-        soft: SoftLabels | None = None,
+        target: TargetStates | None = None,
     ) -> Tensor:
         """What each draft of training blocks costs: float32 `[batch, blocks, drafts]`.
 
         features: as `forward` has them. tokens: int64 `[batch, length]`, those of the rows. anchors: int64
-        `[batch, blocks]`. labels: int64 `[batch, blocks, block]`, the true tokens from the anchor on. soft: of each
-        draft, `[batch, blocks, drafts, m]`.
+        `[batch, blocks]`. labels: int64 `[batch, blocks, block]`, the true tokens from the anchor on. target: where it
+        chose each draft's token, `[batch, blocks, drafts, hidden]`.
         """
         hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
-        return draft_loss(tables.labels(labels[..., 1:]), (hidden, tables.head), soft=soft).losses
+        return draft_loss(tables.labels(labels[..., 1:]), (hidden, tables.head), target=target).losses
 
     def outputs(
         self, tables: Tables, features: Tensor, anchors: Tensor, first: Tensor, masks: int | None = None

@@ -34,9 +34,10 @@ from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.training.acceptance import measure_acceptance
 from dflash_backend.training.data import DataOptions, Store, collect
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.features import SoftOptions, Teacher
+from dflash_backend.training.features import Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, ZLAB, Naming, make_drafter
 from dflash_backend.training.loop import LoopOptions, Schedule, Trainer, run_steps, save_atomically
+from dflash_backend.training.loss import Distillation
 from dflash_backend.training.network import DFLASH, DrafterConfig, DraftModel, Tables
 from dflash_backend.training.publish import Publication, plot, vocabulary_tensors, write_json
 from dflash_backend.training.sizes import check_fits, free_bytes, memory_of
@@ -84,6 +85,7 @@ class TrainOptions:
     learning_rate: float | None = None
     decay: float | None = None
     soft_labels: float = 0.0
+    hidden_loss: float = 0.0
     batch_tokens: int | None = None
     accumulate: int = 1
     draft_vocab: int | None = None
@@ -188,8 +190,10 @@ class Run:
         config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
         loop = self._loop_options(teacher.device)
         draft_tokens = None if tables.draft_ids is None else draft_tokens_of(publication.tensors["d2t"])
-        if options.soft_labels:
-            loop = replace(loop, soft=SoftOptions(options.soft_labels, options.data.temperature or 1.0, draft_tokens))
+        if options.hidden_loss and tables.target_head is not None:
+            raise TrainingError(
+                "--hidden-loss is for drafters with the target's LM head; the one of --from has its own"
+            )
         memory, free = memory_of(config, draft, tables, loop), free_bytes(teacher.device)
         num_weights = sum(parameter.numel() for parameter in draft.parameters())
         self._say(
@@ -288,7 +292,9 @@ class Run:
         if "embed_tokens.weight" in shipped:
             tables = replace(tables, embedding=shipped["embed_tokens.weight"].to(teacher.device, dtype))
         if "lm_head.weight" in shipped:
-            tables = replace(tables, head=shipped["lm_head.weight"].to(teacher.device, dtype))
+            own = shipped["lm_head.weight"].to(teacher.device, dtype)
+            if not torch.equal(own, tables.head):
+                tables = replace(tables, head=own, target_head=tables.head)
         return tables
 
     def _capture(self, config: DrafterConfig) -> tuple[int, ...]:
@@ -305,7 +311,13 @@ class Run:
         rate = options.learning_rate or (NEW_RATE if options.begin_from is None else FROM_RATE)
         tokens = options.batch_tokens or (2048 if device.type == "cpu" else 16384)
         seed, bf16 = options.data.seed, self._bf16(device)
-        return LoopOptions(1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay)
+        distillation = None
+        if options.soft_labels or options.hidden_loss:
+            temperature = options.data.temperature or 1.0
+            distillation = Distillation(options.soft_labels, temperature, options.hidden_loss)
+        return LoopOptions(
+            1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay, distillation=distillation
+        )
 
     def _set_steps(self, trainer: Trainer, loop: LoopOptions) -> LoopOptions:
         """How many steps there are: as asked, as before, or as many as fit the time that is left."""
@@ -401,6 +413,7 @@ class Run:
             "--learning-rate": options.learning_rate,
             "--decay": options.decay,
             "--soft-labels": options.soft_labels,
+            "--hidden-loss": options.hidden_loss,
             "--batch-tokens": options.batch_tokens,
             "--accumulate": options.accumulate,
             "--draft-vocab": options.draft_vocab,

@@ -54,7 +54,9 @@ def memory_of(config: DrafterConfig, draft: nn.Module, tables: Tables, options: 
     scores = 3 * shape.num_attention_heads * (options.batch_tokens // 2 + config.num_drafts)
     batch = queries * layers * (kept + scores) * size
     batch += options.batch_tokens * (len(config.target_layer_ids) + 4 * layers) * shape.hidden_size * size
-    return Memory(num_weights * BYTES_PER_WEIGHT, sum(held.values()), batch + 3 * 4 * MAX_LOGITS)
+    return Memory(
+        num_weights * BYTES_PER_WEIGHT, sum(held.values()), batch + 3 * 4 * MAX_LOGITS[tables.head.device.type]
+    )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: 
         "train", "some/target", "--out", "out", "--data", str(file), "--tokens", "99", "--temperature", "0.5",
         "--kind", "dspark", "--format", "speculators", "--layers", "2", "--layer-ids", "5,1", "--block-size", "12",
         "--intermediate-size", "70", "--mask-token", "3", "--draft-vocab", "50", "--share-head", "--minutes", "2.5",
-        "--accumulate", "3", "--decay", "1.5", "--soft-labels", "0.5", "--float32",
+        "--accumulate", "3", "--decay", "1.5", "--soft-labels", "0.5", "--hidden-loss", "2", "--float32",
         "--set", "max_num_seqs=4", "--chat-template-kwargs", '{"enable_thinking": false}', "--seed", "8",
     )  # fmt: skip
     assert (ended.status, ended.err) == (0, "")
@@ -49,7 +49,7 @@ def test_options_become_what_is_asked_of_a_run(cli, asked: list[Any], tmp_path: 
     assert asked == [
         TrainOptions(
             "some/target", Path("out"), data, kind="dspark", form="speculators", minutes=2.5, accumulate=3,
-            draft_vocab=50, share_head=True, decay=1.5, soft_labels=0.5, bf16=False, drafter=sizes,
+            draft_vocab=50, share_head=True, decay=1.5, soft_labels=0.5, hidden_loss=2.0, bf16=False, drafter=sizes,
             settings={"max_num_seqs": "4"},
         )
     ]  # fmt: skip

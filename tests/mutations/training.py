@@ -29,11 +29,16 @@ TRAINING_MUTANTS = (
             "return DraftBatch(tokens, anchor_positions, labels, inside * falling)",
             "return DraftBatch(tokens, anchor_positions, labels, inside)",
         ),
-        ("gradients of pieces are not summed", "of_inputs += change", "of_inputs[:] = change"),
+        ("gradients of a table are those of the last rows", "of_table += change.T", "of_table[:] = change.T"),
         (
             "a soft label has the whole weight beside its token",
-            "torch.cat((1 - soft.shares.sum(dim=-1, keepdim=True), soft.shares), dim=-1)",
-            "torch.cat((shares, soft.shares), dim=-1)",
+            "of_right = 1 - states.distillation.soft_labels",
+            "of_right = 1",
+        ),
+        (
+            "soft labels are of temperature 1",
+            "torch.softmax(logits / self.distillation.temperature, dim=-1)",
+            "torch.softmax(logits, dim=-1)",
         ),
     ),
     *mutants_of(
@@ -56,16 +61,15 @@ TRAINING_MUTANTS = (
         f"{TRAINING}/loop.py",
         ("tests/training/test_start.py",),
         (
-            "a draft's soft label is of the token behind it",
-            "soft = soft.at(anchors[..., None] + behind)",
-            "soft = soft.at(anchors[..., None] + behind + 1)",
+            "a draft's state is that of its own token",
+            "behind = anchors[..., None] + torch.arange(",
+            "behind = 1 + anchors[..., None] + torch.arange(",
         ),
     ),
     *mutants_of(
         f"{TRAINING}/features.py",
         ("tests/training/test_start.py",),
         ("rows share their blocks", "reshape(len(rows), width)\n", "reshape(len(rows), width) * 0\n"),
-        ("soft labels are of temperature 1", ".float() / soft.temperature", ".float()"),
     ),
     *mutants_of(
         f"{TRAINING}/data.py",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_backend.training.formats import make_drafter
-from dflash_backend.training.loss import SoftLabels
+from dflash_backend.training.loss import TargetStates
 from dflash_backend.training.network import DrafterConfig, DraftModel, Shape, Tables
 
 SHAPE = Shape(
@@ -29,11 +29,11 @@ class Blocks:
     anchors: Tensor
     labels: Tensor
 
-    def losses(self, dtype: torch.dtype = torch.float64, soft: SoftLabels | None = None) -> Tensor:
+    def losses(self, dtype: torch.dtype = torch.float64, target: TargetStates | None = None) -> Tensor:
         """The drafter's losses with everything in this dtype."""
         tables = Tables(self.tables.embedding.to(dtype), self.tables.head.to(dtype), self.tables.draft_ids)
         features = self.features.to(dtype)
-        return self.draft.to(dtype).losses(tables, features, self.tokens, self.anchors, self.labels, soft)
+        return self.draft.to(dtype).losses(tables, features, self.tokens, self.anchors, self.labels, target)
 
 
 def blocks_of(kind: str, draft_vocab_size: int | None = None) -> Blocks:

@@ -1,7 +1,9 @@
-"""What blocks cost, against references of their own in float64: cross-entropy in pieces of a vocabulary, the loss of
+"""What blocks cost, against references of their own in float64: cross-entropy of some rows at a time, the loss of
 each kind, its gradients, and the blocks that are drawn."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from dflash_backend.training import loss as losses
 from dflash_backend.training.formats import KINDS
-from dflash_backend.training.loss import SoftLabels, draft_loss, draw_blocks, weighted_mean
+from dflash_backend.training.loss import Distillation, TargetStates, draft_loss, draw_blocks, weighted_mean
 from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3
 from tests.training.drafters import Blocks, blocks_of
 
@@ -24,12 +26,12 @@ def products(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("columns", [1, 7, 50, 53, 100])
-def test_cross_entropy_in_pieces_is_that_of_the_whole_vocabulary(columns: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 10, 11, 100])
+def test_cross_entropy_of_some_rows_at_a_time_is_that_of_all(rows: int) -> None:
     x, w, y, v = products(torch.float64)
     right = torch.randint(VOCAB, (COUNT,), generator=torch.Generator().manual_seed(2))
     weights = torch.linspace(0, 1, COUNT, dtype=torch.float64)
-    found = draft_loss(right, (x, w), (y, v), count=4, columns=columns)
+    found = draft_loss(right, (x, w), (y, v), count=4, rows=rows)
     own = torch.autograd.grad((found.losses * weights).sum(), [x, w, y, v])
     logits = x @ w.T + y @ v.T
     expected = F.cross_entropy(logits, right, reduction="none")
@@ -39,38 +41,60 @@ def test_cross_entropy_in_pieces_is_that_of_the_whole_vocabulary(columns: int) -
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("columns", [7, 53])
-def test_a_soft_label_costs_its_share_of_each_token(columns: int) -> None:
+def states_of(shape: tuple[int, ...], vocab: int, **how: float) -> TargetStates:
+    """Random states of a target with a soft cap."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, head = (torch.randn(n, SIZE, generator=generator, dtype=torch.float64) for n in (math.prod(shape), vocab))
+    return TargetStates(hidden.view(*shape, SIZE), head, Distillation(**how), softcap=1.5)
+
+
+@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_soft_label_costs_its_share_of_the_targets_distribution(rows: int, share: float) -> None:
     x, w, y, v = products(torch.float64)
     right = torch.randint(VOCAB, (COUNT,), generator=torch.Generator().manual_seed(2))
-    ids = torch.stack([torch.randperm(VOCAB)[:5] for _ in range(COUNT)])
-    ids[0, 2] = right[0]  # as a rule the token that the target chose is among the likeliest
-    shares = 0.7 * torch.softmax(torch.randn(COUNT, 5), dim=-1)
+    states = states_of((COUNT,), VOCAB, soft_labels=share, temperature=0.7)
     weights = torch.linspace(0, 1, COUNT, dtype=torch.float64)
-    found = draft_loss(right, (x, w), (y, v), soft=SoftLabels(ids, shares), columns=columns).losses
+    found = draft_loss(right, (x, w), (y, v), target=states, rows=rows).losses
     own = torch.autograd.grad((found * weights).sum(), [x, w, y, v])
-    aims = torch.zeros(COUNT, VOCAB, dtype=torch.float64).scatter_(1, ids, shares.double())
-    aims[torch.arange(COUNT), right] += 1 - shares.double().sum(1)
+    aims = share * torch.softmax(1.5 * torch.tanh(states.hidden @ states.head.T / 1.5) / 0.7, dim=-1)
+    aims[torch.arange(COUNT), right] += 1 - share
     expected = -(aims * F.log_softmax(x @ w.T + y @ v.T, dim=-1)).sum(1)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(own, torch.autograd.grad((expected * weights).sum(), [x, w, y, v]), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_distance_from_the_targets_state_is_a_share_of_its_square() -> None:
+    x, w, y, v = products(torch.float64)
+    right = torch.zeros(COUNT, dtype=torch.int64)
+    states = states_of((COUNT,), VOCAB, hidden=2.5)
+    found = draft_loss(right, (x, w), (y, v), target=states).losses
+    plain = draft_loss(right, (x, w), (y, v)).losses
+    aim = states.hidden
+    expected = plain + 2.5 * ((x - aim) ** 2).sum(1) / (aim**2).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    mine, theirs = (torch.autograd.grad(each.sum(), [x, w])[0] for each in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_learns_from_soft_labels(kind: str) -> None:
-    """A label that is in halves two tokens costs the mean of both; what a kind adds for its own sake stays."""
+def test_every_kind_learns_from_the_targets_states(kind: str) -> None:
+    """Half of a label by the target's distribution costs the mean of none and all; what a kind adds for its own sake,
+    and the distance of hidden states, are beside that."""
     blocks = blocks_of(kind)
-    first, second = (torch.randint(60, (1, 2, 3, 1), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    halves = SoftLabels(torch.cat((first, second), -1), torch.full((1, 2, 3, 2), 0.5))
-    whole = [SoftLabels(each, torch.ones(1, 2, 3, 1)) for each in (first, second)]
+    head = blocks.tables.head
+    hidden = torch.randn(1, 2, 3, head.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def cost(share: float, weight: float = 0.0) -> Tensor:
+        return blocks.losses(target=TargetStates(hidden, head, Distillation(share, 1.0, weight)))
+
     with torch.no_grad():
-        found = blocks.losses(soft=halves)
-        apart = [blocks.losses(soft=each) for each in whole]
-        hard = blocks.losses(soft=SoftLabels(first, torch.zeros(1, 2, 3, 1)))
-        assert torch.equal(hard, blocks.losses())
-    torch.testing.assert_close(found, (apart[0] + apart[1]) / 2)
-    assert (apart[0] - apart[1]).abs().min() > 1e-3
+        none, half, whole, far = cost(0), cost(0.5), cost(1), cost(0, 2.0)
+        assert torch.equal(none, blocks.losses())
+    torch.testing.assert_close(half, (none + whole) / 2)
+    assert (none - whole).abs().min() > 1e-3
+    assert (far - none).min() > 1e-2
 
 
 def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +107,11 @@ def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(losses, "_logits", noted)
-    monkeypatch.setattr(losses, "MAX_LOGITS", 1000 * 300)
+    monkeypatch.setattr(losses, "MAX_LOGITS", {"cpu": 300_000})
     x, w = torch.randn(1000, 4, requires_grad=True), torch.randn(5000, 4)
     draft_loss(torch.zeros(1000, dtype=torch.int64), (x, w)).losses.sum().backward()
     assert max(shape.numel() for shape in seen) == 300_000
-    assert sum(shape[1] for shape in seen) == 2 * 5000  # there and back, each token once
+    assert sum(shape[0] for shape in seen) == 2 * 1000  # there and back, each row once
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

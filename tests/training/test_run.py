@@ -24,7 +24,6 @@ from dflash_backend.training import loop
 from dflash_backend.training import run as run_module
 from dflash_backend.training.data import DataOptions, Sample
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.features import SoftOptions, Teacher
 from dflash_backend.training.loop import (
     LoopOptions,
     Progress,
@@ -34,6 +33,8 @@ from dflash_backend.training.loop import (
     run_steps,
     save_atomically,
 )
+from dflash_backend.training.loss import Distillation, TargetStates
+from dflash_backend.training.network import DraftModel
 from dflash_backend.training.run import TrainOptions, train
 from dflash_backend.training.sizes import Memory, check_fits
 
@@ -67,8 +68,14 @@ def options(prompts: Path) -> Callable[..., TrainOptions]:
         data = DataOptions(40, max_answer=12, max_prompt=64, files=(prompts,))
         sizes = {"draft_layers": 1, "block_size": 4}
         settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8}
-        own: dict[str, Any] = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2, "soft_labels": 0.25}
-        own |= {"drafter": sizes, "settings": settings}
+        own: dict[str, Any] = {
+            "steps": STEPS,
+            "batch_tokens": 80,
+            "accumulate": 2,
+            "soft_labels": 0.25,
+            "hidden_loss": 0.5,
+        }
+        own |= {"soft_labels": 0.25, "hidden_loss": 0.5, "drafter": sizes, "settings": settings}
         return TrainOptions(str(TARGET), out, data, **(own | changes))
 
     return make
@@ -278,7 +285,7 @@ def test_two_processes_train_as_one_with_twice_the_batches_of_a_step(prompts: Pa
     assert apart["two"] < 0.05 * apart["half"], apart
 
 
-def test_the_fall_of_weights_soft_labels_and_a_head_that_is_shared_are_as_asked(
+def test_the_fall_of_weights_distillation_and_a_head_that_is_shared_are_as_asked(
     options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falls: set[float] = set()
@@ -288,26 +295,23 @@ def test_the_fall_of_weights_soft_labels_and_a_head_that_is_shared_are_as_asked(
         falls.add(given[5])
         return draw(*given)
 
-    soft: list[SoftOptions | None] = []
-    labels_of = Teacher._soft_labels
+    targets: list[TargetStates] = []
+    losses = DraftModel.losses
 
-    def made(self: Teacher, hidden: torch.Tensor, asked: SoftOptions) -> Any:
-        soft.append(asked)
-        return labels_of(self, hidden, asked)
+    def noted(self: DraftModel, *given: Any) -> Any:
+        targets.append(given[-1])
+        return losses(self, *given)
 
     monkeypatch.setattr(loop, "draw_blocks", recorded)
-    monkeypatch.setattr(Teacher, "_soft_labels", made)
-    asked = options(tmp_path / "out", decay=1.5, draft_vocab=40, share_head=True, soft_labels=0.5)
+    monkeypatch.setattr(DraftModel, "losses", noted)
+    asked = options(tmp_path / "out", decay=1.5, draft_vocab=40, share_head=True, soft_labels=0.5, hidden_loss=1.5)
     train(asked, lambda text: None, lambda *_: None)
     assert falls == {1.5}
     tensors = load_file(asked.out / "model.safetensors")
-    tokens = tensors["d2t"] + torch.arange(40)
-    assert soft
-    for each in soft:
-        assert each is not None
-        assert (each.share, each.temperature) == (0.5, 1.0)  # greedy answers
-        assert each.draft_tokens is not None
-        assert torch.equal(each.draft_tokens, tokens)
+    assert targets
+    for each in targets:
+        assert each.distillation == Distillation(0.5, 1.0, 1.5)  # greedy answers
+        assert len(each.head) == 40
     assert "lm_head.weight" not in tensors
 
 

@@ -17,12 +17,11 @@ from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
-from dflash_backend.training import features
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.features import SoftOptions, Teacher
+from dflash_backend.training.features import Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, Naming, make_drafter
 from dflash_backend.training.loop import BlockLoss
-from dflash_backend.training.loss import SoftLabels
+from dflash_backend.training.loss import Distillation, TargetStates
 from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3, DrafterConfig, Tables, layers_of
 from dflash_backend.training.publish import Publication, vocabulary_tensors
 from dflash_backend.training.start import (
@@ -63,47 +62,53 @@ def test_features_are_those_of_the_target_however_rows_are_batched(llm: LLM) -> 
         assert not own[len(row) :].any()
 
 
-def test_soft_labels_are_what_the_target_says_of_the_next_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the tokens that can be drafted, by their draft ids, at the temperature that is served; the logits of a few
-    tokens at a time."""
-    monkeypatch.setattr(features, "MAX_LOGITS", 10 * SPEC.vocab_size)
-    rows = [cases.token_ids(40).tolist(), cases.token_ids(90)[50:73].tolist()]
-    draft_tokens = torch.tensor([7, 5, *range(20, SPEC.vocab_size)])  # in any order
-    soft = SoftOptions(0.75, 2.0, draft_tokens, count=6)
-    found, labels = Teacher(llm).features_and_labels(rows, (1, 3), soft)
-    assert torch.equal(found, Teacher(llm).features(rows, (1, 3)))
-    assert labels is not None
-    model = demo_target(TARGET, PairConfig())
-    head = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()[draft_tokens]
-    for number, row in enumerate(rows):
-        with torch.no_grad():
-            logits = model(torch.tensor([row]))[0][0] @ head.T / 2.0
-        values, ids = logits.topk(6, dim=-1)
-        chances = torch.zeros_like(logits).scatter_(1, ids, 0.75 * torch.softmax(values, dim=-1))
-        own = labels.at(torch.arange(len(row))[None].expand(2, -1))
-        mine = torch.zeros_like(logits).scatter_(1, own.token_ids[number], own.shares[number])
-        torch.testing.assert_close(mine, chances, atol=1e-4, rtol=1e-3)
-        assert not labels.shares[number, len(row) :].any()
+@pytest.mark.parametrize("draft_tokens", [None, torch.tensor([7, 5, *range(20, SPEC.vocab_size)])])
+def test_the_final_states_are_those_that_the_target_chooses_tokens_by(
+    llm: LLM, draft_tokens: torch.Tensor | None
+) -> None:
+    """Beside the features, at the temperature that is served, over the tokens that can be drafted, in any order."""
+    row, last = cases.token_ids(40).tolist(), SPEC.decoder.num_layers
+    teacher = Teacher(llm)
+    found = teacher.features([row, row[:9]], (1, 3, last))
+    size = SPEC.decoder.hidden_size
+    assert torch.equal(found[..., :-size], teacher.features([row, row[:9]], (1, 3)))
+    assert not found[1, 9:].any()
+    tables = teacher.tables(torch.float32, True, draft_tokens)
+    states = TargetStates(found[0, :, -size:], tables.head, Distillation(1.0, 2.0), tables.softcap)
+    with torch.no_grad():
+        logits = demo_target(TARGET, PairConfig())(torch.tensor([row]))[0][0]
+        head = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+        logits = logits @ (head if draft_tokens is None else head[draft_tokens]).T
+    torch.testing.assert_close(states.probabilities(), torch.softmax(logits / 2, dim=-1), atol=1e-4, rtol=1e-3)
 
 
-def test_the_soft_label_of_a_draft_is_of_the_token_before_it() -> None:
-    """That of draft i behind an anchor is what the target says i - 1 places behind it."""
+def test_the_state_of_a_draft_is_that_of_the_token_before_it() -> None:
+    """That of draft i behind an anchor is i - 1 places behind it; the features go to the drafter without states."""
     blocks = blocks_of(DFLASH)
-    seen: list[SoftLabels] = []
-    ids = torch.arange(LENGTH).int()[None, :, None]
-    draft = blocks.draft
+    seen: list[tuple[torch.Tensor, TargetStates]] = []
+    draft, size = blocks.draft, blocks.tables.head.shape[1]
+    states = torch.arange(LENGTH, dtype=torch.float64)[None, :, None].expand(1, LENGTH, size)
 
     def losses(*arguments: object) -> torch.Tensor:
-        assert isinstance(arguments[-1], SoftLabels)
-        seen.append(arguments[-1])
+        features, target = arguments[1], arguments[-1]
+        assert isinstance(features, torch.Tensor)
+        assert isinstance(target, TargetStates)
+        seen.append((features, target))
         return torch.zeros(1, 2, 3)
 
     draft.losses = losses  # type: ignore[assignment, method-assign]
-    loss = BlockLoss(draft, blocks.tables)
+    how = Distillation(0.5, 1.0, 2.0)
     anchors, weights = torch.tensor([[5, LENGTH - 2]]), torch.ones(1, 2, 3)
-    soft = SoftLabels(ids, torch.ones(1, LENGTH, 1))
-    loss(blocks.features, soft, blocks.tokens, anchors, blocks.labels, weights)
-    assert seen[0].token_ids[..., 0].tolist() == [[[5, 6, 7], [LENGTH - 2, LENGTH - 1, LENGTH - 1]]]
+    given = torch.cat((blocks.features, states), dim=-1)
+    own = torch.randn_like(blocks.tables.head)
+    for tables in (blocks.tables, replace(blocks.tables, target_head=own)):
+        BlockLoss(draft, tables, how)(given, blocks.tokens, anchors, blocks.labels, weights)
+    for features, target in seen:
+        assert torch.equal(features, blocks.features)
+        assert target.hidden[..., 0].tolist() == [[[5, 6, 7], [LENGTH - 2, LENGTH - 1, LENGTH - 1]]]
+        assert target.distillation == how
+    assert seen[0][1].head is blocks.tables.head
+    assert seen[1][1].head is own
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -132,8 +132,16 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         type=non_negative_float,
         default=0.0,
         metavar="S",
-        help="the share of the loss, 0 to 1, that is by what the target gave its likeliest tokens, not by the one that "
-        "it chose (%(default)g)",
+        help="the share of the loss, 0 to 1, that is by the target's whole distribution, not by the token that it "
+        "chose (%(default)g)",
+    )
+    sizes.add_argument(
+        "--hidden-loss",
+        type=non_negative_float,
+        default=0.0,
+        metavar="W",
+        help="how much the distance from the target's final hidden states weighs beside the loss by tokens "
+        "(%(default)g)",
     )
     sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
     sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
@@ -220,6 +228,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         learning_rate=arguments.learning_rate,
         decay=arguments.decay,
         soft_labels=arguments.soft_labels,
+        hidden_loss=arguments.hidden_loss,
         batch_tokens=arguments.batch_tokens,
         accumulate=arguments.accumulate,
         draft_vocab=arguments.draft_vocab,
