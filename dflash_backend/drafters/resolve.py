@@ -9,6 +9,7 @@ from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.find import find_model
 from dflash_backend.checkpoints.hub import Report
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.named import NAMED
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
@@ -88,7 +89,8 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
     """Find both models. Raises `CheckpointError`.
 
     A speculators drafter names its target: given as `target_model`, or as `draft_model` with `target_model` unset, it
-    is enough. A target that is set by hand wins over the one that the drafter names. `report` gets lines on a download.
+    is enough. A target that is set by hand wins over the one that the drafter names. Models of `NAMED` have drafters
+    that come with the project. `report` gets lines on a download.
     """
     if config.target_model:
         directory = find_model(config.target_model, "target_model", config.target_revision, report)
@@ -116,6 +118,8 @@ def _with_target(config: EngineConfig, target: Path, report: Report | None) -> M
         return ModelDirs(target, None)
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
+    if config.target_model in NAMED:
+        return ModelDirs(target, asset_path(*NAMED[config.target_model].drafter))
     warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
     names = [each.name for each in published_for(config.target_model, target)]
     known = f"; published for it: {', '.join(names)}" if names else ""

@@ -154,6 +154,7 @@ class Store:
 def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadline: float | None = None) -> None:
     """Fill the store up to `options.num_tokens` tokens of answers, or to the last prompt, or to `deadline`
     (`time.monotonic`). Held-out prompts come first. Raises `TrainingError`."""
+    report(store.num_tokens, options.num_tokens)
     source = _Source(llm, store, options)
     known = store.known
     wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out()))

@@ -119,6 +119,14 @@ def test_progress_has_a_rate_and_what_is_left() -> None:
     ]
 
 
+def test_what_was_there_before_is_not_counted_as_fast() -> None:
+    times, said = iter([0.0, 1.0, 11.0, 21.0]), list[str]()
+    progress = Progress("tokens", said.append, clock=lambda: next(times), resumes=True)
+    for done in (500, 600, 1000):
+        progress.step(done, 1000)
+    assert said == ["600 of 1000 tokens, 9.1/s, about 44 s left", "1000 of 1000 tokens, 24/s"]
+
+
 def test_without_speculation_every_step_yields_one_token(json_of) -> None:
     data = json_of("--dataset", "math", "--limit", "1", "--draft", "")
     assert data["overall"]["acceptance_length"] == 1

@@ -49,6 +49,7 @@ PACKED = {
     "model_repository": "dflash_backend/_assets/model_repository",
     "backends": "dflash_backend/_assets/backends",
     "demo/pair": "dflash_backend/_assets/demo/pair",
+    "demo/smollm2": "dflash_backend/_assets/demo/smollm2",
     "demo/held_out": "dflash_backend/_assets/demo/held_out",
 }
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")

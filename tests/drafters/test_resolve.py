@@ -10,7 +10,9 @@ import pytest
 
 from dflash_backend.checkpoints import CheckpointError, find_model
 from dflash_backend.config import EngineConfig, asset_path
-from dflash_backend.drafters.resolve import ModelPair, resolve_pair, resolve_target_dir
+from dflash_backend.drafters.dflash.config import DFlashSpec
+from dflash_backend.drafters.registry import read_draft
+from dflash_backend.drafters.resolve import ModelPair, resolve_dirs, resolve_pair, resolve_target_dir
 from tests.drafters.drafts import edit, make_speculators, put
 from tests.support.tiny_models import make_draft, make_target
 
@@ -30,6 +32,24 @@ def models(tmp_path: Path) -> Path:
     make_draft(tmp_path / "z")
     make_speculators(tmp_path / "s")
     return tmp_path
+
+
+def test_a_model_that_has_a_name_has_the_drafter_that_comes_with_it(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_backend.checkpoints.find.named_file", lambda name: models / f"{name}.gguf")
+    monkeypatch.setattr("dflash_backend.checkpoints.find._converted", lambda path, report: models / "t")
+    for draft, expected in (
+        (None, asset_path("demo", "smollm2")),
+        ("", None),
+        ("ngram", None),
+        (str(models / "z"), models / "z"),
+    ):
+        found = resolve_dirs(EngineConfig(target_model="smollm2", draft_model=draft))
+        assert (found.target, found.draft, found.warning) == (models / "t", expected, None)
+    spec = read_draft(asset_path("demo", "smollm2"))
+    assert isinstance(spec, DFlashSpec)
+    assert (spec.vocab_size, spec.decoder.hidden_size) == (49152, 576)
 
 
 def name_verifier(models: Path, name: str | None) -> None:

@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(engine_missing(error))
     # A shell has what it starts in the background ignore Ctrl-C, by which SIGTERM ends a run as well.
     before = signal.signal(signal.SIGTERM, _interrupt), signal.signal(signal.SIGINT, signal.default_int_handler)
-    progress = Progress("tokens of answers", say)
+    progress = Progress("tokens of answers", say, resumes=True)
     try:
         summary = train(_options(arguments), say, progress.step)
     except KeyboardInterrupt:
