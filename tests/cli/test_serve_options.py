@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--explicit": ([], {"server.explicit": True}),
     "--allow-api": (["trace", "--allow-api", "logging"], {"server.allow_apis": ["trace", "logging"]}),
     "--load-timeout": (["11"], {"server.ready_timeout_s": 11.0}),
-    "--exit-timeout": (["12"], {"server.exit_timeout_s": 12}),
+    "--exit-timeout": (["12"], {"server.exit_timeout_s": 12, "config.drain_timeout_s": 12.0}),
     "--hang-timeout": (["13"], {"keeper.hang_timeout_s": 13.0, "front_end.hang_timeout_s": 13.0}),
     "--no-restart": ([], {"keeper.restart": False}),
     "--verbose": ([], {"log.verbose": True}),

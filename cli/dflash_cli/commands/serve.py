@@ -180,7 +180,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
-    options += [*answer_options_of(arguments), *as_options(arguments)]
+    options += [*answer_options_of(arguments), *as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
 
