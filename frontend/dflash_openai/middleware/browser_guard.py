@@ -13,8 +13,9 @@ from dflash_openai.errors import ApiError
 from dflash_openai.middleware.authentication import HEALTH_PATHS
 
 METHODS = ("GET", "POST")
-REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
-RESPONSE_HEADERS = ("x-request-id", "retry-after")
+# Clients send headers of their own beside those of the API, as OpenAI's and Anthropic's do in browsers.
+REQUEST_HEADERS = ("*",)
+RESPONSE_HEADERS = ("x-request-id", "request-id", "retry-after")
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 
 

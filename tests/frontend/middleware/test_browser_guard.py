@@ -46,6 +46,23 @@ def test_origins_that_are_named_may_ask_and_read() -> None:
     assert call(BrowserGuardMiddleware(echo, ["*"]), headers={"origin": "https://any.example"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+        "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout",
+        "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key,x-stainless-lang",
+    ],
+)
+def test_official_clients_may_ask_from_a_page_that_is_named(names: str) -> None:
+    """They send headers of their own, of which the browser asks before."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": names}
+    preflight = call(OPEN, "OPTIONS", headers={"origin": "https://chat.example", **asked})
+    assert preflight.status_code == 200
+    assert {*preflight.headers["access-control-allow-headers"].replace(" ", "").split(",")} >= {*names.split(",")}
+    assert call(OPEN, "OPTIONS", headers={"origin": "https://evil.example", **asked}).status_code == 403
+
+
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:9000", "LOCALHOST.:9000"])
 def test_a_local_server_answers_to_local_names(host: str) -> None:
     assert call(LOCAL, headers={"host": host}).status_code == 200
