@@ -59,15 +59,20 @@ def check_function(function: Mapping[str, Any], where: str, schema: str = "param
 def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], name: str | None = None) -> list[Mapping[str, Any]]:
     """The messages with the arguments of their tool calls as objects, which templates take; clients send the JSON text
     that they got. A text that is no JSON object, as a model writes it whose answer breaks off, stays as it is, or with
-    `name` becomes an object with that one argument: a client sends it again with each turn that follows. Raises
-    `ToolError`."""
+    `name` becomes an object with that one argument: a client sends it again with each turn that follows. An empty list
+    of calls is left out. Raises `ToolError`."""
     _check_arguments(messages)
-    return [
-        {**message, "tool_calls": [_parsed(index, call, name) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for index, message in enumerate(messages)
-    ]
+    return [_with_calls(index, message, name) for index, message in enumerate(messages)]
+
+
+def _with_calls(index: int, message: Mapping[str, Any], name: str | None) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    if not calls:
+        # Templates look for the field: Llama's and gpt-oss's refuse a message that has it and no call.
+        return {field: value for field, value in message.items() if field != "tool_calls"}
+    return {**message, "tool_calls": [_parsed(index, call, name) for call in calls]}
 
 
 def has_unread_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
