@@ -15,7 +15,7 @@ from dflash_client import Delta, GenerationResult
 from dflash_client.errors import Cancelled, ClientError, Unavailable
 from dflash_openai.bodies import in_thread
 from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent, comes_in_pieces
-from dflash_openai.errors import ClientGone, from_client_error
+from dflash_openai.errors import ApiError, ClientGone, from_client_error
 from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
 from dflash_openai.triton_pool import PooledRequest, TritonPool
@@ -111,7 +111,11 @@ class Generation:
             async for item in self._deltas:
                 yield item
         except ClientError as error:
-            raise self._translated(error) from None
+            translated = self._translated(error)
+            if isinstance(translated, ApiError):
+                # For the log: the status was sent before.
+                self._state.ended_by = f"failed: {self._record.error}"
+            raise translated from None
 
     async def results(self) -> list[GenerationResult]:
         """The finished completions of each prompt. Raises `ApiError`, or `ClientGone` when the client has left."""

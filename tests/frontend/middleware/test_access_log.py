@@ -7,12 +7,14 @@ import json
 import logging
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
+from dflash_client.errors import ClientError, Internal, InvalidArgument, RequestTimeout
 from dflash_openai.middleware import access_log
 from dflash_openai.middleware.access_log import AccessLogMiddleware
 from dflash_openai.middleware.api_keys import ApiKey
@@ -125,6 +127,30 @@ def test_a_client_that_leaves_is_told_of_where_the_server_takes_the_end_of_its_a
     assert http.portal is not None
     http.portal.call(leave)
     assert f'status={status} ended="client left"' in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [(Internal("broken"), "internal_error"), (RequestTimeout("late"), "timeout"), (InvalidArgument("odd"), "400")],
+)
+def test_a_stream_that_fails_after_its_beginning_is_not_complete(
+    http: TestClient, pool: ScriptedPool, lines: list[str], path: str, body: Any, error: ClientError, word: str
+) -> None:
+    pool.script = Script(texts=("a",), error=error)
+    assert http.post(path, json={**body, "stream": True}).status_code == 200
+    assert f'status=200 ended="failed: {word}"' in lines[-1]
+    pool.script = Script(error=error, texts=())
+    assert http.post(path, json={**body, "stream": True}).status_code >= 400
+    assert "ended=complete" in lines[-1]
 
 
 def test_the_log_may_be_off(lines: list[str]) -> None:
