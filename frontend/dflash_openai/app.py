@@ -145,6 +145,9 @@ def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         meant = _meant(request)
         detail = why_absent(request.url.path) or (detail if meant is None else f"{detail}; did you mean {meant}?")
+    elif error.status_code == 405:
+        methods = sorted(filter(None, (error.headers or {}).get("Allow", "").split(", ")))
+        detail = f"{detail}; allowed: {', '.join(methods)}"
     message = f"{request.method} {request.url.path}: {detail}"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 

@@ -138,6 +138,17 @@ def test_a_path_or_method_that_is_not_there_has_the_same_form(
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/messages", "POST"), ("POST", "/v1/models", "GET, HEAD"), ("DELETE", "/ping", "GET, HEAD, POST")],
+)
+def test_a_method_that_is_not_allowed_is_told_which_are(method: str, path: str, allowed: str, http: TestClient) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == f"{method} {path}: Method Not Allowed; allowed: {allowed}"
+    assert {*answer.headers["allow"].split(", ")} == {*allowed.split(", ")}
+
+
+@pytest.mark.parametrize(
     ("path", "meant"),
     [
         ("/chat/completions", "/v1/chat/completions"),
