@@ -32,11 +32,14 @@ class ServerTls:
     def __post_init__(self) -> None:
         """Raises `ValueError` for files that cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for path in filter(None, (self.cert, self.key, self.client_ca)):
+        for option, path in (("cert", self.cert), ("key", self.key), ("client-ca", self.client_ca)):
+            if path is None:
+                continue
             try:
                 text = Path(path).read_text(encoding="ascii")
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', 'not PEM')}") from None
+                reason = getattr(error, "strerror", "not PEM")
+                raise ValueError(f"--tls-{option}: {path} cannot be read: {reason}") from None
             if path == self.key and "-----BEGIN PRIVATE KEY-----" not in text:
                 raise ValueError(
                     f"{path} has no private key in PKCS #8; `openssl pkcs8 -topk8 -nocrypt -in {path}` writes one"

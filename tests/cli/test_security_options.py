@@ -172,11 +172,13 @@ def test_the_operator_is_told_of_files_that_others_read_and_certificates_out_of_
         (["--api-key-file", "/nowhere"], "cannot be read: No such file"),
         (["--api-key", "short"], "at least 8 printable"),
         (["--tls-cert", "cert.pem"], "needs both"),
-        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere cannot be read"),
+        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "--tls-cert: /nowhere cannot be read: No such file"),
+        (["--tls-cert", "SELF", "--tls-key", "/nowhere"], "--tls-key: /nowhere cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_used_ends_the_command(cli, argv: list[str], words: str) -> None:
-    ended = cli("openai", "--port", "0", *argv)
+    # Any file in ASCII: that it is no certificate is found later.
+    ended = cli("openai", "--port", "0", *(word.replace("SELF", __file__) for word in argv))
     assert ended.status == 2
     assert words in ended.err
 
