@@ -395,6 +395,23 @@ def test_keys_of_the_environment_have_a_warning_without_a_front_end(monkeypatch:
     assert "DFLASH_API_KEYS has no effect" in found["0"][0]
 
 
+# What there is to say of these without a front end is an error.
+PROTECTING = ("--api-key", "--api-key-file", "--tls-cert", "--tls-key", "--tls-client-ca")
+
+
+@pytest.mark.parametrize("option", [*CASES, *GRPC_TLS])
+def test_an_option_of_the_front_end_has_a_warning_without_one(
+    option: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are its alone: by what it is told of them."""
+    if option in (*PROTECTING, "--", "--port"):
+        return
+    Parts(monkeypatch)
+    found = list(warnings(parser().parse_args(["serve", "--port", "0", *with_files(words_of(option, option), files)])))
+    is_its = all(name.startswith(("config.", "security.", "limits.")) for name in (CASES | GRPC_TLS)[option][1])
+    assert [f"for which these options are: {option}" in line for line in found if "--port 0" in line] == [True] * is_its
+
+
 def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:
     """Of another name the environment's stays."""
     environ = {"DFLASH_MAX_NUM_SEQS": "3", "DFLASH_MAX_MODEL_LEN": "2048", "HOME": "/h"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.commands.arguments import non_negative_float, positive_float, positive_int
+from dflash_cli.commands.arguments import add_answer_options, non_negative_float, positive_float, positive_int
 
 if TYPE_CHECKING:
     from dflash_openai.security import SecurityConfig
@@ -109,6 +109,16 @@ def protecting_options(arguments: argparse.Namespace) -> list[str]:
     """The options that are given and without which more clients get in, or read what others send."""
     names = ("api_key_file", "api_key", "tls_cert", "tls_key", "tls_client_ca")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+
+
+def other_options(arguments: argparse.Namespace) -> list[str]:
+    """The other options of the OpenAI API that are given to `serve`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_answer_options(parser)
+    add_security_options(parser)
+    defaults = {**vars(parser.parse_args([])), "served_model_name": None}
+    given = [_option(name) for name, default in defaults.items() if getattr(arguments, name) != default]
+    return [option for option in given if option not in protecting_options(arguments)]
 
 
 def security_config(

@@ -22,6 +22,7 @@ from dflash_cli.commands.security_options import (
     KEYS_VARIABLE,
     as_options,
     keys_environ,
+    other_options,
     protecting_options,
     security_config,
 )
@@ -237,6 +238,8 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
             )
     if arguments.port == 0 and os.environ.get(KEYS_VARIABLE):
         yield f"WARNING: --port 0 leaves out the OpenAI API, and Triton checks no keys: {KEYS_VARIABLE} has no effect"
+    if arguments.port == 0 and (ignored := other_options(arguments)):
+        yield f"WARNING: --port 0 leaves out the OpenAI API, for which these options are: {', '.join(ignored)}"
     if arguments.explicit and "model-repository" in arguments.allow_api:
         others = f"whoever reaches {host}, and" if public else "every user of this machine, and"
         yield (
