@@ -124,12 +124,14 @@ def inspect_config(name: str) -> Inspection:
     return Inspection((_draft_report(spec, tuple(facts), None),))
 
 
-def inspect(name: str, draft_name: str | None = None) -> Inspection:
+def inspect(name: str, draft_name: str | None = None, revision: str = "", draft_revision: str = "") -> Inspection:
     """Read the checkpoint `name` (directory or hub id), and with `draft_name`, which is as the setting `draft_model`, a
-    drafter for it. A drafter's `config.json` by its own name is read alone. Raises `CheckpointError`."""
-    if draft_name is None and Path(name).name == "config.json" and Path(name).expanduser().is_file():
+    drafter for it, of these revisions of the hub. A drafter's `config.json` by its own name is read alone. Raises
+    `CheckpointError`."""
+    is_alone = draft_name is None and not revision
+    if is_alone and Path(name).name == "config.json" and Path(name).expanduser().is_file():
         return inspect_config(name)
-    directory = find_model(name, "the checkpoint")
+    directory = find_model(name, "the checkpoint", revision)
     first_is_drafter = is_drafter(directory)
     if draft_name is None:
         if first_is_drafter:
@@ -140,11 +142,11 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
         raise CheckpointError(f"'{name}' is a drafter; give the target first and the drafter with --draft")
     target = read_target(directory)
     if draft_name == NGRAM:
-        ngram = read_ngram(EngineConfig())
+        ngram = read_ngram(EngineConfig(draft_model=NGRAM, draft_revision=draft_revision))
         report = MethodReport(ngram.method, tuple(draft_facts(ngram)))
         k = ngram.num_speculative_tokens
         return Inspection((inspect_target(target, k),), PairReport(True, k), report)
-    draft = read_draft(find_model(draft_name, "--draft")).for_target(target)
+    draft = read_draft(find_model(draft_name, "--draft", draft_revision)).for_target(target)
     reports = inspect_target(target, draft.num_speculative_tokens), inspect_draft(draft, target.decoder.max_len)
     return Inspection(reports, inspect_pair(target, draft))
 

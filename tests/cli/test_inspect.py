@@ -191,6 +191,37 @@ def test_a_drafter_without_a_checkpoint_has_facts_alone(cli, inspected) -> None:
     assert "n-grams of 2 to 5 tokens" in data["drafter"]["facts"]["n-grams"]
 
 
+def test_checkpoints_of_the_hub_are_of_the_revisions_that_are_given(inspected, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def from_hub(name: str, setting: str, revision: str, *more: Any) -> Path:
+        asked.append((name, revision))
+        return TARGET if "target" in name else DRAFT
+
+    monkeypatch.setattr("dflash_backend.checkpoints.find.from_hub", from_hub)
+    both = ["a/target", "--revision", "v1", "--draft", "a/draft", "--draft-revision", "v2"]
+    assert inspected(*both)["pair"]["fits"] is True
+    assert inspected("a/draft", "--revision", "v3")["drafter"]["format"] == "z-lab"
+    assert inspected("a/target").keys() >= {"target"}
+    assert asked == [("a/target", "v1"), ("a/draft", "v2"), ("a/draft", "v3"), ("a/target", "")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        ([TARGET, "--revision", "v1"], 1, "which has no revision 'v1'; only a model of the hub has some"),
+        ([DRAFT / "config.json", "--revision", "v1"], 1, "a file, which has no revision 'v1'; only a model of the hub"),
+        ([TARGET, "--draft", DRAFT, "--draft-revision", "v1"], 1, "--draft is"),
+        ([TARGET, "--draft", "ngram", "--draft-revision", "v1"], 1, "draft_model is ngram, which has no checkpoint"),
+        ([DRAFT, "--draft-revision", "v1"], 2, "of one alone it is --revision"),
+    ],
+)
+def test_what_has_no_revision_is_refused_with_one(cli, argv: list[Any], status: int, words: str) -> None:
+    ended = cli("inspect", *argv)
+    assert (ended.status, ended.out) == (status, "")
+    assert words in ended.err
+
+
 def test_a_pair_that_does_not_fit_is_shown_and_ends_with_1(cli, inspected, pair: tuple[Path, Path]) -> None:
     argv = [TARGET, "--draft", pair[1]]
     status, out, err = cli("inspect", *argv)
@@ -292,6 +323,7 @@ def test_published_drafters_are_listed_and_named_for_their_target(cli, inspected
         ([], 2, "takes one DIR|ID, a model directory or hub id, or --list"),
         (["x", "--list"], 2, "takes one DIR|ID, a model directory or hub id, or --list"),
         (["--list", "--draft", "x"], 2, "takes no --draft"),
+        (["--list", "--revision", "x"], 2, "takes no --revision"),
         (["--list", "no such model"], 1, "no published drafter is known for 'no such model'"),
     ],
 )

@@ -33,6 +33,8 @@ def add_parser(commands: Any) -> None:
         help="model directory, hub id, file in GGUF or smollm2, or the config.json of a drafter alone",
     )
     parser.add_argument("--draft", metavar="DIR|ID|ngram", help="a drafter for it")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of one that comes from the hub")
+    parser.add_argument("--draft-revision", metavar="REV", help="the same of the drafter that --draft gives")
     parser.add_argument(
         "--list",
         nargs="?",
@@ -51,14 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("inspect takes one DIR|ID, a model directory or hub id, or --list", status=2)
     if arguments.words is not None:
         return _run_list(arguments)
+    if arguments.draft_revision is not None and arguments.draft is None:
+        return fail("--draft-revision is that of a drafter given by --draft; of one alone it is --revision", status=2)
     try:
         from dflash_backend.checkpoints import CheckpointError
+        from dflash_backend.config import ConfigError
         from dflash_backend.engine.inspection import inspect
     except ImportError as error:
         return fail(engine_missing(error))
     try:
-        found = inspect(arguments.checkpoint, arguments.draft)
-    except CheckpointError as error:
+        found = inspect(arguments.checkpoint, arguments.draft, arguments.revision or "", arguments.draft_revision or "")
+    except (CheckpointError, ConfigError) as error:
         return fail(str(error))
     status = show(json.dumps(as_dict(found), ensure_ascii=False) if arguments.json else as_text(found))
     if found.pair is not None and not found.pair.fits:
@@ -68,8 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_list(arguments: argparse.Namespace) -> int:
     """`--list`."""
-    if arguments.draft is not None:
-        return fail("inspect --list takes no --draft", status=2)
+    for option in ("draft", "revision", "draft_revision"):
+        if getattr(arguments, option) is not None:
+            return fail(f"inspect --list takes no --{option.replace('_', '-')}", status=2)
     try:
         from dflash_backend.drafters.published import published_like
     except ImportError as error:
