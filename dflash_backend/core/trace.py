@@ -6,7 +6,8 @@ Made by `build_engine` when the setting `trace_dir` names a folder, and fed by `
 The files are in the JSON array format, one event a line, and every step is flushed: a viewer accepts an array that was
 never closed, so the file of a process that was killed can be read too. At most two files exist: when the current one
 has `max_steps` steps, the next one is begun and the one before it is deleted: between `max_steps` and twice as many
-of the last steps are there whatever happens. Every file begins with the requests that were under way.
+of the last steps are there whatever happens. Every file begins with the requests that were under way. Of processes that
+have ended, the last `KEPT_FILES` stay, the others are deleted at a start.
 
 Tracks: "steps" has a slice for each step with its rows as arguments, from when the worker could begin it to when its
 drafts were there; "phases" has the worker's phases below it; "host" has what the engine did: schedule, submit, wait and
@@ -21,6 +22,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 STEPS, PHASES, MESSAGES, HOST = 1, 2, 3, 4
 BUFFER_BYTES = 4 << 20
+# Of processes that have ended: four of them may be read still, such as one that died.
+KEPT_FILES = 8
+_FILE = re.compile(r"trace-(\d+)-\d+\.json")
 _SEPARATOR = ",\n"
 _TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages", HOST: "host"}
 
@@ -59,6 +64,7 @@ class StepTrace:
     def __init__(self, directory: Path, max_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` is the engine's. Raises OSError when the folder cannot be made or written to."""
         directory.mkdir(parents=True, exist_ok=True)
+        _delete_old(directory)
         self._directory = directory
         self._max_steps = max_steps
         self.clock = clock
@@ -206,6 +212,23 @@ class StepTrace:
             self._file.write(_SEPARATOR + _encoded(event))
         except OSError as error:
             self._give_up(self._file, error)
+
+
+def _delete_old(directory: Path) -> None:
+    """Delete files of processes that have ended, but for the last `KEPT_FILES`."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # it may be one that only takes files
+        paths += directory.iterdir()
+    ended: list[tuple[float, Path]] = []
+    for path in paths:
+        found = _FILE.fullmatch(path.name)
+        # In a container each start may have the same number.
+        if found is not None and (int(found[1]) == os.getpid() or not Path("/proc", found[1]).exists()):
+            with contextlib.suppress(OSError):  # another start may have deleted it
+                ended.append((path.stat().st_mtime, path))
+    for _, path in sorted(ended)[:-KEPT_FILES]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _encoded(event: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from dflash_backend import LLM
 from dflash_backend.config import ConfigError
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.trace import HOST, PHASES, STEPS, StepTrace
+from dflash_backend.core.trace import HOST, KEPT_FILES, PHASES, STEPS, StepTrace
 from tests.core.toy_engine import make_config, make_request
 from tests.core.toy_worker import OverlappingToy, ToyWorker
 
@@ -165,6 +165,21 @@ def test_only_the_last_two_files_are_kept_and_each_begins_with_what_runs(tmp_pat
     assert [e["id"] for e in kept[0] if e["ph"] == "b"] == ["a"]
 
 
+def test_files_of_earlier_starts_stay_for_a_while(tmp_path: Path) -> None:
+    """One that has died may be looked at; that of a process that runs, as of another engine, is never deleted."""
+    ended = [tmp_path / f"trace-{2**22 + number}-{number % 2}.json" for number in range(KEPT_FILES + 3)]
+    others = [tmp_path / name for name in (f"trace-{os.getppid()}-0.json", "trace-x-1.json", "trace-1-0.txt")]
+    for age, path in enumerate([*others, *ended]):
+        path.touch()
+        os.utime(path, (age, age))
+    own = tmp_path / f"trace-{os.getpid()}-5.json"  # of a process of the same number
+    own.touch()
+    os.utime(own, (0, 0))
+    _, trace = traced_core(tmp_path)
+    trace.close()
+    assert {*tmp_path.iterdir()} == {*others, *ended[3:], tmp_path / f"trace-{os.getpid()}-0.json"}
+
+
 def test_the_engine_traces_its_phases_when_the_setting_names_a_folder(tmp_path: Path) -> None:
     llm = LLM(trace_dir=str(tmp_path / "trace"), kv_cache_gb=0.05, max_model_len=256)
     llm.generate("What is 3 + 4?", max_tokens=8, temperature=0)
@@ -180,3 +195,5 @@ def test_a_folder_that_cannot_be_written_to_stops_the_load_with_its_name(tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="trace_dir"):
         LLM(trace_dir=str(tmp_path / "file" / "trace"), kv_cache_gb=0.05, max_model_len=256)
+    with pytest.raises(ConfigError, match=r"no trace can be written \(it is no folder\); name a folder"):
+        LLM(trace_dir=str(tmp_path / "file"), kv_cache_gb=0.05, max_model_len=256)
