@@ -425,8 +425,9 @@ def _trace(config: EngineConfig) -> StepTrace | None:
     try:
         return StepTrace(Path(config.trace_dir), config.trace_steps)
     except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(
-            f"setting 'trace_dir' is {config.trace_dir!r}, where no trace can be written ({error.strerror}); name a "
+            f"setting 'trace_dir' is {config.trace_dir!r}, where no trace can be written ({reason}); name a "
             "folder that the server may write to, or leave it empty"
         ) from None
 
