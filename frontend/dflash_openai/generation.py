@@ -64,13 +64,14 @@ class Generation:
         self._watcher = asyncio.create_task(self._watch(request.receive))
         self._deltas = self._recorded()
         self._first: asyncio.Task[Item | None] | None = None
-        self._stopped = False
+        self._stopped = self._left = False
         self._running = request.app.state.frontend.running
         self._running.add(self)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._left = True
         self._cancel()
 
     def _cancel(self) -> None:
@@ -134,13 +135,16 @@ class Generation:
         return self._budget.num_bytes + BYTES_OF_TOKEN * self._record.num_prompt_tokens
 
     def _translated(self, error: ClientError) -> Exception:
-        if isinstance(error, Cancelled) and not self._stopped:
+        if isinstance(error, Cancelled) and self._left and not self._stopped:
             self._record.error = "cancelled"
             # For the log: some servers take the end of a response also where its client is gone.
             self._state.ended_by = "client left"
             return ClientGone()
         if self._stopped:
             error = Unavailable("the server shut down while it worked on this request")
+        elif isinstance(error, Cancelled):
+            # Such as by a proxy before it.
+            error = Unavailable(f"the server cancelled this request: {error}")
         translated = from_client_error(error, self._names)
         self._record.error = translated.code or str(translated.status)
         return translated

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dflash_client.errors import (
+    Cancelled,
     ClientError,
     ConnectionFailed,
     Internal,
@@ -35,6 +36,7 @@ BIASES = ", ".join(f'"{token_id}": 1' for token_id in range(259))
         (ConnectionFailed("no gRPC server answers"), 503, openai.InternalServerError),
         (Internal("out of memory"), 500, openai.InternalServerError),
         (RequestTimeout("too long"), 504, openai.InternalServerError),
+        (Cancelled("by a proxy"), 503, openai.InternalServerError),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -55,6 +57,16 @@ def test_a_failure_of_the_model_has_its_status(
     if status == 400:
         assert caught.value.param in ("top_p", "response_format")
         assert f"'{caught.value.param}'" in str(behind)
+
+
+def test_a_stream_that_another_than_its_client_cancels_does_not_look_whole(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    """As a proxy before the server does; the client is there and waits."""
+    pool.script = Script(texts=("a",), error=Cancelled("by a proxy"))
+    stream = client.completions.create(model="dflash", prompt="a", stream=True)
+    with pytest.raises(openai.APIError, match="the server cancelled this request: by a proxy"):
+        list(stream)
 
 
 def test_an_error_names_a_parameter_as_its_client_does(http: TestClient, pool: ScriptedPool) -> None:
