@@ -35,12 +35,20 @@ Result = TypeVar("Result")
 class PromptBuilder:
     """Token ids of prompts, which are checked to fit `max_model_len` and the vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int, max_prompt_tokens: int = 0) -> None:
-        """max_prompt_tokens: the longest prompt that the operator allows; 0: as long as the model does."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        vocab_size: int,
+        max_prompt_tokens: int = 0,
+        threads: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """max_prompt_tokens: the longest prompt that the operator allows; 0: as long as the model does. threads: those
+        of another builder; None: threads of its own."""
         self.tokenizer = tokenizer
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._max_prompt_tokens = max_prompt_tokens
-        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="prompts")
+        self.threads = threads or ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="prompts")
 
     async def from_messages(
         self,
@@ -97,11 +105,11 @@ class PromptBuilder:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, param: str, build: Callable[[], list[int]], truncation: Truncation | None = None) -> list[int]:
         try:
-            token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, build)
+            token_ids = await asyncio.get_running_loop().run_in_executor(self.threads, build)
         except PromptTooLong as error:
             raise self._too_long(error, param) from None
         except (PromptError, InputError) as error:

@@ -144,13 +144,13 @@ class Frontend:
             description.max_model_len,
             description.vocab_size,
             config.security.max_prompt_tokens,
+            # Requests that have begun with the description before this one still need them.
+            None if self._model is None else self._model.prompts.threads,
         )
         output = select_output_format(
             tokenizer.chat_template, tokenizer.special_token_ids, config.tool_call_parser, config.reasoning_parser
         )
-        before, self._model = self._model, Model(self._names(description), description, prompts, output)
-        if before is not None:
-            before.prompts.close()
+        self._model = Model(self._names(description), description, prompts, output)
         # A request with many small objects would make the collector look at all of this over and over.
         freeze_heap()
         sys.setswitchinterval(SWITCH_S)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +20,7 @@ from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.metrics import merged
 from dflash_openai.readiness import Readiness
+from dflash_openai.state import Frontend
 from dflash_openai.triton_pool import TritonPool
 from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
@@ -252,3 +255,26 @@ def test_the_openapi_document_has_every_body(http: TestClient) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert schemas[reference.rpartition("/")[2]]["additionalProperties"] is False
+
+
+def test_a_request_that_has_begun_ends_though_the_model_is_described_anew(model_dir: Path) -> None:
+    """As when a drafter takes the place of another: its first prompts are read by then, others not."""
+
+    async def run() -> None:
+        pool = ScriptedPool(model_dir)
+        frontend = Frontend(FrontendConfig(), pool)
+        await frontend._use(pool.description)
+        before = frontend.model().prompts
+        waits, goes_on = threading.Event(), threading.Event()
+        for _ in range(before.threads._max_workers):
+            before.threads.submit(lambda: (waits.set(), goes_on.wait(10)))
+        assert waits.wait(10)
+        waiting = asyncio.create_task(before.from_text("a"))
+        await asyncio.sleep(0)
+        await frontend._use(msgspec.structs.replace(pool.description, num_speculative_tokens=7))
+        assert frontend.model().prompts is not before
+        goes_on.set()
+        assert await asyncio.wait_for(waiting, 10) == await before.from_text("a") != []
+        await frontend.close()
+
+    asyncio.run(run())
