@@ -67,7 +67,8 @@ def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         message = {name: value for name, value in fields.items() if value is not None}
         if message.get("role") == "developer":
             message["role"] = "system"
-        content = message.setdefault("content", "")
+        # An answer that is a refusal has it in place of content.
+        content = message.setdefault("content", message["refusal"] if isinstance(message.get("refusal"), str) else "")
         if not isinstance(content, str | list):
             raise invalid(f"message {index}: 'content' must be a text or a list of parts", f"messages[{index}].content")
         if isinstance(content, list):

@@ -237,6 +237,12 @@ def test_an_answer_without_text_may_be_sent_back(http: TestClient, pool: Scripte
     assert bytes(pool.asked[0].token_ids[1:11]) == b"assistant:"
 
 
+def test_a_refusal_that_comes_back_is_what_was_answered(http: TestClient, pool: ScriptedPool) -> None:
+    messages = [{"role": "assistant", "content": None, "refusal": "No.", "tool_calls": None}, *HELLO]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert bytes(pool.asked[0].token_ids[1:14]) == b"assistant:No."
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -247,7 +253,7 @@ def test_an_answer_without_text_may_be_sent_back(http: TestClient, pool: Scripte
     ],
 )
 def test_parts_of_content_are_text_by_each_of_its_names(part: Any, http: TestClient, pool: ScriptedPool) -> None:
-    """A refusal comes back as a part, and clients of both APIs mix their parts."""
+    """Clients of both APIs mix their parts, and a refusal may be one."""
     messages = [{"role": "assistant", "content": [part, {"type": "text", "text": "Why?"}]}, *HELLO]
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
     assert bytes(pool.asked[0].token_ids[1:19]) == b"assistant:No.\nWhy?"
