@@ -100,6 +100,7 @@ class Frontend:
                 description = await self.pool.describe(PROBE_TIMEOUT_S)
                 if self._model is None or self._model.description != description:
                     await self._use(description)
+                await self.pool.look(PROBE_TIMEOUT_S)
             except (ClientError, CheckpointError, msgspec.ValidationError) as error:
                 self._why_not = str(error)
             except Exception as error:  # noqa: BLE001 - the front end would never be ready, and nothing would say why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -28,6 +29,7 @@ MIN_PREFILL_TOKENS = 64
 MAX_PREFILL_S, MAX_TOKEN_S = 60.0, 0.01
 # What a prefill server must know of a request beside its prompt.
 OF_PROMPT = ("cache_salt", "tenant", "priority")
+_LOG = logging.getLogger("dflash_openai")
 Arguments = tuple[bool, Sequence[int], None, Mapping[str, Any], Mapping[str, str] | None]
 
 
@@ -53,7 +55,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
 
 class TritonPool:
     """Clients of the servers of one model. Each request goes to the server with the fewest requests of this front end;
-    where that one does not take it, to the next."""
+    where that one does not take it, to the next. Servers that say nothing, as one that hangs or whose machine is gone,
+    are the last: what is sent there waits."""
 
     def __init__(self, config: FrontendConfig) -> None:
         """Nothing is connected yet. In the event loop that it serves."""
@@ -63,6 +66,7 @@ class TritonPool:
             for urls in (config.triton_urls, config.prefill_urls)
         )
         self._num_running = dict.fromkeys([*self._clients, *self._prefill_clients], 0)
+        self._silent: frozenset[AsyncDFlashClient] = frozenset()
 
     def request(
         self,
@@ -80,12 +84,29 @@ class TritonPool:
         return len(self._clients)
 
     def by_load(self) -> list[AsyncDFlashClient]:
-        """The servers, the one with the fewest requests first."""
-        return sorted(self._clients, key=lambda client: self._num_running[client])
+        """The servers, the one with the fewest requests first, those that say nothing behind all others."""
+        return sorted(self._clients, key=lambda client: (client in self._silent, self._num_running[client]))
 
     def prefill_by_load(self) -> list[AsyncDFlashClient]:
-        """The prefill servers, as `by_load`."""
-        return sorted(self._prefill_clients, key=lambda client: self._num_running[client])
+        """The prefill servers, as `by_load`, without those that say nothing: a decode server computes a prompt, too."""
+        talking = [client for client in self._prefill_clients if client not in self._silent]
+        return sorted(talking, key=lambda client: self._num_running[client])
+
+    async def look(self, timeout_s: float) -> None:
+        """See which servers say nothing for so long. One alone gets all requests whatever it says."""
+        clients = [*self._clients, *self._prefill_clients]
+        if len(clients) < 2:
+            return
+        found = await asyncio.gather(*(client.probe(timeout_s) for client in clients))
+        silent = frozenset(
+            client for client, error in zip(clients, found, strict=True) if isinstance(error, ConnectionFailed)
+        )
+        for client, error in zip(clients, found, strict=True):
+            if (client in silent) != (client in self._silent):
+                _LOG.warning(
+                    "%s", f"requests go to other servers: {error}" if client in silent else f"{client.address} is back"
+                )
+        self._silent = silent
 
     def count(self, client: AsyncDFlashClient, change: int) -> None:
         """Note that a server has more or fewer requests."""

@@ -53,6 +53,7 @@ class ScriptedClient:
 
     def __init__(self, name: str, error: ClientError | None = None, answers: bool = False) -> None:
         self.name, self.error, self.answers = name, error, answers
+        self.address = f"{name}:1"
         self.cancelled = False
         self.kept: dict[str, Any] | None = None
         self.asked: list[tuple[bool, int, Any]] = []
@@ -210,6 +211,42 @@ def test_a_prefill_server_that_is_full_is_passed_over() -> None:
     other.kept = KEPT
     assert answer(pool_of(second, prefill=[first, other]), 64) == ["d"]
     assert second.asked == [(True, 64, {"kv_transfer_params": KEPT})]
+
+
+def test_a_server_that_says_nothing_is_the_last_that_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the one with the fewest requests, and each that goes there waits until the time of requests is over."""
+    gone, other, prefill = ScriptedClient("a"), ScriptedClient("b"), ScriptedClient("p")
+    prefill.kept = KEPT
+    pool = pool_of(gone, other, prefill=[prefill])
+    assert answer(pool, 64) == ["a"]
+    gone.error = prefill.error = ConnectionFailed("a:1 has not answered within 5 s")
+    asyncio.run(pool.look(5))
+    gone.asked.clear()
+    prefill.asked.clear()
+    pool.count(other, 3)  # type: ignore[arg-type]
+    assert answer(pool, 64) == ["b"]
+    assert gone.asked == prefill.asked == []
+    # A server that refuses has said so at once, and it is asked as before.
+    gone.error, prefill.error = Unavailable("the engine restarts"), None
+    asyncio.run(pool.look(5))
+    assert answer(pool, 64) == ["b"]
+    assert (len(gone.asked), len(prefill.asked)) == (1, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        *["requests go to other servers: a:1 has not answered within 5 s"] * 2,
+        "a:1 is back",
+        "p:1 is back",
+    ]
+
+
+def test_where_no_server_says_anything_each_is_asked() -> None:
+    error = ConnectionFailed("gone")
+    pool = pool_of(ScriptedClient("a", error, answers=True), ScriptedClient("b", error, answers=True))
+    asyncio.run(pool.look(5))
+    with pytest.raises(ConnectionFailed, match="gone"):
+        answer(pool)
+    alone = pool_of(ScriptedClient("a", error))
+    asyncio.run(alone.look(5))
+    assert alone.by_load() == alone._clients
 
 
 def test_the_description_is_that_of_a_server_that_answers() -> None:
