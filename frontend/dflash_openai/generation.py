@@ -114,8 +114,9 @@ class Generation:
         except ClientError as error:
             translated = self._translated(error)
             if isinstance(translated, ApiError):
-                # For the log: the status was sent before.
+                # For the log and the metrics: another status was sent before.
                 self._state.ended_by = f"failed: {self._record.error}"
+                self._state.failed_with = translated.status
             raise translated from None
 
     async def results(self) -> list[GenerationResult]:

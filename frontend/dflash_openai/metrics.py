@@ -70,7 +70,8 @@ class FrontendMetrics:
         self._first_event[path].observe(seconds)
 
     def finished(self, path: str, status: int, seconds: float) -> None:
-        """A request has ended; 499 where its client left before the answer began."""
+        """A request has ended; 499 where its client left before the answer began, of a stream that began and failed the
+        status of its error."""
         self._requests[path, status] += 1
         self._duration[path].observe(seconds)
 
@@ -128,6 +129,7 @@ class MetricsMiddleware:
                 raise
         finally:
             metrics.running.discard(task)
+            status = scope.get("state", {}).get("failed_with", status)
             metrics.finished(path, status, time.monotonic() - began)
 
 

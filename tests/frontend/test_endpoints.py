@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from dflash_client.errors import ClientError, RequestTimeout, Unavailable
+from dflash_client.errors import ClientError, Internal, RequestTimeout, Unavailable
 from dflash_openai import notices
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
@@ -24,7 +24,7 @@ from dflash_openai.state import Frontend
 from dflash_openai.triton_pool import TritonPool
 from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
-from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
 from tests.support.waiting import eventually
 
 
@@ -193,6 +193,26 @@ def test_a_front_end_that_cannot_take_its_model_says_why_and_tries_again(
 
 def test_the_version_is_that_of_the_package(http: TestClient) -> None:
     assert http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_a_stream_that_fails_after_its_beginning_is_counted_as_an_error(
+    path: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    """The alert of a front end that fails reads the statuses, and most answers are streams."""
+
+    def counted() -> dict[str, float]:
+        families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+        samples = families["dflash_openai:requests"].samples
+        return {each.labels["status"]: each.value for each in samples if each.labels["path"] == path}
+
+    before = counted()
+    pool.script = Script(texts=("a",), error=Internal("broken"))
+    body = {"prompt": "a"} if path == "/v1/completions" else {"input": "a"}
+    assert http.post(path, json={**body, "stream": True}).status_code == 200
+    after = counted()
+    assert after["500"] == before.get("500", 0) + 1
+    assert after.get("200") == before.get("200")
 
 
 def test_metrics_count_requests_by_path_and_status(http: TestClient) -> None:
