@@ -277,6 +277,21 @@ def test_the_openapi_document_has_every_body(http: TestClient) -> None:
         assert schemas[reference.rpartition("/")[2]]["additionalProperties"] is False
 
 
+def test_the_front_end_looks_which_of_its_servers_say_nothing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    async def look(timeout_s: float) -> None:
+        looks.append(timeout_s)
+
+    pool = ScriptedPool(model_dir)
+    monkeypatch.setattr(pool, "look", look)
+    monkeypatch.setattr("dflash_openai.state.REFRESH_S", 0.01)
+    with TestClient(create_app(FrontendConfig(), pool)) as http:
+        wait_until_ready(http)
+        eventually(lambda: len(looks) > 2)
+    assert set(looks) == {5.0}
+
+
 def test_a_request_that_has_begun_ends_though_the_model_is_described_anew(model_dir: Path) -> None:
     """As when a drafter takes the place of another: its first prompts are read by then, others not."""
 
