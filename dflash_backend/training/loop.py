@@ -214,8 +214,8 @@ class Trainer:
         return self._orders[epoch]
 
     def end_at(self, steps: int) -> None:
-        """End after this many steps of the whole run, if there are more."""
-        self.options = replace(self.options, steps=min(self.options.steps, steps))
+        """End after this many steps of the whole run."""
+        self.options = replace(self.options, steps=steps)
 
     def seconds_of_a_step(self) -> float:
         """How long a step takes, by a few whose gradients are thrown away."""
@@ -282,8 +282,8 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
     """Run the steps that are left. Returns why they ended: `steps`, `deadline` or `plateau`, which is what `evaluate`
     says by True. After Ctrl-C the state of whole steps is saved, and `KeyboardInterrupt` raised.
 
-    Where fewer steps fit the time up to `deadline` (`time.monotonic`) than there are, there are as many: the learning
-    rate falls to its end in any case."""
+    With a `deadline` (`time.monotonic`) there are as many steps as fit the time up to it, by those of the last
+    report: the learning rate falls to its end in any case, and features that are kept make later steps quicker."""
     saved, progress, whole = time.monotonic(), trainer.progress, HeldInterrupt()
     seconds, step = progress.seconds, progress.step
     try:

@@ -145,8 +145,8 @@ def draft_loss(
 
     Each product is of inputs `[..., size]` and a table `[vocab, size]`; gradients reach inputs and those tables that
     want some. The first one's inputs are the drafter's hidden states. The logits of no more than `rows` tokens exist at
-    a time, by default of as many as `MAX_LOGITS` allows: they are made once for the losses and again for the gradients.
-    count: how many of the likeliest tokens to name.
+    a time, by default of as many as `MAX_LOGITS` allows: they are made once, for losses and gradients, and again where
+    a table wants gradients. count: how many of the likeliest tokens to name.
     """
     flat = [(inputs.flatten(0, -2).to(table.dtype), table) for inputs, table in products]
     vocab, device = products[0][1].shape[0], right.device
@@ -168,18 +168,21 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Any, right: Tensor, states: TargetStates | None, rows: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[4::2]
         losses, likeliest = [], right.new_empty((len(right), count))
+        # Of each row's own loss: what a row's loss weighs is known in `backward` alone.
+        slopes = [torch.empty_like(tensor) if want else None for tensor, want in zip(tensors[::2], wanted, strict=True)]
         for first in range(0, len(right), rows):
             part = slice(first, first + rows)
             logits = _logits(tensors, part)
-            own = logits.gather(-1, right[part, None])[:, 0]
-            if states is not None:
-                share = states.distillation.soft_labels
-                own = (1 - share) * own + share * (states.of(part).probabilities() * logits).sum(dim=-1)
             if count:
                 likeliest[part] = logits.topk(count, dim=-1).indices
-            losses.append(torch.logsumexp(logits, dim=-1) - own)
-        ctx.rows, ctx.states = rows, states
+            cost, change = _cost(logits, right[part], None if states is None else states.of(part), any(wanted))
+            losses.append(cost)
+            for of_inputs, table in zip(slopes, tensors[1::2], strict=True):
+                if of_inputs is not None and change is not None:
+                    of_inputs[part] = change.to(table.dtype) @ table
+        ctx.rows, ctx.states, ctx.slopes = rows, states, slopes
         ctx.save_for_backward(right, *tensors)
         ctx.mark_non_differentiable(likeliest)
         return torch.cat(losses), likeliest
@@ -187,23 +190,40 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         right, *tensors = ctx.saved_tensors
-        wanted, rows, states = ctx.needs_input_grad[4:], ctx.rows, ctx.states
-        found = [torch.zeros_like(tensor) if want else None for tensor, want in zip(tensors, wanted, strict=True)]
-        for first in range(0, len(right), rows):
+        weights, rows = gradients[0][:, None], ctx.rows
+        found: list[Tensor | None] = [None] * len(tensors)
+        for index, slope in enumerate(ctx.slopes):
+            found[2 * index] = None if slope is None else (slope * weights).to(slope.dtype)
+        tables = [index for index in range(1, len(tensors), 2) if ctx.needs_input_grad[4 + index]]
+        for index in tables:
+            found[index] = torch.zeros_like(tensors[index])
+        for first in range(0, len(right), rows) if tables else ():
             part = slice(first, first + rows)
-            logits = _logits(tensors, part)
-            change, of_right = torch.softmax(logits, dim=-1, out=logits), 1.0
-            if states is not None:
-                change.sub_(states.of(part).probabilities(), alpha=states.distillation.soft_labels)
-                of_right = 1 - states.distillation.soft_labels
-            change.scatter_add_(-1, right[part, None], change.new_full((len(change), 1), -of_right))
-            change = change.mul_(gradients[0][part, None]).to(tensors[0].dtype)
-            for index in range(0, len(tensors), 2):
-                if (of_inputs := found[index]) is not None:
-                    of_inputs[part] = change @ tensors[index + 1]
-                if (of_table := found[index + 1]) is not None:
-                    of_table += change.T @ tensors[index][part]
+            states = None if ctx.states is None else ctx.states.of(part)
+            _, change = _cost(_logits(tensors, part), right[part], states, True)
+            assert change is not None
+            for index in tables:
+                inputs = tensors[index - 1][part]
+                found[index] += (change * weights[part]).to(inputs.dtype).T @ inputs
         return None, None, None, None, *found
+
+
+def _cost(
+    logits: Tensor, right: Tensor, states: TargetStates | None, wants_change: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What rows cost, `[n]`, and its slope in each of their logits, `[n, vocab]`, which takes the place of `logits`."""
+    own, of_right, likely = logits.gather(-1, right[:, None])[:, 0], 1.0, None
+    if states is not None:
+        share, likely = states.distillation.soft_labels, states.probabilities()
+        of_right = 1 - share
+        own = of_right * own + share * (likely * logits).sum(dim=-1)
+    losses = torch.logsumexp(logits, dim=-1) - own
+    if not wants_change:
+        return losses, None
+    change = torch.softmax(logits, dim=-1, out=logits)
+    if likely is not None:
+        change.sub_(likely, alpha=1 - of_right)
+    return losses, change.scatter_add_(-1, right[:, None], change.new_full((len(change), 1), -of_right))
 
 
 def _logits(tensors: Sequence[Tensor], part: slice) -> Tensor:

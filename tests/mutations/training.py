@@ -29,11 +29,16 @@ TRAINING_MUTANTS = (
             "return DraftBatch(tokens, anchor_positions, labels, inside * falling)",
             "return DraftBatch(tokens, anchor_positions, labels, inside)",
         ),
-        ("gradients of a table are those of the last rows", "of_table += change.T", "of_table[:] = change.T"),
+        (
+            "gradients of a table are those of the last rows",
+            "found[index] += (change * weights[part])",
+            "found[index] = (change * weights[part])",
+        ),
+        ("each row's gradient weighs the same", "(slope * weights).to(slope.dtype)", "slope"),
         (
             "a soft label has the whole weight beside its token",
-            "of_right = 1 - states.distillation.soft_labels",
-            "of_right = 1",
+            "        of_right = 1 - share\n",
+            "        of_right = 1\n",
         ),
         (
             "soft labels are of temperature 1",

@@ -111,7 +111,7 @@ def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.Monke
     x, w = torch.randn(1000, 4, requires_grad=True), torch.randn(5000, 4)
     draft_loss(torch.zeros(1000, dtype=torch.int64), (x, w)).losses.sum().backward()
     assert max(shape.numel() for shape in seen) == 300_000
-    assert sum(shape[0] for shape in seen) == 2 * 1000  # there and back, each row once
+    assert sum(shape[0] for shape in seen) == 1000  # each row once
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
