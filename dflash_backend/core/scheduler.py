@@ -530,7 +530,7 @@ class Scheduler:
 
         Returns False when they ran out and no request could be preempted because a step is in flight.
         """
-        config, tiers = self._config, self.kv.tiers
+        config = self._config
         for request in list(self.running.values()):
             if request.request_id not in self.running:
                 continue  # preempted for another request in this loop
@@ -544,12 +544,8 @@ class Scheduler:
                 continue  # this step skips it
             else:
                 row = ahead
-            # As `KVManager.reserve` does; hundreds of rows need no block. Loads give way to rows.
-            if (
-                row.num_positions > len(request.block_ids) * config.block_size
-                and not self.kv.reserve(request, row)
-                and not (tiers is not None and tiers.give_way() and self.kv.reserve(request, row))
-            ):
+            # As `KVManager.reserve` does; hundreds of rows need no block.
+            if row.num_positions > len(request.block_ids) * config.block_size and not self.kv.claim(request, row):
                 if in_flight:
                     return False
                 if not self._preempt_for(request, row, builder):

@@ -184,6 +184,29 @@ def test_what_is_given_up_while_it_is_read_is_computed() -> None:
     assert is_empty(second)
 
 
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_a_request_that_runs_alone_gets_the_blocks_of_all_that_is_kept(kind: str) -> None:
+    """Of a prompt that was kept twice the first one to be let go gives no block: the other one holds them still."""
+    window = {"sliding_window": 6, "num_window_blocks": 33}
+    first = Server("prefill", num_blocks=33, **window if kind == "window" else {})
+    for number in range(2):
+        first.prefill(PROMPT, f"prefill{number}")
+    assert len(first.kept) == 2
+    first.run(make_request("long", OTHER[:10], max_tokens=118))
+    assert first.kept.stats.num_expired == 2
+    assert first.core.stats().num_preemptions == 0
+    assert is_empty(first)
+
+
+def test_no_request_is_preempted_before_all_that_is_kept_is_let_go() -> None:
+    first = Server("prefill", num_blocks=36)
+    for number in range(3):
+        first.prefill(PROMPT[: 21 + 4 * number], f"prefill{number}")
+    first.run(*(make_request(f"r{i}", [i, *OTHER[:9]], max_tokens=60, seed=i) for i in range(2)))
+    assert first.kept.stats.num_expired == 3
+    assert first.core.stats().num_preemptions == 0
+
+
 def test_a_server_that_cannot_be_reached_leaves_the_prompt_to_be_computed() -> None:
     first, second = pair()
     params = first.prefill(PROMPT)

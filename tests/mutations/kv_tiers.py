@@ -8,6 +8,7 @@ TIERS = "dflash_backend/core/kv/tiers.py"
 TIER = "dflash_backend/core/kv/tier.py"
 TRANSFER = "dflash_backend/core/kv/transfer.py"
 SERVER = "dflash_backend/worker/kv_transfer.py"
+MANAGER = "dflash_backend/core/kv/manager.py"
 GROUPS = "dflash_backend/core/kv/groups.py"
 SCHEDULER = "dflash_backend/core/scheduler.py"
 MOVER = "dflash_backend/worker/kv_mover.py"
@@ -193,14 +194,26 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         SCHEDULER,
         OF_CORE,
         (
-            "a running request is preempted before loads give way",
-            "and not (tiers is not None and tiers.give_way() and self.kv.reserve(request, row))\n",
-            "and True\n",
-        ),
-        (
             "nothing runs while what was loaded takes all blocks",
             "        return tiers.give_way()\n\n    def _begin_load",
             "        return True\n\n    def _begin_load",
+        ),
+    ),
+    *mutants_of(
+        MANAGER,
+        (*OF_CORE, *OF_TRANSFER),
+        (
+            "a running request is preempted before loads give way",
+            "            if self.tiers is None or not self.tiers.give_way():\n                return False\n",
+            "            return False\n",
+        ),
+        (
+            "a running request gets the blocks of one prompt that is kept, and no more",
+            "        while not self.reserve(request, row):\n"
+            "            if self.tiers is None or not self.tiers.give_way():\n                return False\n"
+            "        return True\n",
+            "        if self.reserve(request, row):\n            return True\n"
+            "        return self.tiers is not None and self.tiers.give_way() and self.reserve(request, row)\n",
         ),
     ),
     *mutants_of(

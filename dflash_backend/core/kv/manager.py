@@ -129,6 +129,14 @@ class KVManager:
                 group.extend(request, row, missing)
         return True
 
+    def claim(self, request: Request, row: ScheduledRequest) -> bool:
+        """As `reserve`, for a request that runs: loads give way to it, and of what is kept for other servers as much as
+        it takes, the oldest first."""
+        while not self.reserve(request, row):
+            if self.tiers is None or not self.tiers.give_way():
+                return False
+        return True
+
     def snapshot_slots(self, running: Mapping[str, Request], rows: Iterable[ScheduledRequest]) -> dict[str, int]:
         """Slots for copies of the recurrent states at the ends of a step's rows, by the ids of the requests whose
         states are to be copied there."""
