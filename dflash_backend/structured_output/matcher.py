@@ -7,6 +7,7 @@ not (LOSSLESS), and nothing is kept that a preemption would have to restore: the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -272,7 +273,7 @@ class GrammarMatcher:
 
 class BitmaskFiller:
     """Fills the masks of several answers, side by side on threads of llguidance's own; those of heavy grammars one by
-    one, on a thread whose jobs have a deadline."""
+    one, on a thread whose jobs have a deadline. Several threads may use it, each for other answers."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self.num_words = -(-vocab_size // BITS)
@@ -280,7 +281,16 @@ class BitmaskFiller:
         # With more than one thread, these start with the first answer.
         self._executor = LLExecutor(1) if num_threads == 1 else None
         self._alone = LLExecutor(1)
-        self._deadlines = DeadlineThread("dflash-heavy-masks", MASKS_LIMIT_S, STEP_LIMIT_S)
+        self._of_thread = threading.local()
+
+    @property
+    def _deadlines(self) -> DeadlineThread:
+        """The calling thread's: on a CPU several share a step's rows, and each fills the masks of its own."""
+        found: DeadlineThread | None = getattr(self._of_thread, "deadlines", None)
+        if found is None:
+            found = DeadlineThread("dflash-heavy-masks", MASKS_LIMIT_S, STEP_LIMIT_S)
+            self._of_thread.deadlines = found
+        return found
 
     def fill(self, answers: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
         """The masks of the positions that each answer's drafts reach, and of the one behind them.

@@ -297,6 +297,11 @@ GRAMMAR_MUTANTS = (
         MATCHER_FILE,
         MATCHER,
         (
+            "threads that share a step wait for one deadline",
+            "self._of_thread = threading.local()",
+            "self._of_thread = threading.main_thread()",
+        ),
+        (
             "the masks of a block do not count the drafts before them",
             "walked = [(each._matcher, start, drafts) for each, start, drafts in answers if drafts]",
             "walked = []\n"

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -281,6 +282,33 @@ def test_an_answer_whose_masks_take_too_long_fails_alone(compiler, filler, monke
     assert endless.legal_drafts([1]) == (0, [])
     assert filler.fill([(endless, [])])[1] == [0]
     assert counts == [1] * 4
+
+
+def test_threads_that_share_a_step_do_not_take_the_time_of_each_others_masks(compiler, monkeypatch):
+    fill = matcher_module._fill
+
+    def slow(*args):
+        end = time.thread_time() + 0.06
+        while time.thread_time() < end:
+            pass
+        fill(*args)
+
+    monkeypatch.setattr(matcher_module, "_fill", slow)
+    monkeypatch.setattr(matcher_module, "MASKS_LIMIT_S", 0.15)
+    monkeypatch.setattr(matcher_module, "STEP_LIMIT_S", 30.0)
+    filler, begin = BitmaskFiller(VOCAB, 1), threading.Barrier(2)
+    parts = [[matcher_of(compiler, GRAMMARS[1]) for _ in range(5)] for _ in range(2)]
+
+    def fill_part(answers):
+        begin.wait()
+        return filler.fill([(answer, []) for answer in answers])
+
+    for answer in itertools.chain(*parts):
+        answer.heavy = True
+    with ThreadPoolExecutor(2) as threads:
+        filled = list(threads.map(fill_part, parts))
+    assert [answer.error for answer in itertools.chain(*parts)] == [None] * 10
+    assert [allowed(mask) for masks, _ in filled for mask in masks] == [{*b"abc"}] * 10
 
 
 def test_an_answer_whose_turn_does_not_come_is_not_at_fault(compiler, monkeypatch):
