@@ -152,7 +152,9 @@ def with_tiers(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
 def _mover(rng: random.Random) -> ToyMover:
     """One that is slow or quick, and whose records are sometimes lost."""
     most, lost = rng.choice([2, 10, 100]), rng.choice([0.0, 0.0, 0.1])
-    return ToyMover(lambda: rng.randrange(most + 1), lambda record: rng.random() < lost)
+    mover = ToyMover(lambda: rng.randrange(most + 1), lambda record: rng.random() < lost)
+    mover.at_once = most == 100
+    return mover
 
 
 def _run_traffic(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
-from dflash_backend.core.kv.groups import FullBlocks
+from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
 from dflash_backend.core.kv.tier import StoredTier, TierSlots
 from dflash_backend.core.kv.tiers import KVTiers
 from dflash_backend.core.moves import DISK, HOST, Record
@@ -195,6 +195,25 @@ def test_what_takes_less_time_to_compute_than_to_load_is_computed() -> None:
         engine.answer(f"again{number}", prompt)
         assert engine.outputs[f"again{number}"].stats.num_cached_tokens == (40 if loads else 0)
         assert engine.core.stats().tiers[HOST].num_computed == (not loads)
+
+
+@pytest.mark.parametrize("num_copies", [1, 2, 4])
+def test_a_load_writes_to_no_copy_of_a_state_that_a_request_of_the_same_plan_starts_from(num_copies: int) -> None:
+    """A mover is a thread of its own: a load may end before the step begins, whose requests copy their states then."""
+    engine = Tiered(num_state_snapshots=num_copies, num_blocks=80)
+    prompts = [[i + 1, *((i + 3) * j % 37 for j in range(40))] for i in range(num_copies + 1)]
+    for number, prompt in enumerate(prompts):
+        engine.answer(f"first{number}", prompt)
+    (states,) = (group for group in engine.tiers.groups if isinstance(group, RecurrentStates))
+    there = [states.slot(BlockHashes("", 4).first(10, prompt)[9]) for prompt in prompts]
+    assert sorted(there, key=lambda slot: slot is None) == [*there[1:], None], "all but the first"
+    assert engine.mover is not None
+    engine.mover.at_once = True
+    again = [make_request(f"again{i}", prompt, max_tokens=4) for i, prompt in enumerate([*prompts[1:], prompts[0]])]
+    engine.add(*again)
+    engine.finish()
+    cached = [engine.outputs[each.request_id].stats.num_cached_tokens for each in again]
+    assert cached == [*[40] * num_copies, 0], "the last one has no copy to take the place of, and computes its prompt"
 
 
 def test_requests_with_the_same_prefix_load_it_once() -> None:

@@ -64,7 +64,8 @@ class ToySender:
 
 class ToyMover:
     """A `KVMover`. pace: how many halves are moved between two plans. fails: whether a record is not there when it is
-    read from a tier."""
+    read from a tier. at_once: whether a move is done as soon as it is submitted, where the steps before it have run: a
+    mover is a thread of its own, and may be quicker than the plan that begins a load."""
 
     def __init__(
         self, pace: Callable[[], int] = lambda: 1 << 30, fails: Callable[[Record], bool] = lambda record: False
@@ -79,12 +80,15 @@ class ToyMover:
         self.brought: list[tuple[int, bytes]] = []  # of the disk, from before the start
         self.removed: list[bytes] = []
         self.num_loaded = self.num_cancelled = 0
+        self.at_once = False
 
     def submit(self, move: Move) -> None:
         queue = getattr(self.worker, "_queue", ())
         job = _Job(move, queue[-1] if queue else None)
         loads = [i for i, other in enumerate(self._jobs) if not other.move.is_load and not other.num_halves]
         self._jobs.insert(loads[0] if move.is_load and loads else len(self._jobs), job)
+        if self.at_once:
+            self._advance(1 << 30)
 
     def finished(self) -> list[Moved]:
         self._advance(self.pace())

@@ -185,6 +185,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "for block_id in block_ids:\n                if (block_hash",
         ),
         (
+            "a load writes to the copy of a state that a request is about to start from",
+            "self.snapshots.reserve(block_hash, self._starting)",
+            "self.snapshots.reserve(block_hash)",
+        ),
+        (
             "the blocks of a hit may be given out to its own load",
             "        self.pool.touch(there, reused=False)\n        new = iter(self.pool.allocate(num_new))",
             "        new = iter(self.pool.allocate(num_new))\n        self.pool.touch(there, reused=False)",

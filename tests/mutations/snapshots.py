@@ -62,13 +62,13 @@ SNAPSHOT_MUTANTS = (
         OF_CORE,
         (
             "copies that were used are given away first",
-            "copies = self._unused or self._used",
-            "copies = self._used or self._unused",
+            "for copies in (self._unused, self._used):\n            for block_hash in copies:\n                if",
+            "for copies in (self._used, self._unused):\n            for block_hash in copies:\n                if",
         ),
         (
             "a slot that is given away is still found for its old block",
-            "oldest, slot = copies.popitem(last=False)",
-            "oldest, slot = next(iter(copies.items()))",
+            "self._free.append(copies.pop(block_hash))",
+            "self._free.append(copies[block_hash])",
         ),
     ),
     *mutants_of(

@@ -87,6 +87,9 @@ class KVGroup:
     def reset_prefix_cache(self) -> None:
         """Let nothing be found any more that was published."""
 
+    def begin_plan(self) -> None:
+        """With tiers: the worker has been given every step that was planned, and another one is planned now."""
+
     def needed(self, num_blocks: int) -> range:
         """Which of the first `num_blocks` blocks a hit that ends after them needs in this group."""
         return range(0)
@@ -358,6 +361,8 @@ class RecurrentStates(KVGroup):
         self.snapshots = StateSnapshots(num_slots, None if outlet is None else outlet.removed)
         # What loads have reserved, by their numbers.
         self.held: dict[int, list[bytes]] = {}
+        # With tiers, the copies that requests of the step that is planned start from.
+        self._starting: set[bytes] = set()
 
     @property
     def version(self) -> int:
@@ -371,7 +376,12 @@ class RecurrentStates(KVGroup):
         the end of its prompt, where the next turn of a conversation goes on, and where it leaves the text of earlier
         prompts, of which others will share the beginning too. A resumed request has had its copies."""
         size = self._block_size
-        request.snapshot_slot = self.snapshots.use(self._hash(request, len(hit))) if hit else None
+        request.snapshot_slot = None
+        if hit:
+            block_hash = self._hash(request, len(hit))
+            request.snapshot_slot = self.snapshots.use(block_hash)
+            if self._outlet is not None:
+                self._starting.add(block_hash)
         request.snapshot_borders = ()
         if not request.is_resumed and self.snapshots.num_slots:
             ends = {request.num_cached_blocks * size, (request.prefill_end - 1) // size * size}
@@ -404,19 +414,23 @@ class RecurrentStates(KVGroup):
         return self.snapshots.slot(block_hash)
 
     def hold(self, load_id: int, hashes: Sequence[bytes], num_more: int) -> list[tuple[int, bool]] | None:
-        """A copy that is there is not held: where it is given away meanwhile, the hit ends before it."""
+        """A copy that is there is not held: where it is given away meanwhile, the hit ends before it. A load may write
+        at once, before the step that is planned: so it gets no slot that a request of that step starts from."""
         slots: list[tuple[int, bool]] = []
         reserved = self.held[load_id] = []
         for block_hash in hashes:
             if (slot := self.snapshots.slot(block_hash)) is not None:
                 slots.append((slot, False))
-            elif (slot := self.snapshots.reserve(block_hash)) is not None:
+            elif (slot := self.snapshots.reserve(block_hash, self._starting)) is not None:
                 reserved.append(block_hash)
                 slots.append((slot, True))
             else:
                 self.let_go(load_id)
                 return None
         return slots
+
+    def begin_plan(self) -> None:
+        self._starting.clear()
 
     def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
         self.held[load_id].remove(block_hash)

@@ -4,13 +4,13 @@ A target with recurrent layers keeps one state of a request for all positions, s
 the state after them. The worker has `num_slots` slots for such copies beside those of requests. Here is what each
 holds: the state after the block with a hash, which covers every token before it, so a copy stays right whatever
 becomes of the blocks. Nothing is held: who starts with a copy has it copied before the step's rows run, and a slot that
-is given away is written after that.
+is given away is written after that. A load from a tier does not wait for that step, and gets none that it reads.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 # At most this share of the slots may hold copies that were used; the rest lets new ones earn a use.
 MAX_USED_SHARE = 0.75
@@ -54,22 +54,27 @@ class StateSnapshots:
             self._unused[longest_unused] = other
         return slot
 
-    def reserve(self, block_hash: bytes) -> int | None:
+    def reserve(self, block_hash: bytes, but: Collection[bytes] = ()) -> int | None:
         """A slot for the state after a block, which a step will write; None where there is none to give away, or where
-        the block has a copy, or will have."""
+        the block has a copy, or will have. but: copies that are not given away for it."""
         if block_hash in self._pending or block_hash in self._unused or block_hash in self._used:
             return None
-        if not self._free:
-            copies = self._unused or self._used
-            if not copies:
-                return None
-            oldest, slot = copies.popitem(last=False)
-            self._free.append(slot)
-            self.version += 1
-            if self._removed is not None:
-                self._removed(oldest)
+        if not self._free and not self._give_away(but):
+            return None
         self._pending[block_hash] = slot = self._free.pop()
         return slot
+
+    def _give_away(self, but: Collection[bytes]) -> bool:
+        """Free the slot of a copy, but for these; False where there is no other."""
+        for copies in (self._unused, self._used):
+            for block_hash in copies:
+                if block_hash not in but:
+                    self._free.append(copies.pop(block_hash))
+                    self.version += 1
+                    if self._removed is not None:
+                        self._removed(block_hash)
+                    return True
+        return False
 
     def slot(self, block_hash: bytes) -> int | None:
         """The slot of a copy that can be found, which does not use it."""

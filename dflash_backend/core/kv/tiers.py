@@ -152,8 +152,10 @@ class KVTiers:
         return self.tiers if self.remote is None else [*self.tiers, self.remote]
 
     def advance(self) -> None:
-        """Take in the moves that have ended and begin others. The steps whose results were taken in must have
-        drafted: only then is what they published final."""
+        """Take in the moves that have ended and begin others. The worker must have been given all steps that were
+        planned, and those whose results were taken in must have drafted: only then is what they published final."""
+        for group in self.groups:
+            group.begin_plan()
         if self._moves:
             self._take_finished()
         if self.kept is not None:
