@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
@@ -218,7 +219,7 @@ class LLM:
         core = self.engine.core
         eos = self.tokenizer.eos_token_ids
         running: dict[str, RequestState] = {}
-        waiting = ((state, request) for state in states for request in state.generation_requests(eos))
+        waiting = deque((state, request) for state in states for request in state.generation_requests(eos))
         whole = HeldInterrupt()
         try:
             with whole:
@@ -252,15 +253,17 @@ class LLM:
                     finished.append(state)
         return finished, outputs.rejected
 
-    def _feed(
-        self, waiting: Iterator[tuple[RequestState, GenerationRequest]], running: dict[str, RequestState]
-    ) -> None:
-        """Add completions until the engine's queue is full."""
-        while self.engine.core.num_waiting < self.config.max_queue_size:
-            state, request = next(waiting, (None, None))
-            if state is None or request is None:
-                return
-            self.engine.core.add_request(request)
+    def _feed(self, waiting: deque[tuple[RequestState, GenerationRequest]], running: dict[str, RequestState]) -> None:
+        """Add completions until the engine's queue is full, of requests or of tokens."""
+        while waiting and self.engine.core.num_waiting < self.config.max_queue_size:
+            state, request = waiting[0]
+            try:
+                self.engine.core.add_request(request)
+            except RequestError as error:
+                if error.status == "UNAVAILABLE" and running:
+                    return  # the queue has a place once others have left it
+                raise
+            waiting.popleft()
             running[request.request_id] = state
 
 

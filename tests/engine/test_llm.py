@@ -72,6 +72,15 @@ def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm:
     assert all(completion.finish_reason and completion.stats for completion in several.outputs)
 
 
+def test_prompts_wait_for_a_queue_that_takes_no_more_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.engine.core
+    monkeypatch.setattr(core, "config", dataclasses.replace(core.config, max_queue_tokens=100))
+    prompts = [[5 + number] * 60 for number in range(12)]
+    outputs = llm.generate(prompts, max_tokens=2, ignore_eos=True)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.token_ids) for output in outputs] == [2] * 12
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error", "message"),
     [
