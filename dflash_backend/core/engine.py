@@ -114,6 +114,8 @@ class EngineCore:
         self._swap: DrafterSwap | None = None
         self._acceptance = Acceptance()  # of the drafter that drafts
         self._due_swap: DrafterSwap | None = None
+        self.beat: Callable[[], None] = _say_nothing
+        """Called between the steps of a call that runs many of them, after a failed one: the engine goes on."""
         self._clock = clock
         self._last_finished = 0.0  # when the drafts of the last step had come
         self._trace = trace
@@ -480,6 +482,7 @@ class EngineCore:
         alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
         num_decodes = 0
         while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
+            self.beat()
             self.finish_step()
             if self._failed_step is not None:
                 self._fail(request, failed(self._failed_step[1]), alone)
@@ -635,6 +638,10 @@ class Deadlines:
         _, arrival, request_id = entry
         request = self._requests.get(request_id)
         return request if request is not None and request.arrival == arrival else None
+
+
+def _say_nothing() -> None:
+    """Nobody takes the engine's silence for a hang."""
 
 
 def out_of_memory(message: str) -> str:

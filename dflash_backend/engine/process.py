@@ -109,6 +109,7 @@ class EngineLoop:
 
     def __init__(self, built: BuiltEngine, channel: Channel) -> None:
         self._core = built.core
+        self._core.beat = self._beat
         self._check = built.check
         self._channel = channel
         self._trace = built.trace
@@ -244,6 +245,11 @@ class EngineLoop:
     def _say(self, outputs: EngineCoreOutputs) -> None:
         self._channel.send(outputs)
         self._spoke_at = time.monotonic()
+
+    def _beat(self) -> None:
+        """Within a step that takes long: say something, which need not be how full the queue is."""
+        if time.monotonic() - self._spoke_at >= BEAT_S:
+            self._say(EngineCoreOutputs())
 
     def _queue(self) -> QueueState:
         core = self._core

@@ -57,6 +57,19 @@ def test_a_step_that_fails_once_costs_no_request_anything(lag: int | None) -> No
     assert all(output.stats.num_preemptions == 0 for output in engine.outputs.values())
 
 
+@MODES
+def test_the_engine_says_that_it_goes_on_while_requests_of_a_failed_step_run_alone(lag: int | None) -> None:
+    """All of them in one call of `step`: with long prompts that would be taken for a hang."""
+    engine = CheckedEngine(make_config(max_num_batched_tokens=16, enable_prefix_caching=False), lag)
+    engine.add(*(make_request(f"r{i}", [i, *PROMPT * 5], seed=i, max_tokens=20) for i in range(3)))
+    failing, beats = iter([*[False] * 6, True]), []
+    engine.worker.fails = lambda plan: next(failing, False)
+    engine.core.beat = lambda: beats.append(engine.worker.num_steps)
+    assert _failures(engine) == {}
+    assert len(beats) > 3 * 4
+    assert max(after - before for before, after in itertools.pairwise(beats)) == 1, "one after every step"
+
+
 @pytest.mark.parametrize("at", [1, 3, 4])
 @MODES
 def test_a_step_whose_result_cannot_be_taken_in_costs_no_request_anything(lag: int | None, at: int) -> None:

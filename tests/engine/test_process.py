@@ -268,6 +268,31 @@ def test_an_idle_engine_says_what_came_of_moves():
     assert [message.stats for message in sent if message.stats] == ["now"]
 
 
+def test_an_engine_speaks_within_a_step_that_takes_long(monkeypatch):
+    """The stub takes its silence for a hang; after a failed step many run one after the other."""
+    sent, now = [], [100.0]
+    monkeypatch.setattr("dflash_backend.engine.process.time.monotonic", lambda: now[0])
+    core = SimpleNamespace(
+        has_unfinished=lambda: True, finish_step=lambda: None, is_moving=False, is_keeping=False,
+        num_waiting=0, num_free_rows=1, crowded_tenants=dict,
+    )  # fmt: skip
+
+    def step() -> EngineCoreOutputs:
+        for _ in range(10):
+            now[0] += 0.5
+            core.beat()
+        loop.end()
+        return EngineCoreOutputs(stats="now")
+
+    core.step = step
+    channel = SimpleNamespace(receive=lambda timeout_ms: [], send=sent.append)
+    loop = EngineLoop(SimpleNamespace(core=core, check=lambda: None, trace=None, drafters=None), channel)
+    loop._spoke_at = now[0]
+    loop.run()
+    assert [message.stats for message in sent] == [None] * 5 + ["now"]
+    assert [message.queue is None for message in sent] == [True] * 5 + [False]
+
+
 def test_requests_are_confirmed_before_they_are_worked_on(engine):
     engine.send(request("a", [toy_process.BREAK]))
     assert engine.is_unconfirmed("a")
