@@ -53,7 +53,10 @@ class LateStops:
         self._num_steps = 0
 
     def remember(self, request_id: str, yields: RequestYields) -> None:
-        """The request has ended; the oldest are forgotten when there are too many steps."""
+        """The request has ended; the oldest are forgotten when there are too many steps. One without a step has nothing
+        to take back, and would never be too many."""
+        if not yields.steps:
+            return
         self._ended.append((request_id, yields))
         self._num_steps += len(yields.steps)
         while self._num_steps > MAX_STEPS:

@@ -133,3 +133,16 @@ def test_a_last_step_is_trimmed_where_its_text_ended() -> None:
     trimmed = stats.with_last_step_trimmed(4, 2)
     assert (trimmed.num_output_tokens, trimmed.spec_decoding) == (7, SpecDecodingStats(2, 6, 4, [2, 1, 1]))
     assert stats.with_last_step_trimmed(4, 4) == stats
+
+
+def test_requests_that_yielded_nothing_are_not_remembered() -> None:
+    """Such as those that ended in the queue: however many, they have no steps that would make others be forgotten."""
+    engine = Engine(make_config(max_num_seqs=1))
+    engine.add(make_request("runs", PROMPT, max_tokens=100, stop=("x",)))
+    for number in range(9):
+        engine.add(make_request(f"waits{number}", PROMPT, stop=("x",)))
+        engine.step()
+        engine.core.abort([f"waits{number}"])
+    engine.core.abort(["runs"])
+    ended = engine.core._spec_counts._ended._ended
+    assert [request_id for request_id, _ in ended] == ["runs"]
