@@ -83,6 +83,7 @@ class GrammarMatcher:
         # What its masks took beyond the usual.
         self._slow_seconds = 0.0
         self.num_bytes = 0
+        self._in_use_at_first: int | None = None
         self._num_without_mask = 0
         self.status: FailureStatus = "INVALID_ARGUMENT"
         self._matcher = matcher
@@ -228,10 +229,15 @@ class GrammarMatcher:
         reason = " ".join(self._matcher.get_error().split())[:300]
         self.error = f"the grammar of its structured output cannot be followed any further ({reason})"
 
-    def took(self, seconds: float, num_bytes: int = 0) -> None:
-        """Count what its masks took in a step. Too much in all its steps together is an error."""
+    def took(self, seconds: float, num_bytes: int = 0, in_use: int = 0) -> None:
+        """Count what its masks took in a step. Too much in all its steps together is an error. num_bytes: what the
+        process had more after it, other threads' memory of a moment too, than before, when it had `in_use`: so the
+        answer is held to keep no more than the process has since its first masks."""
         self._slow_seconds += max(0.0, seconds - USUAL_S)
-        self.num_bytes += max(0, num_bytes)
+        if self._in_use_at_first is None:
+            self._in_use_at_first = in_use
+        kept = in_use + num_bytes - self._in_use_at_first
+        self.num_bytes = max(0, min(self.num_bytes + max(0, num_bytes), kept))
         if self._slow_seconds > SLOW_LIMIT_S:
             self.give_up(TOO_SLOW)
         elif self.num_bytes > ANSWER_BYTES:
@@ -324,12 +330,12 @@ class BitmaskFiller:
         heavy.sort(key=lambda entry: entry[0].slow_seconds)
         # A job that is given up still writes, so each has its own place.
         own = [np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32) for _, _, drafts in heavy]
-        taken = [(0.0, 0)] * len(heavy)
+        taken = [(0.0, 0, 0)] * len(heavy)
         calls = [self._call(i, each, drafts, own[i], taken) for i, (each, _, drafts) in enumerate(heavy)]
         late, left = self._deadlines.run(calls)
-        for (each, start, drafts), filled, (seconds, num_bytes) in zip(heavy, own, taken, strict=True):
+        for (each, start, drafts), filled, took in zip(heavy, own, taken, strict=True):
             masks[start : start + len(drafts) + 1] = filled
-            each.took(seconds, num_bytes)
+            each.took(*took)
         for i in late:
             heavy[i][0].give_up(TOO_SLOW)
         for i in left:
@@ -339,12 +345,17 @@ class BitmaskFiller:
             kept.pop().give_up(TOO_LARGE)
 
     def _call(
-        self, number: int, each: GrammarMatcher, drafts: list[int], masks: np.ndarray, taken: list[tuple[float, int]]
+        self,
+        number: int,
+        each: GrammarMatcher,
+        drafts: list[int],
+        masks: np.ndarray,
+        taken: list[tuple[float, int, int]],
     ) -> Callable[[], None]:
         def call() -> None:
             before, began = bytes_in_use(), time.thread_time()
             _fill(self._alone, [(each, 0, drafts)], masks)
-            taken[number] = time.thread_time() - began, bytes_in_use() - before
+            taken[number] = time.thread_time() - began, bytes_in_use() - before, before
 
         return call
 

@@ -342,28 +342,30 @@ def test_an_answer_that_takes_much_in_each_step_fails_in_the_end(compiler):
 
 
 def test_an_answer_that_keeps_too_much_memory_fails(compiler, filler, monkeypatch):
-    def answers(*sizes):
-        """Answers whose masks kept this many bytes, and keep as much again."""
+    def answers(*sizes, given_back=0):
+        """Answers of which each step's masks keep this many bytes, after two steps. given_back: bytes of another
+        thread, which are there while masks are filled, and not between steps."""
         found = [matcher_of(compiler, GRAMMARS[1]) for _ in sizes]
-        for each, size in zip(found, sizes, strict=True):
+        total, turns = [0], itertools.cycle([False, True])
+        for each in found:
             each.heavy = True
-            each.took(0, size)
-        total, used, turns = [0], iter(sizes), itertools.cycle([False, True])
 
         def bytes_in_use():
-            total[0] += next(used) if next(turns) else 0
+            total[0] += given_back + next(used) if next(turns) else 0
             return total[0]
 
         monkeypatch.setattr(matcher_module, "bytes_in_use", bytes_in_use)
-        filler.fill([(each, []) for each in found])
+        for _ in range(2):
+            used = iter(sizes)
+            filler.fill([(each, []) for each in found])
+            total[0] -= given_back * len(sizes)
         return [(each.num_bytes, each.error, each.status) for each in found]
 
     wrong = "the grammar of its structured output takes too much memory within its answer. Make it simpler"
     half = ANSWER_BYTES // 2
-    assert answers(half, half + 1) == [
-        (2 * half, None, "INVALID_ARGUMENT"),
-        (2 * half + 2, wrong, "INVALID_ARGUMENT"),
-    ]
+    assert answers(half) == [(2 * half, None, "INVALID_ARGUMENT")]
+    assert answers(half + 1) == [(2 * half + 2, wrong, "INVALID_ARGUMENT")]
+    assert answers(10, given_back=half) == [(half + 20, None, "INVALID_ARGUMENT")]
     monkeypatch.setattr(matcher_module, "STEP_BYTES", 100)
     assert [error for _, error, _ in answers(20, 30, 10)] == [None, wrong, None]
 
