@@ -641,7 +641,7 @@ class Deadlines:
 
 
 def _say_nothing() -> None:
-    """Nobody takes the engine's silence for a hang."""
+    """For an engine whose silence is not watched."""
 
 
 def out_of_memory(message: str) -> str:

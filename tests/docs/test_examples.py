@@ -110,8 +110,9 @@ NOT_RUN = {
         "settings:": LISTING,
     },
     "docs/training.md": {
-        "dflash-triton train smollm2 --out drafter --layers 2 --intermediate-size 432 --layer-ids 15,27 --block-size 8 "
-        "--draft-vocab 8192 --share-head --set dtype=bfloat16 --seed 1": TRAINS,
+        "dflash-triton train smollm2 --out drafter --layers 2 --intermediate-size 432 --layer-ids 15,27 --block-size 6 "
+        "--draft-vocab 8192 --share-head --decay 2 --soft-labels 1 --hidden-loss 2 --learning-rate 0.012 "
+        "--set dtype=bfloat16 --seed 1 --tokens 750000 --minutes 85": TRAINS,
         ".venv/bin/dflash-triton train DIR_OR_HUB_ID --out drafter": TRAINS,
         ".venv/bin/dflash-triton train MY_FINE_TUNE --from DRAFTER_OF_THE_ORIGINAL --out drafter --minutes 15": TRAINS,
         ".venv/bin/dflash-triton eval --target TARGET --draft OLD --against-set draft_model=NEW": TRAINS,
