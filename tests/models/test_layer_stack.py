@@ -147,7 +147,7 @@ def test_a_pass_is_that_of_its_own_caches_slots_and_captures(tmp_path: Path, mon
         assert given.features is not None
         return [given.hidden, given.features, *(cache.data for cache in caches)]
 
-    for capture, num_found in (((1, 3), 1), ((3, 1), 2), ((0, 5), 2)):
+    for capture, num_found in (((1, 3), 1), ((3, 1), 2), ((0, 5), 3), ((5,), 4), ((5, 0), 4)):
         watched.on = True
         at_once = run(capture)
         assert watched.num_found == num_found
