@@ -89,8 +89,8 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
     """Find both models. Raises `CheckpointError`.
 
     A speculators drafter names its target: given as `target_model`, or as `draft_model` with `target_model` unset, it
-    is enough. A target that is set by hand wins over the one that the drafter names. Models of `NAMED` have drafters
-    that come with the project. `report` gets lines on a download.
+    is enough. A target that is set by hand wins over the one that the drafter names. Names of `NAMED` as drafters
+    are those that come with the project. `report` gets lines on a download.
     """
     if config.target_model:
         directory = find_model(config.target_model, "target_model", config.target_revision, report)
@@ -116,10 +116,10 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
 def _with_target(config: EngineConfig, target: Path, report: Report | None) -> ModelDirs:
     if config.draft_model in ("", NGRAM):
         return ModelDirs(target, None)
+    if config.draft_model in NAMED:
+        return ModelDirs(target, asset_path(*NAMED[config.draft_model].drafter))
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
-    if config.target_model in NAMED:
-        return ModelDirs(target, asset_path(*NAMED[config.target_model].drafter))
     warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
     names = [each.name for each in published_for(config.target_model, target)]
     known = f"; published for it: {', '.join(names)}" if names else ""

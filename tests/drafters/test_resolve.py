@@ -34,19 +34,20 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_that_has_a_name_has_the_drafter_that_comes_with_it(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_that_comes_with_a_model_has_its_name(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_backend.checkpoints.find.named_file", lambda name: models / f"{name}.gguf")
     monkeypatch.setattr("dflash_backend.checkpoints.find._converted", lambda path, report: models / "t")
     for draft, expected in (
-        (None, asset_path("demo", "smollm2")),
+        ("smollm2", asset_path("demo", "smollm2")),
         ("", None),
         ("ngram", None),
         (str(models / "z"), models / "z"),
     ):
         found = resolve_dirs(EngineConfig(target_model="smollm2", draft_model=draft))
         assert (found.target, found.draft, found.warning) == (models / "t", expected, None)
+    plain = resolve_dirs(EngineConfig(target_model="smollm2"))
+    assert plain.draft is None
+    assert plain.warning is not None
     spec = read_draft(asset_path("demo", "smollm2"))
     assert isinstance(spec, DFlashSpec)
     assert (spec.vocab_size, spec.decoder.hidden_size) == (49152, 576)

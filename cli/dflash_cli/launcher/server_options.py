@@ -133,7 +133,9 @@ def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) ->
     for name, value in settings.items():
         check_setting(name, value, "--set")
         # Empty is no path, but no drafter, and a drafter called ngram is none either, nor is a package's model.
-        is_model = (name == "target_model" and value not in NAMED) or (name == "draft_model" and value != NGRAM)
+        is_model = (name == "target_model" and value not in NAMED) or (
+            name == "draft_model" and value not in (NGRAM, *NAMED)
+        )
         if is_model and value and Path(value).exists():
             value = str(Path(value).resolve())
         result[environment_name(name)] = value
