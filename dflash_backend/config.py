@@ -75,8 +75,9 @@ class EngineConfig:
     )
     draft_model: str | None = setting(
         None,
-        f"directory, hub id or file in GGUF of the drafter; {NGRAM}: prompt lookup, for any target, without a "
-        f"drafter's checkpoint (a directory of that name is ./{NGRAM}); auto: the demo drafter with the demo target, "
+        "directory, hub id or file in GGUF of the drafter; smollm2: the project's own for that target; "
+        f"{NGRAM}: prompt lookup, for any target, without a drafter's checkpoint (a directory of that name is "
+        f"./{NGRAM}); auto: the demo drafter with the demo target, "
         "else what the target's checkpoint names; empty: no speculation",
     )
     target_revision: str = setting("", "branch, tag or commit of a target from the hub; empty: its main branch")

@@ -85,12 +85,18 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
     return ModelPair(target, draft if k else None, k, dirs.warning)
 
 
+def find_drafter(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:
+    """As `find_model`; a name of `NAMED` is the drafter for that model that comes with the project."""
+    if name not in NAMED or revision:
+        return find_model(name, setting, revision, report)
+    return asset_path(*NAMED[name].drafter)
+
+
 def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDirs:
     """Find both models. Raises `CheckpointError`.
 
     A speculators drafter names its target: given as `target_model`, or as `draft_model` with `target_model` unset, it
-    is enough. A target that is set by hand wins over the one that the drafter names. Names of `NAMED` as drafters
-    are those that come with the project. `report` gets lines on a download.
+    is enough. A target that is set by hand wins over the one that the drafter names. `report` gets lines on a download.
     """
     if config.target_model:
         directory = find_model(config.target_model, "target_model", config.target_revision, report)
@@ -105,7 +111,7 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
             )
         return ModelDirs(verifier_dir(directory, report=report), directory)
     if config.draft_model and config.draft_model != NGRAM:
-        directory = find_model(config.draft_model, "draft_model", config.draft_revision, report)
+        directory = find_drafter(config.draft_model, "draft_model", config.draft_revision, report)
         if _names_verifier(directory):
             return ModelDirs(verifier_dir(directory, config.target_revision, report), directory)
         return ModelDirs(asset_path("demo", "pair", "target"), directory)
@@ -116,10 +122,8 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
 def _with_target(config: EngineConfig, target: Path, report: Report | None) -> ModelDirs:
     if config.draft_model in ("", NGRAM):
         return ModelDirs(target, None)
-    if config.draft_model in NAMED:
-        return ModelDirs(target, asset_path(*NAMED[config.draft_model].drafter))
     if config.draft_model:
-        return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
+        return ModelDirs(target, find_drafter(config.draft_model, "draft_model", config.draft_revision, report))
     warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
     names = [each.name for each in published_for(config.target_model, target)]
     known = f"; published for it: {', '.join(names)}" if names else ""

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from dflash_backend.checkpoints.find import find_model
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.drafters.base import Drafter, LoadOptions, draft_patterns
 from dflash_backend.drafters.exchange import paired_tensors
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import drafter_class, read_draft
-from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.drafters.resolve import ModelPair, find_drafter
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.sizing import at_length
 from dflash_backend.error_text import first_line
@@ -67,7 +66,7 @@ class DrafterLoader:
                 "KV tiers and other servers (kv_host_gb, kv_disk_path, kv_role) hold the context KV of the present "
                 "drafter; restart the server with the new one as draft_model"
             )
-        directory = find_model(wanted.draft_model, "draft_model", wanted.draft_revision)
+        directory = find_drafter(wanted.draft_model, "draft_model", wanted.draft_revision)
         spec = read_draft(directory, self.config.causal).for_target(self.pair.target)
         check_pair(self.pair.target, spec)
         if (difference := self._difference(present, spec)) is not None:

@@ -32,6 +32,7 @@ from dflash_backend.drafters.ngram.config import read_ngram
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.published import published_for, unsupported_target
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft, read_draft_config
+from dflash_backend.drafters.resolve import find_drafter
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.drafters.speculators import is_speculators
 from dflash_backend.engine.sizing import window_group
@@ -146,7 +147,7 @@ def inspect(name: str, draft_name: str | None = None, revision: str = "", draft_
         report = MethodReport(ngram.method, tuple(draft_facts(ngram)))
         k = ngram.num_speculative_tokens
         return Inspection((inspect_target(target, k),), PairReport(True, k), report)
-    draft = read_draft(find_model(draft_name, "--draft", draft_revision)).for_target(target)
+    draft = read_draft(find_drafter(draft_name, "--draft", draft_revision)).for_target(target)
     reports = inspect_target(target, draft.num_speculative_tokens), inspect_draft(draft, target.decoder.max_len)
     return Inspection(reports, inspect_pair(target, draft))
 

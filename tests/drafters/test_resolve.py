@@ -12,7 +12,7 @@ from dflash_backend.checkpoints import CheckpointError, find_model
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.registry import read_draft
-from dflash_backend.drafters.resolve import ModelPair, resolve_dirs, resolve_pair, resolve_target_dir
+from dflash_backend.drafters.resolve import ModelPair, find_drafter, resolve_dirs, resolve_pair, resolve_target_dir
 from tests.drafters.drafts import edit, make_speculators, put
 from tests.support.tiny_models import make_draft, make_target
 
@@ -45,6 +45,7 @@ def test_the_drafter_that_comes_with_a_model_has_its_name(models: Path, monkeypa
     ):
         found = resolve_dirs(EngineConfig(target_model="smollm2", draft_model=draft))
         assert (found.target, found.draft, found.warning) == (models / "t", expected, None)
+    assert find_drafter("smollm2", "--draft") == asset_path("demo", "smollm2")
     plain = resolve_dirs(EngineConfig(target_model="smollm2"))
     assert plain.draft is None
     assert plain.warning is not None

@@ -34,7 +34,7 @@ from dflash_backend.training.loop import (
     save_atomically,
 )
 from dflash_backend.training.loss import Distillation, TargetStates
-from dflash_backend.training.network import DraftModel
+from dflash_backend.training.network import DraftModel, Tables
 from dflash_backend.training.run import TrainOptions, train
 from dflash_backend.training.sizes import Memory, check_fits
 
@@ -68,13 +68,7 @@ def options(prompts: Path) -> Callable[..., TrainOptions]:
         data = DataOptions(40, max_answer=12, max_prompt=64, files=(prompts,))
         sizes = {"draft_layers": 1, "block_size": 4}
         settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8}
-        own: dict[str, Any] = {
-            "steps": STEPS,
-            "batch_tokens": 80,
-            "accumulate": 2,
-            "soft_labels": 0.25,
-            "hidden_loss": 0.5,
-        }
+        own: dict[str, Any] = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2}
         own |= {"soft_labels": 0.25, "hidden_loss": 0.5, "drafter": sizes, "settings": settings}
         return TrainOptions(str(TARGET), out, data, **(own | changes))
 
@@ -313,6 +307,31 @@ def test_the_fall_of_weights_distillation_and_a_head_that_is_shared_are_as_asked
         assert each.distillation == Distillation(0.5, 1.0, 1.5)  # greedy answers
         assert len(each.head) == 40
     assert "lm_head.weight" not in tensors
+
+
+def test_a_drafter_with_a_head_of_its_own_learns_from_the_targets_head(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = options(tmp_path / "first", steps=1, draft_vocab=40)
+    quietly(first)
+    tensors = load_file(first.out / "model.safetensors")
+    of_target = tensors["lm_head.weight"].clone()
+    save_file(tensors | {"lm_head.weight": 2 * of_target}, first.out / "model.safetensors", metadata={"format": "pt"})
+    heads: list[tuple[torch.Tensor, torch.Tensor]] = []
+    losses = DraftModel.losses
+
+    def noted(self: DraftModel, tables: Tables, *given: Any) -> Any:
+        heads.append((tables.head, given[-1].head))
+        return losses(self, tables, *given)
+
+    monkeypatch.setattr(DraftModel, "losses", noted)
+    changes: dict[str, Any] = {"steps": 1, "begin_from": first.out, "drafter": {}}
+    quietly(options(tmp_path / "second", hidden_loss=0.0, **changes))
+    for own, aim in heads:
+        torch.testing.assert_close(own.float(), 2 * of_target.float())
+        torch.testing.assert_close(aim.float(), of_target.float())
+    with pytest.raises(TrainingError, match="--hidden-loss is for drafters with the target's LM head"):
+        quietly(options(tmp_path / "third", **changes))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DIR|ID|ngram",
-        help="DFlash drafter: directory, hub id or file in GGUF; ngram: prompt lookup, without one; '' for no "
+        help="DFlash drafter: directory, hub id, file in GGUF or smollm2; ngram: prompt lookup, without one; '' for no "
         "speculation",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
