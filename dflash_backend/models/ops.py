@@ -219,6 +219,19 @@ class CpuLayerOps(LayerOps):
             qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
         )
 
+    @staticmethod
+    def context_write(
+        projected: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        caches: list[KVLayer],
+        padded: bool,
+    ) -> None:
+        layers = [cache.slots for cache in caches]
+        cpu_ops.context_write(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
+
 
 class InvariantLayerOps(LayerOps):
     """The torch operations of a target with `batch_invariant`, on a CPU: a token's results have the same bits whatever

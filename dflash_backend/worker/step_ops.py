@@ -249,7 +249,9 @@ class CommonStepOps:
     argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
         cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference
     )
-    log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(log_odds.log_odds_reference)
+    log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(
+        cpu_ops.log_odds if cpu_ops.HAS_CPU_OPS else log_odds.log_odds_reference
+    )
     _sample: Callable[..., torch.Tensor] = staticmethod(
         cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference
     )

@@ -105,3 +105,21 @@ template <class T> static void choose(const Choice& p, int threads, int64_t* out
     out[row] = place[chosen];
   }
 }
+// The log-odds of a token's probability at temperature 1; NaN where a logit is.
+template <class T> static float log_odds_of(const T* logits, long vocab, long id) {
+  Ints lane, odd{};
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  auto others = [&](long c) {  // -infinity in place of the token, and behind the last
+    int count = int(std::min<long>(LANES, vocab - c));
+    Floats x = load_some(logits + c, count);
+    odd |= x != x;
+    return (lane < count) & (lane + int(c) != int(id)) ? x : all(-INFINITY);
+  };
+  Floats top = all(-INFINITY), total{};
+  for (long c = 0; c < vocab; c += LANES) { Floats x = others(c); top = x > top ? x : top; }
+  for (int i = 0; i < LANES; i++) if (odd[i]) return NAN;
+  float shift = largest(top);
+  if (shift == -INFINITY) shift = 0.0f;
+  for (long c = 0; c < vocab; c += LANES) total += vexp(others(c) - shift);
+  return to_float(logits[id]) - shift - std::log(std::max(sum(total), 1e-30f));
+}

@@ -98,13 +98,12 @@ static void turn_head(const T* from, const W* weight, const T* cos, const T* sin
 struct Rotation {
   const void *qkv, *norm, *cos, *sin; const int64_t* slots;
   void *query, *cache; float* scales;
-  long tokens, heads, kv_heads, dim;
+  long tokens, heads, kv_heads, dim, step;  // between rows of qkv
   float eps; int norm_dtype, kv_dtype;
 };
 template <class T, class W> static void rope_rows(const Rotation& p, long first, long last) {
-  long width = (p.heads + 2 * p.kv_heads) * p.dim;
   for (long t = first; t < last; t++) {
-    const T *row = (const T*)p.qkv + t * width, *cos = (const T*)p.cos + t * p.dim, *sin = (const T*)p.sin + t * p.dim;
+    const T *row = (const T*)p.qkv + t * p.step, *cos = (const T*)p.cos + t * p.dim, *sin = (const T*)p.sin + t * p.dim;
     const W* norm = (const W*)p.norm;
     for (long h = 0; h < p.heads; h++)
       turn_head(row + h * p.dim, norm ? norm + h * p.dim : nullptr, cos, sin, (T*)p.query + (t * p.heads + h) * p.dim, p.dim, p.eps);
@@ -120,4 +119,9 @@ template <class T, class W> static void rope_rows(const Rotation& p, long first,
       write_head(head, p.cache, p.kv_dtype, p.scales ? p.scales + at + h : nullptr, (at + h) * p.dim, p.dim);
     }
   }
+}
+static void rope_any(int dtype, const Rotation& p, long first, long last) {
+  if (dtype == 0) rope_rows<float, float>(p, first, last);
+  else if (p.norm_dtype == 0) rope_rows<bf16, float>(p, first, last);
+  else rope_rows<bf16, bf16>(p, first, last);
 }

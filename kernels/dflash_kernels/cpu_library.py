@@ -166,11 +166,13 @@ SIGNATURES: dict[str, list[Any]] = {
     "dflash_norm": [I, I, I, P, P, P, P, P, L, L, F],
     "dflash_gate": [I, I, I, P, P, L, L],
     "dflash_rope_write": [I, I, I, I, P, P, F, P, P, P, P, P, P, L, L, L, L],
+    "dflash_context_write": [I, I, I, I, P, P, F, P, P, P, P, L, L, L, L],
     "dflash_linear_rope_write": [I, I, I, P, L, P, P, P, F, P, P, P, P, P, P, L, L, L, L],
     "dflash_linear_norm": [I, I, P, L, P, P, P, P, P, P, L, F],
     "dflash_gated_mlp": [I, I, P, L, P, P, P, P, P, L],
     "dflash_layers": [I, P, P, P, P, P, P, P, P, L, P, L],
     "dflash_choose": [I, I, P, L, L, L, P, P, P, P, P, P],
+    "dflash_log_odds": [I, I, P, L, L, L, P, F, P],
     "dflash_attend": [I, I, I, P, P, P, P, P, L, P, P, P, L, L, L, L, L, I, L, P, F],
 }
 

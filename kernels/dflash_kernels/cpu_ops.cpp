@@ -100,11 +100,23 @@ void dflash_gate(int dtype, int threads, int is_gelu, const void* gate_up, void*
 void dflash_rope_write(int dtype, int norm_dtype, int kv_dtype, int threads, const void* qkv, const void* norm, float eps, const void* cos,
                        const void* sin, const int64_t* slots, void* query, void* cache, float* scales, int64_t tokens,
                        int64_t heads, int64_t kv_heads, int64_t dim) {
-  Rotation p{qkv, norm, cos, sin, slots, query, cache, scales, tokens, heads, kv_heads, dim, eps, norm_dtype, kv_dtype};
-  share(threads, tokens, std::max<long>(1, 8192 / ((heads + 2 * kv_heads) * dim)), [&](long first, long last) {
-    if (dtype == 0) rope_rows<float, float>(p, first, last);
-    else if (norm_dtype == 0) rope_rows<bf16, float>(p, first, last);
-    else rope_rows<bf16, bf16>(p, first, last);
+  long width = (heads + 2 * kv_heads) * dim;
+  Rotation p{qkv, norm, cos, sin, slots, query, cache, scales, tokens, heads, kv_heads, dim, width, eps, norm_dtype, kv_dtype};
+  share(threads, tokens, std::max<long>(1, 8192 / width), [&](long first, long last) { rope_any(dtype, p, first, last); });
+}
+// The context KV of a drafter's layers, to the caches of each. projected: `[tokens][layers][2 * kv_heads * dim]`, norm:
+// `[layers][kv_heads * dim]`, or null.
+void dflash_context_write(int dtype, int norm_dtype, int kv_dtype, int threads, const void* projected, const void* norm, float eps,
+                          const void* cos, const void* sin, const int64_t* slots, void* const* caches, int64_t layers, int64_t tokens,
+                          int64_t kv_heads, int64_t dim) {
+  long width = 2 * kv_heads * dim, step = layers * width;
+  share(threads, tokens, std::max<long>(1, 8192 / step), [&](long first, long last) {
+    for (long i = 0; i < layers; i++) {
+      const void* own = norm ? at_row(norm_dtype, norm, i, kv_heads * dim) : nullptr;
+      Rotation p{at_row(dtype, projected, i, width), own, cos, sin, slots, nullptr, caches[i], nullptr, tokens, 0, kv_heads, dim, step, eps,
+                 norm_dtype, kv_dtype};
+      rope_any(dtype, p, first, last);
+    }
   });
 }
 void dflash_attend(int dtype, int kv_dtype, int threads, const void* query, const void* cache, const float* scales, void* out,
@@ -119,6 +131,17 @@ void dflash_choose(int dtype, int threads, const void* logits, int64_t rows, int
                    const int64_t* seeds, const int64_t* positions, const float* lowest, const int64_t* ids, int64_t* out) {
   Choice p{logits, rows, vocab, step, temperature, seeds, positions, lowest, ids};
   if (dtype == 0) choose<float>(p, threads, out); else choose<bf16>(p, threads, out);
+}
+// How sure each row of logits is of a column, within `most` of 0.
+void dflash_log_odds(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const int64_t* ids, float most,
+                     float* out) {
+  share(threads, rows, std::max<long>(1, 16384 / vocab), [&](long first, long last) {
+    for (long row = first; row < last; row++) {
+      const void* at = at_row(dtype, logits, row, step);
+      float odds = dtype == 0 ? log_odds_of((const float*)at, vocab, ids[row]) : log_odds_of((const bf16*)at, vocab, ids[row]);
+      out[row] = odds == odds ? std::min(std::max(odds, -most), most) : -most;
+    }
+  });
 }
 // A product and what follows it, without a call between them. Packed weights and their biases; `rope`: as of dflash_rope_write.
 void dflash_linear_rope_write(int norm_dtype, int kv_dtype, int threads, const void* x, int64_t x_step, const Weight* weight,

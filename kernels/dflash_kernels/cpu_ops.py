@@ -13,6 +13,8 @@ import torch
 from dflash_kernels import cpu_library
 from dflash_kernels.activation import gelu_mul_reference, silu_mul_reference
 from dflash_kernels.argmax import argmax_reference
+from dflash_kernels.context_write import context_write_reference
+from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from dflash_kernels.sample import sample_reference
@@ -217,6 +219,35 @@ def qk_norm_rope_write(
     return query
 
 
+def context_write(
+    projected: torch.Tensor,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    padded: bool = False,
+) -> None:
+    """As `context_write_reference`."""
+    dtype, cache_dtypes = projected.dtype, {cache.dtype for cache in caches}
+    num_kv_heads, head_dim = caches[0].shape[2:]
+    norm_dtype = dtype if k_norm is None else k_norm.dtype
+    known = dtype in DTYPES and norm_dtype in (dtype, torch.float32) and cos.dtype == dtype and len(cache_dtypes) == 1
+    if not known or not cache_dtypes <= DTYPES.keys() or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return context_write_reference(projected, k_norm, eps, cos, sin, slots, caches, padded)
+    assert _library is not None
+    projected, cos, sin, slots = (each.contiguous() for each in (projected, cos, sin, slots))
+    k_norm = None if k_norm is None else k_norm.contiguous()
+    addresses = np.array([cache.data_ptr() for cache in caches], np.int64)
+    _library.dflash_context_write(
+        DTYPES[dtype], DTYPES[norm_dtype], DTYPES[caches[0].dtype], torch.get_num_threads(), projected.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
+        addresses.ctypes.data, len(caches), len(slots), num_kv_heads, head_dim,
+    )  # fmt: skip
+    return None
+
+
 def linear_rope_write(
     packed: PackedWeight,
     bias: torch.Tensor | None,
@@ -379,6 +410,19 @@ def sample(
     if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
         return sample_reference(logits, temperature, seeds, positions, lowest_kept, token_ids)
     return _chosen(logits, temperature, seeds, positions, lowest_kept, token_ids)
+
+
+def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """As `log_odds_reference`."""
+    if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
+        return log_odds_reference(logits, token_ids)
+    assert _library is not None
+    token_ids, out = token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
+    _library.dflash_log_odds(
+        DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0),
+        token_ids.data_ptr(), MAX_LOG_ODDS, out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def _chosen(logits: torch.Tensor, *per_row: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dflash_backend.checkpoints.gguf.blocks import BITS, BLOCKS
 from dflash_kernels import cpu_library, cpu_ops
 from dflash_kernels.activation import gelu_mul_reference, silu_mul_reference
 from dflash_kernels.argmax import argmax_reference
+from dflash_kernels.context_write import context_write_reference
 from dflash_kernels.cpu_ops import PackedWeight
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -199,6 +200,27 @@ def test_rotation_and_the_write_of_kv_are_those_of_torch(
         torch.testing.assert_close(
             mine, torchs, atol=1 if kv_dtype == torch.uint8 and mine is results[0][1] else 1e-2, rtol=1e-2
         )
+
+
+@needs_library
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_context_kv_of_a_drafter_is_that_of_torch(dtype: torch.dtype, kv_dtype: torch.dtype, normed: bool) -> None:
+    layers, kv_heads, dim, tokens = 3, 2, 40, 9
+    projected = random(tokens, layers * 2 * kv_heads * dim).to(dtype)
+    norm = random(layers, kv_heads, dim, seed=1) if normed else None
+    cos, sin = random(tokens, 1, dim, seed=2).to(dtype), random(tokens, 1, dim, seed=3).to(dtype)
+    slots = torch.randperm(32, generator=torch.Generator().manual_seed(0))[:tokens]
+    slots[4] = -1
+    results = []
+    for call in (cpu_ops.context_write, context_write_reference):
+        # Layers of one memory: each is written where it is.
+        memory = torch.zeros(layers, 32, 2, kv_heads, dim).to(kv_dtype)
+        call(projected, norm, 1e-6, cos, sin, slots, list(memory), True)
+        results.append(memory.float())
+    torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)
+    assert results[0].any(dim=(2, 3, 4)).sum(dim=1).tolist() == [tokens - 1] * layers
 
 
 def in_pieces(packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from dflash_kernels import cpu_ops
 from dflash_kernels.argmax import argmax, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import log_odds, log_odds_reference
@@ -285,6 +286,12 @@ def test_noise_depends_on_seed_position_and_token_and_on_nothing_else() -> None:
     assert torch.equal(whole[:, ids], gumbel_reference(numbers[:5], zeros[:5], ids))
 
 
+def every_log_odds(logits: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+    """By Triton, by torch, and by C++ where it has been built."""
+    found = [log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)]
+    return [*found, cpu_ops.log_odds(logits, ids)] if cpu_ops.HAS_CPU_OPS else found
+
+
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_odds_equal_their_reference(num_rows: int, vocab: int, dtype: torch.dtype) -> None:
@@ -292,7 +299,7 @@ def test_log_odds_equal_their_reference(num_rows: int, vocab: int, dtype: torch.
     ids = logits.argmax(-1)
     ids[0] = 1
     expected = torch.special.logit(logits.double().softmax(-1).gather(1, ids[:, None])[:, 0]).float().clamp(-8, 8)
-    for found in (log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)):
+    for found in every_log_odds(logits, ids):
         assert torch.allclose(found, expected, atol=1e-3)
 
 
@@ -304,7 +311,7 @@ def test_log_odds_have_bounds_whatever_the_logits_are() -> None:
     logits[4] = float("-inf")
     logits[4, 7] = 0.0
     ids = torch.full((5,), 7)
-    for found in (log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)):
+    for found in every_log_odds(logits, ids):
         assert found.tolist() == [8.0, -8.0, -8.0, -8.0, 8.0]
 
 
