@@ -7,6 +7,7 @@ constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float LAG = 8.0f;        // powers of two by which scores may pass the maximum that they are weighed by
 constexpr int TILE_QUERIES = 144;  // queries times heads that share their KV, by tiles
 constexpr int TOGETHER = 64;       // of those, in rows whose heads are read together
+constexpr int FEW = 16;            // of those, of `attend_few`
 
 struct Attention {
   const void *query, *cache; const float* scales; void* out;
@@ -184,11 +185,12 @@ template <class KV> static inline void read_head(const KV* from, const float* sc
 }
 // Keys of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
 struct Keys { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
-// Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values turned over, `[deep][POSITIONS]`.
-// Zeros follow to a multiple of 32 positions, and from the heads' size on. The next positions are fetched meanwhile.
+// Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values as pairs of neighbouring
+// positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on. The positions that come
+// next are fetched meanwhile.
 template <class KV>
 static Keys read_kv(const Attention& p, const int32_t* table, long base, long count, long end, long head, long deep, bf16* key,
-                    bf16* value, uint32_t* pairs) {
+                    uint32_t* pairs) {
   const KV* cache = (const KV*)p.cache;
   static const bf16 zeros[1024] = {};
   bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are, where they are not read in place
@@ -224,9 +226,12 @@ static Keys read_kv(const Attention& p, const int32_t* table, long base, long co
       _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
       _mm512_storeu_si512(pairs + t / 2 * deep + c + 16, _mm512_permutex2var_epi16(first, odds, second));
     }
+  return keys;
+}
+// Pairs of values, `[width / 2][deep]`, turned over: `[deep][POSITIONS]`.
+static void turn_values(const uint32_t* pairs, long width, long deep, bf16* value) {
   for (long t = 0; t < width / 2; t += 16)
     for (long c = 0; c < deep; c += 16) turn_words(pairs + t * deep + c, deep, (uint32_t*)value + c * (POSITIONS / 2) + t, POSITIONS / 2);
-  return keys;
 }
 // 2 to the power of x; 0 below the smallest normal number.
 static inline Floats power_of_two(Floats x) {
@@ -237,6 +242,10 @@ static inline Floats power_of_two(Floats x) {
   y = y * r + 1.0f;
   __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
   return (Floats)_mm512_maskz_add_epi32(normal, (__m512i)y, _mm512_slli_epi32((__m512i)t, 23));
+}
+// A total so far, and two sums that come to it: in one order of roundings, wherever it is compiled.
+static inline Floats total_of(Floats total, Floats keep, Floats left, Floats right) {
+  return (Floats)_mm512_fmadd_ps((__m512)total, (__m512)keep, (__m512)left) + right;
 }
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
@@ -274,7 +283,7 @@ static inline Floats weigh(const Attention& p, float* scores, long base, long co
       _mm512_storeu_si512(weights + (t + j) * LANES, _mm512_permutexvar_epi16(side_by_side, both));
     }
   Floats keep = none ? all(1.0f) : power_of_two(before - shift);
-  store(total, load(total) * keep + (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  store(total, total_of(load(total), keep, sums[0] + sums[1], sums[2] + sums[3]));
   store(most, now);
   return keep;
 }
@@ -375,7 +384,8 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
     for (long of = head; of < last_head; of++) {
       Kept k = kept_of(of);
-      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, value, pairs);
+      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);
+      turn_values(pairs, width, dim, value);
       for (long lot = 0; lot < lots; lot++) {
         const uint32_t* query = k.query + lot * dim / 2 * LANES;
         if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores);
@@ -403,8 +413,176 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
       }
     }
 }
+constexpr int FOURS = 4;
+// What `attend_few` keeps of four queries of a head: a lane is `4 * (position % 4) + query`, so maxima and totals are there four times.
+struct Four { Floats most, total; Ints position; };
+// As `weigh`, of four queries whose scores lie `LANES` apart, with every sum in the same order. weights: `[4][POSITIONS]`.
+static inline Floats weigh_four(const Attention& p, const float* scores, long base, long count, int width, bool all_seen, Four& four, bf16* weights) {
+  const Ints lane = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  float scale = p.scale * LOG2_E;
+  Ints seen = Ints{} + int(count), hidden{};
+  if (!all_seen) {
+    if (p.causal) { Ints own = four.position + 1 - int(base); seen = own < seen ? own : seen; }
+    if (p.window) {
+      hidden = four.position - int(p.window) + 1 - int(base);
+      if (!p.causal) { Ints own = four.position + int(p.window) - int(base); seen = own < seen ? own : seen; }
+    }
+  }
+  Floats x[POSITIONS / FOURS], top = all(-INFINITY);
+  for (int i = 0; i < width / FOURS; i++) {
+    const float* at = scores + i * FOURS * LANES;
+    __m512 rows = _mm512_castps128_ps512(_mm_loadu_ps(at));
+    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + LANES), 1);
+    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + 2 * LANES), 2);
+    x[i] = (Floats)_mm512_insertf32x4(rows, _mm_loadu_ps(at + 3 * LANES), 3);
+    if (!all_seen) { Ints t = lane + i * FOURS; x[i] = (t < seen) & (t >= hidden) ? x[i] : all(-INFINITY); }
+    top = larger(x[i], top);
+  }
+  top = larger(top, (Floats)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0xb1));
+  top = larger(top, (Floats)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0x4e)) * scale;
+  Floats before = four.most, now = top > before + LAG ? top : before;
+  Ints none = now == -INFINITY;
+  Floats shift = none ? Floats{} : now, sums{};
+  const __m512i by_query = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
+  for (int i = 0; i < width / FOURS; i += 2) {
+    Floats first = power_of_two(x[i] * scale - shift), second = power_of_two(x[i + 1] * scale - shift);
+    sums += first;
+    sums += second;
+    __m512i both = _mm512_permutexvar_epi16(by_query, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    bf16* to = weights + i * FOURS;
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(both));
+    _mm_storeu_si128((__m128i*)(to + POSITIONS), _mm512_extracti32x4_epi32(both, 1));
+    _mm_storeu_si128((__m128i*)(to + 2 * POSITIONS), _mm512_extracti32x4_epi32(both, 2));
+    _mm_storeu_si128((__m128i*)(to + 3 * POSITIONS), _mm512_extracti32x4_epi32(both, 3));
+  }
+  Floats keep = none ? all(1.0f) : power_of_two(before - shift);
+  sums += (Floats)_mm512_shuffle_f32x4((__m512)sums, (__m512)sums, 0xb1);
+  __m512 left = _mm512_shuffle_f32x4((__m512)sums, (__m512)sums, 0x00), right = _mm512_shuffle_f32x4((__m512)sums, (__m512)sums, 0xaa);
+  four.total = total_of(four.total, keep, (Floats)left, (Floats)right);
+  four.most = now;
+  return keep;
+}
+// Adds values, as pairs, by the weights `[queries][POSITIONS]` of a multiple of four queries, to `out` `[queries][dim]`.
+static inline void few_value_pairs(const uint32_t* pairs, const bf16* weights, long queries, long dim, long width, float* out) {
+  for (long q = 0; q < queries; q += FOURS)
+    for (long c = 0; c < dim; c += 2 * LANES) {
+      __m512 sums[FOURS][2];
+      for (int r = 0; r < FOURS; r++)
+        for (int j = 0; j < 2; j++) sums[r][j] = _mm512_loadu_ps(out + (q + r) * dim + c + j * LANES);
+      for (long i = 0; i < width / 2; i++) {
+        __m512bh left = (__m512bh)_mm512_loadu_si512(pairs + i * dim + c), right = (__m512bh)_mm512_loadu_si512(pairs + i * dim + c + LANES);
+        for (int r = 0; r < FOURS; r++) {
+          __m512bh weight = pair_at(weights + (q + r) * POSITIONS + 2 * i);
+          sums[r][0] = _mm512_dpbf16_ps(sums[r][0], left, weight);
+          sums[r][1] = _mm512_dpbf16_ps(sums[r][1], right, weight);
+        }
+      }
+      for (int r = 0; r < FOURS; r++)
+        for (int j = 0; j < 2; j++) _mm512_storeu_ps(out + (q + r) * dim + c + j * LANES, sums[r][j]);
+    }
+}
+#if defined(__AMX_BF16__)
+// Tiles 0 and 1: scores; 2 and 3: keys, or values; 4: queries; 5 and 6: outputs, 7: weights, each of `queries` rows.
+static void set_few_tiles(long queries) {
+  TileConfig c;
+  for (int t = 0; t < 8; t++) c.rows[t] = uint8_t(t < 5 ? 16 : queries), c.bytes[t] = 64;
+  _tile_loadconfig(&c);
+}
+static inline void few_score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+  for (long t = 0; t < width / 16; t += 2, scores += 512) {
+    _tile_zero(0); _tile_zero(1);
+    for (long c = 0; c < dim; c += DEEP) {
+      _tile_loadd(4, turned + c / 2 * LANES, 64);
+      _tile_loadd(2, keys.tile[t] + c, keys.step[t]); _tile_dpbf16ps(0, 2, 4);
+      _tile_loadd(3, keys.tile[t + 1] + c, keys.step[t + 1]); _tile_dpbf16ps(1, 3, 4);
+    }
+    _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64);
+  }
+}
+// As `few_value_pairs`, by tiles that `set_few_tiles` has set for as many queries.
+static inline void few_value_tiles(const uint32_t* pairs, const bf16* weights, long dim, long width, float* out) {
+  for (long c = 0; c < dim; c += 2 * LANES) {
+    _tile_loadd(5, out + c, dim * 4); _tile_loadd(6, out + c + LANES, dim * 4);
+    for (long t = 0; t < width; t += DEEP) {
+      _tile_loadd(7, weights + t, POSITIONS * 2);
+      _tile_loadd(2, pairs + t / 2 * dim + c, dim * 4); _tile_dpbf16ps(5, 7, 2);
+      _tile_loadd(3, pairs + t / 2 * dim + c + LANES, dim * 4); _tile_dpbf16ps(6, 7, 3);
+    }
+    _tile_stored(5, out + c, dim * 4); _tile_stored(6, out + c + LANES, dim * 4);
+  }
+}
+#else
+static void set_few_tiles(long) {}
+static void few_score_tiles(const Keys&, const uint32_t*, long, long, float*) {}
+static void few_value_tiles(const uint32_t*, const bf16*, long, long, float*) {}
+#endif
+// As `attend_tiles`, with the same bits, of at most FEW queries of a head: four of them are weighed at once, and outputs are weights by
+// values, which need not be turned over.
+template <class KV> static void attend_few(const Attention& p, long row, long head, long last_head, long first, long last) {
+  long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, rows = rounded_up(queries, FOURS);
+  long of_head = FEW * dim / 2 + rows * dim;  // queries, turned over, and outputs
+  float* memory = scratch(POSITIONS * dim * 2 + POSITIONS * LANES * 3 / 2 + (last_head - head) * of_head);
+  bf16* key = (bf16*)memory;
+  uint32_t* pairs = (uint32_t*)(key + POSITIONS * dim);
+  float* scores = (float*)(pairs + POSITIONS * dim);
+  bf16* weights = (bf16*)(scores + POSITIONS * LANES);
+  float* kept = scores + POSITIONS * LANES * 3 / 2;
+  std::vector<Four> fours((last_head - head) * rows / FOURS);
+  long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
+  for (long of = head; of < last_head; of++) {
+    float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
+    uint32_t* plain = pairs;
+    for (long q = 0; q < FEW; q++) {
+      if (q >= queries) { std::memset(plain + q * dim / 2, 0, dim * 2); continue; }
+      const bf16* from = (const bf16*)p.query + ((token + q / group) * p.heads + of * group + q % group) * p.dim;
+      read_head(from, nullptr, p.dim, dim, (bf16*)(plain + q * dim / 2));
+    }
+    for (long c = 0; c < dim / 2; c += 16) turn_words(plain + c, dim / 2, (uint32_t*)query + c * LANES, LANES);
+    std::memset(output, 0, rows * dim * sizeof(float));
+    for (long q = 0; q < rows; q++) {
+      Four& four = fours[((of - head) * rows + q) / FOURS];
+      long real = std::min(q, queries - 1);
+      for (int lane = int(q % FOURS); lane < LANES; lane += FOURS) {
+        four.position[lane] = int32_t(start + real / group);
+        four.most[lane] = p.sinks ? to_float(((const bf16*)p.sinks)[of * group + real % group]) * LOG2_E : -INFINITY;
+        four.total[lane] = p.sinks ? 1.0f : 0.0f;
+      }
+    }
+  }
+  if (has_tiles) set_few_tiles(rows);
+  long end = p.causal ? start + (last - first) : p.seq_lens[row];
+  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
+    long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
+    bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
+    for (long of = head; of < last_head; of++) {
+      float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
+      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);
+      if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores); else score_pairs(keys, (uint32_t*)query, dim, width, scores);
+      for (long q = 0; q < rows; q += FOURS) {
+        Four& four = fours[((of - head) * rows + q) / FOURS];
+        Floats keep = weigh_four(p, scores + q, base, count, int(width), all_seen, four, weights + q * POSITIONS);
+        Ints changed = keep != 1.0f;
+        if (any(changed))
+          for (long r = 0; r < FOURS; r++)
+            for (long c = 0; c < dim; c += LANES) store(output + (q + r) * dim + c, load(output + (q + r) * dim + c) * keep[r]);
+      }
+      if (has_tiles) few_value_tiles(pairs, weights, dim, width, output); else few_value_pairs(pairs, weights, rows, dim, width, output);
+    }
+  }
+  if (has_tiles) free_tiles();
+  for (long of = head; of < last_head; of++) {
+    float* output = kept + (of - head) * of_head + FEW * dim / 2;
+    for (long q = 0; q < queries; q++) {
+      float sum = fours[((of - head) * rows + q) / FOURS].total[q % FOURS], inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+      bf16* to = (bf16*)p.out + ((token + q / group) * p.heads + of * group + q % group) * p.dim;
+      for (long c = 0; c < p.dim; c += LANES) store(to + c, load(output + q * dim + c) * inverse);
+    }
+  }
+}
 #else
 template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
+template <class KV> static void attend_few(const Attention&, long, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
   struct Piece { int row, head, last_head, first, last; };
@@ -421,8 +599,10 @@ template <class T, class KV> static void attend(const Attention& p, int threads)
   share(threads, long(pieces.size()), 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const Piece& piece = pieces[i];
-      if (by_tiles) attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
-      else attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      bool is_few = (piece.last - piece.first) * group <= FEW;
+      if (!by_tiles) attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      else if (is_few) attend_few<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      else attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
     }
   });
 }

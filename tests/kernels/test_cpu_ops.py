@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -391,3 +392,37 @@ def test_a_damaged_library_leaves_all_to_torch_and_is_named(
     assert cpu_library.load.__wrapped__() is None
     assert f"{path} cannot be loaded" in caplog.text
     assert "remove it to have it built again" in caplog.text
+
+
+@needs_library
+@pytest.mark.parametrize(("block_size", "window", "has_sinks"), [(16, None, False), (8, 17, True), (16, 100, True)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 80), (2, 2, 32)])
+def test_a_query_has_the_same_bits_alone_and_among_many(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    window: int | None,
+    has_sinks: bool,
+) -> None:
+    """Few queries of a row are computed in another way than many."""
+    num_heads, num_kv_heads, dim = heads
+    num_blocks, num_queries, context = 40, 20, 163
+    cache, scales = 3 * random(num_blocks, block_size, 2, num_kv_heads, dim), None
+    if kv_dtype == torch.uint8:
+        cache, scales = cache.abs().mul(20).clamp(max=120), random(*cache.shape[:4]).abs() / 50
+    query, cache = 2 * random(num_queries, num_heads, dim, seed=1).to(dtype), cache.to(kv_dtype)
+    sinks = random(num_heads, seed=2).to(dtype) if has_sinks else None
+    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int().numpy()[None]
+
+    def attended(first: int, last: int) -> torch.Tensor:
+        out, zero = torch.empty(last - first, num_heads * dim, dtype=dtype), np.zeros(1, np.int64)
+        lens = np.array([last - first]), np.array([context - num_queries + last])
+        cpu_ops.attend(query[first:last], cache, scales, out, table, zero, *lens, True, window, sinks)
+        return out
+
+    whole = attended(0, num_queries)
+    for first, last in ((0, 1), (3, 5), (11, 14), (19, 20)):
+        assert torch.equal(attended(first, last), whole[first:last])

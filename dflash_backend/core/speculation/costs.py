@@ -3,7 +3,7 @@
 The target's pass is linear in its tokens, in the positions that its rows attend to, and in their product; where a
 device was measured at start, in the time that was measured for that number of tokens instead, which is corrected by
 steps that run. Drafting is linear in the drafter's passes, in its queries and in the positions that the passes read
-(`DrafterWork`). The host's time counts with the target's.
+(`DrafterWork`). The host's time counts with the target's, but for what a step that drafts takes more of it.
 
 No line holds from one row to hundreds: a product over few tokens takes longer for each. So steps of about as many rows
 have coefficients of their own, which stay as they were while the load is another one.
@@ -33,6 +33,9 @@ Bools = npt.NDArray[np.bool_]
 FIXED_SHARE = 0.5
 # What drafting is taken to cost before it was seen: this part of the target's pass over one token.
 DRAFT_SHARE = 0.3
+# What a step that drafts may take the host more than another, before both were seen: this part of a step's time, where
+# the target's pass was not measured at start (on a CPU, whose host is the processor), and where it was.
+HOST_SHARE, HOST_SHARE_BESIDE_TABLE = 0.3, 0.05
 # How many steps an entry of a table that was measured at start counts as, and how many at most with those that ran.
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # After a few steps that look alike, one in four is observed: observing takes time and adds little.
@@ -100,8 +103,11 @@ class StepShape:
 
     @property
     def target(self) -> list[float]:
-        """Features of the target's pass."""
-        return [1.0, self.num_tokens, _KILO * self.num_positions, _KILO * self.num_token_positions]
+        """Features of the target's pass and of the host's part."""
+        return [
+            1.0, self.num_tokens, _KILO * self.num_positions, _KILO * self.num_token_positions,
+            float(self.num_queries > 0),
+        ]  # fmt: skip
 
     @property
     def draft(self) -> list[float]:
@@ -158,13 +164,14 @@ class CostTable:
 @dataclass(frozen=True, slots=True)
 class StepLine:
     """The time of steps that differ in their drafts alone. The target's pass takes `table_share` of the table's time
-    for its tokens, `fixed` and `per_draft` seconds; drafting takes `per_pass`, `per_query` and, for each row of a pass,
-    `per_drafting_row` seconds. num_tokens: without drafts."""
+    for its tokens, `fixed` and `per_draft` seconds; drafting takes the host `host` seconds, and `per_pass`, `per_query`
+    and, for each row of a pass, `per_drafting_row` seconds. num_tokens: without drafts."""
 
     table: CostTable | None
     table_share: float
     fixed: float
     per_draft: float
+    host: float
     per_pass: float
     per_query: float
     per_drafting_row: float
@@ -184,9 +191,10 @@ class StepLine:
         return seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
 
     def draft_s(self, num_drafting: Any, num_queries: Any, num_passes: Any = 1) -> Any:
-        """Of the drafter's passes for at least one row, with as many queries, and rows of all passes; of several steps
+        """Of drafting for at least one row, by passes with as many queries, and rows of all passes; of several steps
         where these are arrays."""
-        return self.per_pass * num_passes + self.per_query * num_queries + self.per_drafting_row * num_drafting
+        of_drafter = self.per_pass * num_passes + self.per_query * num_queries + self.per_drafting_row * num_drafting
+        return self.host + of_drafter
 
 
 @dataclass
@@ -215,13 +223,13 @@ class StepCosts:
             fixed, query, kilo = fit.coefficients
             draft = fixed, query, kilo * per_kilo
         if (fit := _nearest(self._targets, num_rows)) is None:
-            return StepLine(self.table, float(self.table is not None), 0.0, 0.0, *draft, num_rows + num_other)
-        first, token, per_row_position, per_token_position = fit.coefficients
+            return StepLine(self.table, float(self.table is not None), 0.0, 0.0, 0.0, *draft, num_rows + num_other)
+        first, token, per_row_position, per_token_position, host = fit.coefficients
         each = token + per_token_position * per_kilo
         fixed = per_row_position * per_kilo * num_rows + each * (num_rows + num_other)
         if self.table is None:
-            return StepLine(None, 0.0, first + fixed, each, *draft, num_rows + num_other)
-        return StepLine(self.table, first, fixed, each, *draft, num_rows + num_other)
+            return StepLine(None, 0.0, first + fixed, each, host, *draft, num_rows + num_other)
+        return StepLine(self.table, first, fixed, each, host, *draft, num_rows + num_other)
 
     def uncertainty(self, num_rows: int, position: float, num_other: int) -> float:
         """How far off the time of a step without drafts may be, relative to it (a standard deviation)."""
@@ -265,11 +273,13 @@ class StepCosts:
     def _first_target(self, shape: StepShape, seconds: float) -> LinearFit:
         if self.table is not None:
             scale = seconds / self.table.at(shape.num_tokens)
-            small = 0.1 * seconds
-            return LinearFit([scale, 0.0, 0.0, 0.0], [0.5 * scale, small / shape.num_tokens, small, small])
+            small, host = 0.1 * seconds, HOST_SHARE_BESIDE_TABLE * seconds
+            return LinearFit([scale, 0.0, 0.0, 0.0, 0.0], [0.5 * scale, small / shape.num_tokens, small, small, host])
         each = (1 - FIXED_SHARE) * seconds / shape.num_tokens
-        deviations = [FIXED_SHARE * seconds, each, 0.2 * seconds, 0.2 * seconds / shape.num_tokens]
-        return LinearFit([FIXED_SHARE * seconds, each, 0.0, 0.0], deviations)
+        deviations = [
+            FIXED_SHARE * seconds, each, 0.2 * seconds, 0.2 * seconds / shape.num_tokens, HOST_SHARE * seconds,
+        ]  # fmt: skip
+        return LinearFit([FIXED_SHARE * seconds, each, 0.0, 0.0, 0.0], deviations)
 
 
 def _size(num_rows: int) -> int:
