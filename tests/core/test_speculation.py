@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.costs import CostTable
 from dflash_backend.core.speculation.policy import (
@@ -223,3 +226,40 @@ def test_prompt_tokens_of_the_step_count_in_its_cost() -> None:
     assert policy.choose(rows, 100.0, 0) == [0]
     policy._num_rows = 0
     assert policy.choose(rows, 100.0, 1000)[0] > 0
+
+
+@dataclass
+class Decoding:
+    """A request that decodes."""
+
+    speculation: SpeculatingRow
+    num_speculative_tokens: int = K
+    num_computed: int = 100
+    draft_length: int = 0
+    in_prefill: bool = False
+    max_useful_drafts: int = K
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(300, 18), (282, 0), (400, 118), (5000, 282), (0, 0)])
+def test_prompts_that_end_in_the_step_that_is_planned_take_no_time_of_the_one_that_verifies(
+    num_left: int, expected: int
+) -> None:
+    """Drafts beside a long prompt cost little, so many would be drafted for a step that has none."""
+    policy = policy_with([0.5] * K, CostTable([1, 512], [1.0, 2.0]))
+    policy.planned(SchedulerOutput(1, [], num_prefill_tokens=282))
+    noted: list[int] = []
+
+    def choose(rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
+        noted.append(num_other_tokens)
+        return [0] * len(rows)
+
+    policy.choose = choose  # type: ignore[method-assign]
+    policy.choose_draft_lengths([Decoding(SpeculatingRow(K))], num_left)
+    assert noted == [expected]
+
+
+def test_a_decision_does_not_outlast_the_prompts_that_it_was_made_beside() -> None:
+    policy = policy_with([0.2] * K, CostTable([1, 8, 512], [1.0, 8.0, 8.01]))
+    rows = [SpeculatingRow(K) for _ in range(4)]
+    assert all(policy.choose(rows, 100.0, 400)), "drafts beside prompts are almost free"
+    assert not any(policy.choose(rows, 100.0, 0)), "and cost as much as a row without them"

@@ -123,9 +123,9 @@ class Trials:
 Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
-# A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short; and
-# while drafting rests until the next probe, which ends it at once if it is accepted.
+# A decision holds for this many steps, unless more than this part of the rows, or of a step's tokens, come or go:
+# estimates change slowly, and deciding takes time. What is decided again holds for twice as many each time with few
+# rows, where a step is short; and while drafting rests until the next probe, which ends it at once if it is accepted.
 STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
@@ -200,6 +200,7 @@ class AdaptiveSpeculation:
         self._work = work
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
         self._num_rows = 0  # at the last decision
+        self._num_tokens = 0  # of those rows without drafts and of prompts, then
         self.rests = False
         """Whether no row was to draft by the last choice."""
         self._num_running = 0  # requests then
@@ -264,8 +265,10 @@ class AdaptiveSpeculation:
         self._stats.num_steps_without_drafts += 1
         return True
 
-    def choose_draft_lengths(self, running: Collection[DraftingRequest], num_waiting: int) -> None:
-        """Say how many tokens each running request that decodes may draft in the step that is planned."""
+    def choose_draft_lengths(self, running: Collection[DraftingRequest], num_prompt_tokens: int) -> None:
+        """Say how many tokens each running request that decodes may draft in the step that is planned.
+
+        num_prompt_tokens: those left of the prompts of running and of waiting requests."""
         if self.goes_on_resting(len(running)):
             return  # none of them drafts, by the last decision, and each has been told so
         decoding = [request for request in running if not request.in_prefill]
@@ -273,8 +276,9 @@ class AdaptiveSpeculation:
         if not drafting:
             return
         position = sum(request.num_computed for request in drafting) / len(drafting)
-        has_prompts = len(decoding) < len(running) or num_waiting > 0
-        num_other = len(decoding) - len(drafting) + (self._num_prefill_tokens if has_prompts else 0)
+        # This step takes about as many as the last one, and the next one, which verifies, as many of those then left.
+        of_prompts = min(self._num_prefill_tokens, max(0, num_prompt_tokens - self._num_prefill_tokens))
+        num_other = len(decoding) - len(drafting) + of_prompts
         lengths = self.choose([request.speculation for request in drafting], position, num_other)
         # Drafts that an answer near its end has no use for take less time than a row that differs from all others.
         alike = self.uneven.cost > 0 and len(lengths) > 1 and len(set(lengths)) == 1
@@ -294,6 +298,8 @@ class AdaptiveSpeculation:
         self._stats.num_steps += 1
         self._age += 1
         changed = abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows
+        num_tokens = len(rows) + num_other_tokens
+        changed |= abs(num_tokens - self._num_tokens) > MAX_CHANGE * self._num_tokens
         if self._stats.num_steps <= len(FIRST_STEPS):
             lengths = [round(row.k * FIRST_STEPS[self._stats.num_steps - 1]) for row in rows]
         elif changed or self._age >= self._interval:
@@ -313,7 +319,7 @@ class AdaptiveSpeculation:
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
-        before, self._num_rows = self._lengths, len(rows)
+        before, self._num_rows, self._num_tokens = self._lengths, len(rows), len(rows) + num_other_tokens
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
