@@ -18,7 +18,7 @@ from dflash_backend.core.speculation.policy import (
     SpeculatingRow,
 )
 from tests.core.policies import K, accepted_of, policy_with
-from tests.core.step_shapes import BLOCKS, row_of
+from tests.core.step_shapes import BLOCKS, decode_shape, row_of
 
 
 def simulate(
@@ -97,11 +97,27 @@ def test_while_drafting_rests_decisions_come_with_the_probes(
     decided, tried, decide = [], [], policy._decide
     monkeypatch.setattr(policy, "_decide", lambda *args: (decided.append(step), decide(*args))[1])
     rows = [SpeculatingRow(K) for _ in range(num_rows)]
+    for _ in range(20):
+        policy.costs.observe(decode_shape(num_rows, 0, 100), float(num_rows), 0.0)
     for step in range(400):
         if not policy.goes_on_resting(num_rows) and any(policy.choose(rows, 100.0, 0)):
             tried.append(step)
     assert len(tried) > 2
     assert [step for step in decided if step > tried[1]] == tried[2:], "one for each probe"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_while_the_time_of_steps_without_drafts_is_not_known_decisions_come_soon(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong belief of it must not last until the next probe, of which only what is accepted tells anything."""
+    policy, rows = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0), [SpeculatingRow(K)]
+    monkeypatch.setattr(policy.costs, "uncertainty", lambda *shape: 0.01 if is_known else 0.5)
+    rested = []
+    for _ in range(2):
+        policy.choose(rows, 100.0, 0)
+        rested.append(sum(1 for _ in iter(lambda: policy.goes_on_resting(1), False)))
+    assert (rested[1] >= STEPS_BETWEEN_DECISIONS) == is_known
 
 
 def test_a_probe_of_which_a_draft_is_accepted_is_followed_by_a_decision_at_once() -> None:

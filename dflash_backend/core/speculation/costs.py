@@ -279,7 +279,11 @@ class StepCosts:
         deviations = [
             FIXED_SHARE * seconds, each, 0.2 * seconds, 0.2 * seconds / shape.num_tokens, HOST_SHARE * seconds,
         ]  # fmt: skip
-        return LinearFit([FIXED_SHARE * seconds, each, 0.0, 0.0, 0.0], deviations)
+        like, coefficients = _nearest(self._targets, shape.num_rows), [FIXED_SHARE * seconds, each, 0.0, 0.0, 0.0]
+        if like is not None and (expected := like.at(shape.target)) > 0:
+            # What a step consists of is known of other numbers of rows.
+            coefficients = [each * seconds / expected for each in like.coefficients]
+        return LinearFit(coefficients, deviations)
 
 
 def _size(num_rows: int) -> int:

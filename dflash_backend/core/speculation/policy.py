@@ -134,8 +134,9 @@ MAX_CHANGE = 0.25
 STEPS_TAKEN_IN_ONE_BY_ONE = 64
 # No draft is worth anything that is accepted more seldom.
 MIN_CHANCE = 1e-3
-# Shares of k that the first steps draft, so that their times tell what drafts cost.
-FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
+# Shares of k that the first steps draft, so that their times tell what drafts cost, to verify and to propose: the last
+# but one only verifies, and the last does neither.
+FIRST_STEPS = (1.0, 0.25, 1.0, 0.0, 0.0)
 # Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
 # which confidences tell chances apart, and this share at most.
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
@@ -335,8 +336,11 @@ class AdaptiveSpeculation:
                 self._trials.begin()
                 lengths = [0] * len(rows)
         else:
-            # Until then nothing is learned that could change it, but from what of a probe is accepted.
-            self._interval = max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)
+            # Until then nothing is learned that could change it, but from what of a probe is accepted, and from how long
+            # steps without drafts take where that was not known.
+            wait = self._probe(rows, lengths, line)
+            is_known = self.costs.uncertainty(len(rows), mean_position, num_other_tokens) <= MAX_UNCERTAINTY
+            self._interval = max(wait, STEPS_BETWEEN_DECISIONS) if is_known else STEPS_BETWEEN_DECISIONS
         for row, length in zip(rows, lengths, strict=True):
             if not length:
                 row.effect.drift(num_passed / STEPS_BETWEEN_DECISIONS)
