@@ -336,8 +336,8 @@ class AdaptiveSpeculation:
                 self._trials.begin()
                 lengths = [0] * len(rows)
         else:
-            # Until then nothing is learned that could change it, but from what of a probe is accepted, and from how long
-            # steps without drafts take where that was not known.
+            # Until then nothing is learned that could change it, but from what of a probe is accepted, and from how
+            # long steps without drafts take where that was not known.
             wait = self._probe(rows, lengths, line)
             is_known = self.costs.uncertainty(len(rows), mean_position, num_other_tokens) <= MAX_UNCERTAINTY
             self._interval = max(wait, STEPS_BETWEEN_DECISIONS) if is_known else STEPS_BETWEEN_DECISIONS
