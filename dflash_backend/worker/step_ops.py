@@ -36,9 +36,9 @@ from dflash_kernels import (
     accept,
     argmax,
     cpu_ops,
+    cpu_step,
     log_odds,
     logits_filter,
-    one_row,
     penalties,
     prepare_draft,
     prepare_step,
@@ -51,6 +51,12 @@ from dflash_kernels.dispatch import use_triton
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
 MAX_WAITING_ROWS = 16
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """The one number of a tensor `[1]`."""
+    value: int = tensor.numpy().item()
+    return value
 
 
 class _Tokens(NamedTuple):
@@ -119,11 +125,11 @@ class PendingContext:
         if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
             return False
         if num_rows == 1:
-            index = one_row.number(batch.req_idx)
+            index = _number(batch.req_idx)
             full = state.computed.numpy().item(index) % state.block_size == 0
-            if full or one_row.number(batch.num_next_draft):
+            if full or _number(batch.num_next_draft):
                 return False
-            self._keep_token(index, as_integers(features), one_row.number(step.positions), one_row.number(step.slots))
+            self._keep_token(index, as_integers(features), _number(step.positions), _number(step.slots))
             return True
         if batch.num_next_draft.numpy().any():
             return False
@@ -245,7 +251,9 @@ class CommonStepOps:
     """
 
     _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out_reference)
-    _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare_reference)
+    _prepare: Callable[..., Tensors] = staticmethod(
+        cpu_step.prepare if cpu_ops.HAS_CPU_OPS else prepare_step.prepare_reference
+    )
     argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
         cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference
     )
@@ -257,12 +265,18 @@ class CommonStepOps:
     )
     _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
-    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept_reference)
+    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(
+        cpu_step.accept if cpu_ops.HAS_CPU_OPS else accept.accept_reference
+    )
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
-    _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft_reference)
-    _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
+    _prepare_draft: Callable[..., Tensors] = staticmethod(
+        cpu_step.prepare_draft if cpu_ops.HAS_CPU_OPS else prepare_draft.prepare_draft_reference
+    )
+    _store_drafts: Callable[..., None] = staticmethod(
+        cpu_step.store_drafts if cpu_ops.HAS_CPU_OPS else prepare_draft.store_drafts_reference
+    )
 
     def lay_out(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
@@ -400,8 +414,8 @@ class HostStepOps(CommonStepOps):
     def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
         token_row = step.batch.token_row
         if step.num_rows == 1 and not step.padded:
-            end = state.computed.numpy().item(one_row.number(step.batch.req_idx))
-            final = slice(end - one_row.number(step.starts))
+            end = state.computed.numpy().item(_number(step.batch.req_idx))
+            final = slice(end - _number(step.starts))
             return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
         slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
         is_final = slots.numpy() >= 0
@@ -419,29 +433,20 @@ class HostStepOps(CommonStepOps):
         self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
         """As `ReferenceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
-        batch, most = step.batch, state.k + lookahead_base
-        if step.num_rows == 1:
-            index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next_draft) + lookahead_base
-            anchor = state.computed.numpy().item(index)
-            queries = one_row.prepare_draft(
-                state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
-            )
-            if queries is not None:  # its blocks hold them
-                layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
-                return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
-        query_lens = lens.numpy()
-        rows = query_lens.nonzero()[0]
-        query_lens = query_lens[rows]
-        layout = exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
-        width = int(query_lens.max())
-        draft_index = None
-        if len(rows) < step.num_rows or width < most or (query_lens < width).any():
-            flat = (np.arange(most) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
-            draft_index = torch.from_numpy((flat % most >= lookahead_base).nonzero()[0])
+        batch, width = step.batch, int(step.batch.num_next_draft.numpy().max()) + lookahead_base
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(
+            batch, state, placeholder_id, width, lookahead_base
+        )
+        req_idx, query_lens, ends, draft_index = batch.req_idx.numpy(), lens.numpy(), seq_lens.numpy(), None
+        if (query_lens < width).any():
+            flat = (np.arange(width) < query_lens[:, None]).reshape(-1).nonzero()[0]
+            draft_index = torch.from_numpy((flat % width >= lookahead_base).nonzero()[0])
             ids, positions, slots = (
                 torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
             )
+            rows = query_lens.nonzero()[0]
+            req_idx, query_lens, ends = req_idx[rows], query_lens[rows], ends[rows]
+        layout = exact_layout(req_idx, query_lens, ends, state)
         padded = bool((slots.numpy() < 0).any())
         return DraftQueries(
             ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded, lookahead_base == 0

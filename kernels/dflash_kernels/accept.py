@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -36,13 +35,6 @@ def accept_reference(
 
     A row with logits_start -1 does not sample: nothing is accepted, and `computed` advances by `num_new`.
     """
-    if len(req_idx) == 1 and (only := one_row.number(req_idx)) >= 0:
-        behind, drafts_there = one_row.number(starts) + one_row.number(num_new), one_row.number(num_draft)
-        accepted = one_row.accept(
-            target_tokens, tokens, computed, k, only, behind, drafts_there, one_row.number(logits_start)
-        )
-        if accepted is not None:
-            return accepted
     index = np.maximum(req_idx.numpy(), 0)
     first = (starts + num_new).numpy().astype(np.int64)
     offsets = logits_start.numpy()

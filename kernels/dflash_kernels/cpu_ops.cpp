@@ -1,6 +1,6 @@
 // The operations of a decoder on a CPU, as Python calls them: products by weights that are laid out once
 // (`cpu_products.h`), norms, gates and rotation (`cpu_layers.h`), attention (`cpu_attention.h`), the choice of tokens
-// (`cpu_choice.h`). `cpu_ops.py` calls them; each has a torch reference beside its Triton kernel.
+// (`cpu_choice.h`), and what a step does around them (`cpu_step.h`). `cpu_ops.py` calls them; each has a torch reference beside its Triton kernel.
 //
 // A row's result never depends on how many rows there are: sums run in one order for every number of rows and threads.
 // Numbers are float32 or bfloat16; sums are float32, and results are rounded where the references round.
@@ -9,6 +9,7 @@
 #include "cpu_attention.h"
 #include "cpu_choice.h"
 #include "cpu_layers.h"
+#include "cpu_step.h"
 
 constexpr long BLOCK_ROWS = 256;  // whose results a core's second cache holds until the next operation reads them
 
@@ -202,6 +203,26 @@ void dflash_layers(int threads, const Layers* all, const Rows* rows, const void*
     if (captured[i])
       for (long t = 0; t < tokens; t++) std::memcpy(at_row(dtype, captured[i], t, captured_step), at_row(dtype, hidden, t, size), size * bytes);
   }
+}
+// Around the models. state: as `State` has it. tokens: ids, positions and slots, each of as many numbers as there are tokens.
+void dflash_prepare(const State* state, const int32_t* requests, const int32_t* start, const int32_t* unverified, const int32_t* query_start,
+                    const int32_t* query_lens, int64_t rows, const int32_t* token_row, int64_t count, int64_t* tokens, int32_t* starts,
+                    int32_t* seq_lens) {
+  Tokens out{tokens, tokens + count, tokens + 2 * count};
+  prepare_step(*state, requests, start, unverified, query_start, query_lens, rows, token_row, count, out, starts, seq_lens);
+}
+void dflash_accept(const State* state, const int64_t* own, int64_t k, const int32_t* requests, const int32_t* starts, const int32_t* num_new,
+                   const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int32_t* accepted, int64_t* new_tokens) {
+  accept_drafts(*state, own, k, requests, starts, num_new, num_draft, logits_start, rows, accepted, new_tokens);
+}
+void dflash_prepare_draft(const State* state, const int32_t* requests, const int32_t* num_next, int64_t rows, int64_t width,
+                          int64_t placeholder, int64_t lookahead_base, int64_t* tokens, int32_t* query_lens, int32_t* seq_lens) {
+  Tokens out{tokens, tokens + rows * width, tokens + 2 * rows * width};
+  prepare_drafts(*state, requests, num_next, rows, width, placeholder, lookahead_base, out, query_lens, seq_lens);
+}
+void dflash_store_drafts(const State* state, const int32_t* requests, const int32_t* num_next, int64_t rows, const int64_t* drafts,
+                         const float* confidence, int64_t width, float* sure, int64_t k) {
+  store_drafts(*state, requests, num_next, rows, drafts, confidence, width, sure, k);
 }
 // Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.
 int64_t dflash_has_pairs() { return HAS_PAIRS; }

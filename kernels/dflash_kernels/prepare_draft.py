@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.prepare_step import covered_len, covered_lens, look_up, look_up_reference
 from dflash_kernels.triton_import import tl, triton
@@ -75,12 +74,6 @@ def store_drafts_reference(
     drafts: int64 `[R, width]`, or without padding `[sum(num_next_draft)]`. confidence: float32 of the same shape,
     written to the first columns of the requests' rows of `confidences`, float32 `[S, k]`; None where there is none.
     """
-    if len(req_idx) == 1 and drafts.dim() == 1 and (only := one_row.number(req_idx)) >= 0:
-        first, most = computed.numpy().item(only) + 1, len(drafts)
-        if confidence is not None and confidences is not None:
-            confidences.numpy()[only, :most] = confidence.numpy()
-        tokens.numpy()[only, first : first + most] = drafts.numpy()[: max(tokens.shape[1] - first, 0)]
-        return
     rows, columns = _draft_indices(req_idx, num_next_draft)
     if confidence is not None and confidences is not None:
         sure = confidence.numpy() if confidence.dim() == 1 else confidence.numpy()[rows, columns]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -68,11 +67,6 @@ def prepare_reference(
     blocks, which hold at least `query_lens` positions (RESERVE), so each of its queries sees a key.
     """
     rows = req_idx.numpy()
-    if len(rows) == 1 and (only := rows.item()) >= 0 and len(token_row) == one_row.number(query_lens):
-        first = computed.numpy().item(only) if one_row.number(num_unverified_drafts) else one_row.number(start)
-        prepared = one_row.prepare(tokens, blocks, num_blocks, block_size, only, first, len(token_row))
-        if prepared is not None:
-            return prepared
     index = np.maximum(rows, 0)
     starts = np.where(num_unverified_drafts.numpy() > 0, computed.numpy()[index], start.numpy())
     starts = np.where(rows >= 0, starts, 0)

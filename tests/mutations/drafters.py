@@ -296,10 +296,9 @@ DRAFTERS_MUTANTS = (
     ),
     Mutant(
         "mask queries past the 8th are rotated as the 8th",
-        "kernels/dflash_kernels/prepare_draft.py",
-        "return put(ids), put(positions), put(slots), put(query_lens), put(seq_lens)\n\n\ndef store_drafts_reference",
-        "return put(ids), put(np.minimum(positions, anchor[:, None] + 8)), put(slots), put(query_lens), put(seq_lens)"
-        "\n\n\ndef store_drafts_reference",
+        "kernels/dflash_kernels/cpu_step.h",
+        "      if (i > 0) out.ids[at] = placeholder;\n",
+        "      if (i > 0) out.ids[at] = placeholder;\n      if (i > 8) out.positions[at] = anchor + 8;\n",
         ("tests/oracle/test_golden.py",),
         more=(
             (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-ACCEPT = "kernels/dflash_kernels/accept.py"
 DFLASH = "dflash_backend/drafters/dflash"
 DRAFTERS = "dflash_backend/drafters"
 WORKER = "dflash_backend/worker"
@@ -215,8 +214,8 @@ WORKER_MUTANTS = (
     Mutant(
         "one row: context of the first rejected draft is injected",
         f"{WORKER}/step_ops.py",
-        "final = slice(end - one_row.number(step.starts))",
-        "final = slice(end - one_row.number(step.starts) + 1)",
+        "final = slice(end - _number(step.starts))",
+        "final = slice(end - _number(step.starts) + 1)",
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
@@ -265,24 +264,36 @@ WORKER_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "kernels/dflash_kernels/one_row.py",
-        ("tests/kernels/test_one_row.py",),
-        ("one row: drafts behind a rejected one are accepted", "            break\n", "            continue\n"),
+        "kernels/dflash_kernels/cpu_step.h",
+        ("tests/kernels/test_cpu_step.py",),
         (
-            "one row: the token behind the accepted drafts is written over the last of them",
-            "row[first + count] = own[count]",
-            "row[first + count - 1] = own[count]",
+            "C++: drafts behind a rejected one are accepted",
+            "(first + count < s.max_len ? row[first + count] : 0) == mine[count]",
+            "(first < s.max_len ? row[first] : 0) == mine[0]",
         ),
         (
-            "one row: KV past the row's blocks is written",
-            "    if end > covered_len(tokens, num_blocks, block_size, index):\n        return None\n",
-            "",
+            "C++: the token behind the accepted drafts is written over the last of them",
+            "row[first + count] = mine[count];",
+            "row[first + count - 1] = mine[count];",
         ),
-        ("one row: the anchor is a placeholder", "ids[1:] = placeholder_id", "ids[:] = placeholder_id"),
+        ("C++: rows that do not sample accept", "    if (samples) {\n", "    if (num_draft[r]) {\n"),
         (
-            "one row: ids are views of the tokens that the step changes",
-            "start : start + num_tokens].copy(), positions",
-            "start : start + num_tokens], positions",
+            "C++: KV past the row's blocks is written",
+            "if (row >= 0 && position < s.covered(requests[row])) out.set",
+            "if (row >= 0) out.set",
+        ),
+        ("C++: the anchor is a placeholder", "if (i > 0) out.ids[at] = placeholder;", "out.ids[at] = placeholder;"),
+        (
+            "C++: a drafter that drafts from the anchor is given a query too many",
+            "drafts ? int32_t(num_next[r] + lookahead_base) : 0",
+            "drafts ? int32_t(num_next[r] + 1) : 0",
+        ),
+        ("C++: confidences are kept one place too far", "sure[request * k + i] =", "sure[request * k + i - 1] ="),
+        ("C++: drafts that lie side by side are taken for rows", "r * width : at,", "r * k : at,"),
+        (
+            "C++: rows with unverified drafts begin as planned",
+            "unverified[r] > 0 ?",
+            "unverified[r] > 9 ?",
         ),
     ),
     Mutant(
@@ -303,9 +314,9 @@ WORKER_MUTANTS = (
     ),
     Mutant(
         "LOSSLESS: rejected positions injected, and the drafter goes on behind them",
-        ACCEPT,
-        "computed.numpy()[index[real]] = end[real]",
-        "computed.numpy()[index[real]] = (first + lens)[real]",
+        "kernels/dflash_kernels/cpu_step.h",
+        "s.computed[request] = int32_t(first + count);",
+        "s.computed[request] = int32_t(first + (samples ? num_draft[r] : 0));",
         ("tests/worker/test_draft_alignment.py",),
     ),
     Mutant(
