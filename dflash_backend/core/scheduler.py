@@ -23,7 +23,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, KVTiers, share_prefixes
@@ -49,7 +49,7 @@ from dflash_backend.core.request import (
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.speculation import AdaptiveSpeculation
-from dflash_backend.core.step_time import StepTime
+from dflash_backend.core.step_time import PrefillBound
 from dflash_backend.core.tenants import (
     CACHED_TOKEN_COST,
     FairQueue,
@@ -216,37 +216,6 @@ class PlanBuilder:
             self.num_prefill_tokens -= row.num_new
 
 
-# For this long after several tenants had requests, steps stay as short as several need them: who asks again soon, as
-# people and agents do, does not meet a long step each time.
-SEVERAL_TENANTS_S = 5.0
-
-
-class PrefillBound:
-    """How many prompt tokens a step may have: as few as its time allows while several tenants are served."""
-
-    def __init__(self, max_step_s: float | None = None) -> None:
-        """max_step_s: as of `StepTime`."""
-        self.step_time = StepTime(max_step_s)
-        self._several_until = 0.0  # until when the tenants count as several
-        self._num_left = 0  # tenants that had left at the last plan
-        self._left_until = 0.0  # until when one that left counts as one of whose requests none waits
-
-    def max_prefill_tokens(
-        self, queue: FairQueue, in_prefill: Sequence[Request], now: float, num_decode_tokens: int, num_positions: int
-    ) -> int | None:
-        """Prompt tokens of the step that is planned, at most; None while nothing is known. in_prefill: the running
-        requests that do not decode. num_positions: that the rows attend to."""
-        if len(queue.tenants) > 1:
-            self._several_until = now + SEVERAL_TENANTS_S
-        if queue.num_left != self._num_left:
-            self._num_left, self._left_until = queue.num_left, now + SEVERAL_TENANTS_S
-        num_prompting, least_waiting = None, 0
-        if now < self._several_until:
-            num_prompting = queue.num_prompting(in_prefill)
-            least_waiting = queue.least_waiting if now >= self._left_until else 0
-        return self.step_time.max_prefill_tokens(num_decode_tokens, num_prompting, least_waiting, num_positions)
-
-
 # Tenants whose first request cannot start that are passed over in a step.
 MAX_PASSED_OVER = 32
 # A tenant is crowded, which the stub is told, with this part of a queue: fewer of its requests than there are tenants.
@@ -334,7 +303,12 @@ class Scheduler:
         in_prefill = builder.count(self.running.values(), self.queue)
         if len(self.running) + len(waiting) > 1:
             builder.max_prefill_tokens = self._prefill_bound.max_prefill_tokens(
-                self.queue, in_prefill, now, builder.num_decode_tokens, builder.num_positions
+                self.queue,
+                in_prefill,
+                now,
+                builder.num_prompt_tokens,
+                builder.num_decode_tokens,
+                builder.num_positions,
             )
             builder.num_tokens_like_decoding = self._prefill_bound.step_time.as_long_as_decoding(
                 builder.num_decode_tokens, builder.num_positions

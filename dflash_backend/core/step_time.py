@@ -11,18 +11,12 @@ right, and leave them fewer tokens. So steps may have some more and some fewer i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of `LinearFit`, by default: part of the weight of what was observed that stays after another observation; a hundred
-# of them count.
-FIT_FORGETTING = 0.99
-# Relative noise of a measured time, and how much longer than expected one counts as: another program had the processor.
-NOISE = 0.15
-MAX_RATIO = 2.0
-# Rounds of coordinate descent after an observation. It begins where the one before ended.
-ROUNDS = 3
+from dflash_backend.core.linear_fit import LinearFit
+from dflash_backend.core.request import Request
+from dflash_backend.core.tenants import FairQueue
 
 # `max_step_time_ms` auto: the larger of this many seconds and this many times a step without prompts.
 AUTO_STEP_S = 0.004
@@ -46,68 +40,18 @@ FORGETTING = 0.97
 # Steps may have this part more and this part fewer than the tokens that take the time in turn, so that it shows what
 # they take.
 DITHER = 0.25
+# For this long after several tenants had requests, steps stay as short as several need them: who asks again soon, as
+# people and agents do, does not meet a long step each time.
+SEVERAL_TENANTS_S = 5.0
+# While nothing decodes, and one tenant has requests, a step takes all prompts that are left if they are no more than
+# this many times those that its time allows: else the last ones would be computed beside the first answers, whose
+# tokens would come late.
+LAST_PROMPTS = 2
 # Before steps have shown it: this part of a step's time does not depend on its tokens.
 FIXED_SHARE = 0.5
 # A prompt token is taken to last no less, and a step to have no more.
 TINY_S, MOST_TOKENS = 1e-9, 1 << 30
 _KILO = 1e-3
-
-
-class LinearFit:
-    """`value = sum(coefficient * feature)`, with errors relative to the value.
-
-    What observations do not tell is taken from the coefficients that it began with.
-    """
-
-    def __init__(
-        self, coefficients: Sequence[float], deviations: Sequence[float], forgetting: float = FIT_FORGETTING
-    ) -> None:
-        """The coefficients to begin with, and how far off each may be (standard deviations above 0). forgetting: part
-        of an observation's weight that stays after another one."""
-        self._forgetting = forgetting
-        self.coefficients = list(coefficients)
-        self._prior = list(coefficients)
-        self._prior_weights = [(NOISE / deviation) ** 2 for deviation in deviations]
-        size = len(self.coefficients)
-        self._products = [[0.0] * size for _ in range(size)]
-        self._values = [0.0] * size
-
-    def at(self, features: Sequence[float]) -> float:
-        """The predicted value."""
-        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
-
-    def observe(self, features: Sequence[float], value: float) -> None:
-        """Take in a measured value, above 0."""
-        coefficients = self.coefficients
-        expected = sum(c * x for c, x in zip(coefficients, features, strict=True))
-        value = min(value, MAX_RATIO * expected) if expected > 0 else value
-        weight = 1 / max(expected, value / MAX_RATIO) ** 2
-        for i, x in enumerate(features):
-            row, weighted = self._products[i], weight * x
-            for j, y in enumerate(features):
-                row[j] = self._forgetting * row[j] + weighted * y
-            self._values[i] = self._forgetting * self._values[i] + weighted * value
-        # Bring the coefficients closer to the best ones, one after the other.
-        for _ in range(ROUNDS):
-            for i, row in enumerate(self._products):
-                prior = self._prior_weights[i]
-                others = sum(a * c for a, c in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
-                solution = (self._values[i] + prior * self._prior[i] - others) / (row[i] + prior)
-                coefficients[i] = max(0.0, solution)
-
-    def uncertainty(self, features: Sequence[float]) -> float:
-        """Standard deviation of the predicted value, relative to it."""
-        size = len(features)
-        rows = [[*row, x] for row, x in zip(self._products, features, strict=True)]
-        for i, weight in enumerate(self._prior_weights):
-            rows[i][i] += weight
-        for i in range(size):  # elimination without pivots: the matrix is positive definite
-            for j in range(size):
-                if j != i:
-                    factor = rows[j][i] / rows[i][i]
-                    rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-        variance = sum(x * row[size] / row[i] for i, (x, row) in enumerate(zip(features, rows, strict=True)))
-        return NOISE * math.sqrt(max(variance, 0.0)) / max(self.at(features), 1e-12)
 
 
 @dataclass(slots=True)
@@ -178,3 +122,39 @@ class StepTime:
         """Prompt tokens that take as long."""
         assert self._fit is not None
         return int(min(seconds / max(self._fit.coefficients[-1], TINY_S), MOST_TOKENS))
+
+
+class PrefillBound:
+    """How many prompt tokens a step may have: as few as its time allows while several tenants are served."""
+
+    def __init__(self, max_step_s: float | None = None) -> None:
+        """max_step_s: as of `StepTime`."""
+        self.step_time = StepTime(max_step_s)
+        self._several_until = 0.0  # until when the tenants count as several
+        self._num_left = 0  # tenants that had left at the last plan
+        self._left_until = 0.0  # until when one that left counts as one of whose requests none waits
+
+    def max_prefill_tokens(
+        self,
+        queue: FairQueue,
+        in_prefill: Sequence[Request],
+        now: float,
+        num_prompt_tokens: int,
+        num_decode_tokens: int,
+        num_positions: int,
+    ) -> int | None:
+        """Prompt tokens of the step that is planned, at most; None while nothing is known. in_prefill: the running
+        requests that do not decode. num_prompt_tokens: left of all prompts, also those of waiting requests.
+        num_positions: that the rows attend to."""
+        if len(queue.tenants) > 1:
+            self._several_until = now + SEVERAL_TENANTS_S
+        if queue.num_left != self._num_left:
+            self._num_left, self._left_until = queue.num_left, now + SEVERAL_TENANTS_S
+        num_prompting, least_waiting = None, 0
+        if now < self._several_until:
+            num_prompting = queue.num_prompting(in_prefill)
+            least_waiting = queue.least_waiting if now >= self._left_until else 0
+        most = self.step_time.max_prefill_tokens(num_decode_tokens, num_prompting, least_waiting, num_positions)
+        if most is None or num_prompting is not None or num_decode_tokens or num_prompt_tokens > LAST_PROMPTS * most:
+            return most
+        return max(most, num_prompt_tokens)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.core.scheduler_config import DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, StepCosts, StepShape
-from dflash_backend.core.step_time import LinearFit
 from tests.core.step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 # The linear model

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.core import scheduler
+from dflash_backend.core import step_time
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
+from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import (
     AUTO_LIGHT_STEPS,
@@ -17,8 +18,10 @@ from dflash_backend.core.step_time import (
     LIGHT_STEPS_PER_WAITING,
     MIN_TOKENS,
     ONE_TENANT_FACTOR,
+    PrefillBound,
     StepTime,
 )
+from dflash_backend.core.tenants import FairQueue
 from tests.core.slow_toy import flood, slow_engine
 from tests.core.toy_engine import Clock, make_config, make_request
 from tests.core.toy_model import NONE_ACCEPTED, expected_output
@@ -234,7 +237,7 @@ def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(mo
             asked.append(num_positions)
             return None
 
-    monkeypatch.setattr(scheduler, "StepTime", Recording)
+    monkeypatch.setattr(step_time, "StepTime", Recording)
     engine, _ = slow_engine()
     told.clear()
     requests = [make_request(f"r{i}", [i, *([5] * 60)], max_tokens=30, num_speculative_tokens=0) for i in range(3)]
@@ -276,3 +279,36 @@ def test_the_times_of_steps_add_up_to_the_time_that_passed(overlap: bool, monkey
     assert len(seen) == 12
     assert seen == [1.0] * 12
     assert (sum(seen), core.stats().step_seconds) == (clock.now, clock.now)
+
+
+@pytest.mark.parametrize(
+    ("times", "num_decoding", "has_others", "takes_all"),
+    [
+        (1.5, 0, False, True),
+        (0.5, 0, False, True),
+        (3.0, 0, False, False),
+        (1.5, 4, False, False),
+        (1.5, 0, True, False),
+    ],
+)
+def test_a_step_takes_the_last_prompts_at_once_where_no_stream_and_no_tenant_waits(
+    times: float, num_decoding: int, has_others: bool, takes_all: bool
+) -> None:
+    """The last of many short prompts, computed beside the first answers, would make their tokens late."""
+    bound, queue = PrefillBound(), FairQueue({}, 1)
+    for _ in range(40):
+        bound.step_time.observe(100, 0, 0.03)
+        bound.step_time.observe(200, num_decoding, 0.05)
+    if has_others:
+        for i, name in enumerate("ab"):
+            queue.add(Request.from_generation_request(make_request(name, [1, 2], tenant=name), make_config(), i, 0.0))
+
+    def most_of(num_prompt_tokens: int) -> int:
+        found = bound.max_prefill_tokens(queue, [], 0.0, num_prompt_tokens, num_decoding, 0)
+        assert found is not None
+        return found
+
+    usual = most_of(1 << 20)
+    waiting = round(times * usual)
+    assert (most_of(waiting) >= waiting) == takes_all
+    assert most_of(waiting) in (usual, waiting)

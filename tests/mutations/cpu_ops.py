@@ -28,6 +28,16 @@ CPU_OPS_MUTANTS = (
         TESTS,
         ("blocks of rows take the first rows' residual", "at_row(dtype, residual, first, weight->n)", "residual"),
         ("blocks of rows are rotated as the first", "at_row(dtype, cos, first, dim)", "cos"),
+        (
+            "the context KV of all layers is the first one's",
+            "at_row(dtype, projected, i, width), own,",
+            "projected, own,",
+        ),
+        (
+            "the context KV of all layers has the first one's norm",
+            "at_row(norm_dtype, norm, i, kv_heads * dim)",
+            "norm",
+        ),
         ("the last block of rows is left out", "begin < end) each", "begin < end && end < rows) each"),
     ),
     *mutants_of(
@@ -69,15 +79,43 @@ CPU_OPS_MUTANTS = (
             "std::min(count, position + 1 - base)",
             "std::min(count, position + 2 - base)",
         ),
-        ("in tiles a query sees the key after its own", "position + 1 - int(base);", "position + 2 - int(base);"),
+        (
+            "in tiles a query sees the key after its own",
+            "Ints own = position + 1 - int(base);",
+            "Ints own = position + 2 - int(base);",
+        ),
+        (
+            "of few a query sees the key after its own",
+            "four.position + 1 - int(base);",
+            "four.position + 2 - int(base);",
+        ),
         (
             "keys a query's window away are seen",
             "position - p.window + 1 - base);\n        if",
             "position - p.window - base);\n        if",
         ),
-        ("in tiles keys a query's window away are seen", "position - int(p.window) + 1", "position - int(p.window)"),
+        (
+            "in tiles keys a query's window away are seen",
+            "hidden = position - int(p.window) + 1",
+            "hidden = position - int(p.window)",
+        ),
+        (
+            "of few keys a query's window away are seen",
+            "hidden = four.position - int(p.window) + 1",
+            "hidden = four.position - int(p.window)",
+        ),
         ("a row's blocks are its neighbour's", "p.tables + row * p.table_step;", "p.tables;"),
-        ("in tiles a row's blocks are its neighbour's", "p.tables + row * p.table_step, base", "p.tables, base"),
+        (
+            "in tiles a row's blocks are its neighbour's",
+            "p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);\n      turn_values",
+            "p.tables, base, count, end, of, dim, key, pairs);\n      turn_values",
+        ),
+        (
+            "of few a row's blocks are its neighbour's",
+            "p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);\n      if",
+            "p.tables, base, count, end, of, dim, key, pairs);\n      if",
+        ),
+        ("of few all queries are weighed as the first four", "weigh_four(p, scores + q,", "weigh_four(p, scores,"),
         (
             "in tiles outputs are not scaled as larger scores come",
             "load(out + c * LANES) * keep",
@@ -133,6 +171,7 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_attention.h",
         ATTENTION,
         ("what came before a larger maximum keeps its weight", "if (any(changed)) for", "if (0) for"),
+        ("of few what came before a larger maximum keeps its weight", "if (any(changed))\n", "if (0)\n"),
         ("a maximum stays behind its scores for ever", "constexpr float LAG = 8.0f;", "constexpr float LAG = 1e9f;"),
     ),
 )

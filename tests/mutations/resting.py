@@ -18,8 +18,8 @@ RESTING_MUTANTS = (
         TESTS,
         (
             "decisions stay as frequent while drafting rests",
-            "self._interval = max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)",
-            "self._probe(rows, lengths, line)",
+            "max(wait, STEPS_BETWEEN_DECISIONS) if is_known else STEPS_BETWEEN_DECISIONS",
+            "STEPS_BETWEEN_DECISIONS",
         ),
         (
             "decisions become as rare while many rows draft",

@@ -230,10 +230,25 @@ SCHEDULING_MUTANTS = (
     ),
     Mutant(
         "a tenant that left is forgotten at once",
-        f"{CORE}/scheduler.py",
+        f"{CORE}/step_time.py",
         "queue.num_left, now + SEVERAL_TENANTS_S",
         "queue.num_left, now",
         STEP_TIME,
+    ),
+    *mutants_of(
+        f"{CORE}/step_time.py",
+        STEP_TIME,
+        ("the last prompts wait though nothing decodes", "LAST_PROMPTS = 2", "LAST_PROMPTS = 1"),
+        (
+            "the last prompts keep streams waiting",
+            "num_prompting is not None or num_decode_tokens or",
+            "num_prompting is not None or",
+        ),
+        (
+            "the last prompts keep other tenants waiting",
+            "most is None or num_prompting is not None or",
+            "most is None or",
+        ),
     ),
     *mutants_of(
         f"{CORE}/step_time.py",

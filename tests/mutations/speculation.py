@@ -26,7 +26,22 @@ SPECULATION_MUTANTS = (
             "(chance, -i, group) for group in groups for i, chance in enumerate(",
             "(1 - chance, -i, group) for group in groups for i, chance in enumerate(",
         ),
-        ("drafting is never tried again", "max(self._probe(rows, lengths, line), STEPS_BETWEEN_DECISIONS)", "128"),
+        ("drafting is never tried again", "wait = self._probe(rows, lengths, line)", "wait = 128"),
+        (
+            "a rest lasts though the time of steps without drafts is not known",
+            "<= MAX_UNCERTAINTY\n            self._interval",
+            "<= 1e9\n            self._interval",
+        ),
+        (
+            "what drafting takes the host counts as the target's",
+            "float(self.num_queries > 0),\n",
+            "0.0,\n",
+        ),
+        (
+            "steps of other numbers of rows begin with nothing known",
+            "if like is not None and (expected := like.at(shape.target)) > 0:",
+            "if like is not None and (expected := like.at(shape.target)) > 1e9:",
+        ),
         (
             "the time of a step without drafts is never looked at",
             "if self._wants_trial(len(rows), mean_position, num_other_tokens):",
@@ -362,8 +377,18 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the decision does not know of the prompts in its step",
-            "(self._num_prefill_tokens if has_prompts else 0)",
-            "0",
+            "num_other = len(decoding) - len(drafting) + of_prompts",
+            "num_other = len(decoding) - len(drafting)",
+        ),
+        (
+            "drafts are chosen for prompts that will have ended",
+            "min(self._num_prefill_tokens, max(0, num_prompt_tokens - self._num_prefill_tokens))",
+            "self._num_prefill_tokens",
+        ),
+        (
+            "a decision outlasts the prompts that it was made beside",
+            "changed |= abs(num_tokens - self._num_tokens) > MAX_CHANGE * self._num_tokens",
+            "pass",
         ),
     ),
     *mutants_of(

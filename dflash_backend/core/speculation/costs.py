@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
 from dflash_backend.core.scheduler_config import DrafterWork
-from dflash_backend.core.step_time import LinearFit
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
