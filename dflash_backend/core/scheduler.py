@@ -626,7 +626,7 @@ class Scheduler:
             is_first = request.first_scheduled_s is None
             request.num_loaded_tokens = self.kv.tiers.count_hit(load, len(hit)) if is_first else {}
         if self.speculation is not None:
-            request.draft_length = self.speculation.first_length(request.speculation)
+            request.draft_length = self.speculation.first_block(request.speculation)
         row = self._prefill_row(request, request.num_computed, builder.prefill_budget)
         row.new_block_ids.extend(request.block_ids)
         row.new_window_block_ids.extend(request.window_block_ids)

@@ -11,8 +11,10 @@ import pytest
 from dflash_backend.core.speculation.acceptance import EFFECT_DRIFT, RequestEffect
 from dflash_backend.core.speculation.costs import CostTable, StepShape
 from dflash_backend.core.speculation.policy import (
+    FEW_ROWS,
     MAX_STEPS_BETWEEN_PROBES,
     MOST_STEPS_OF_FEW,
+    PROBE_DRAFTS,
     STEPS_BETWEEN_DECISIONS,
     AdaptiveSpeculation,
     SpeculatingRow,
@@ -195,3 +197,20 @@ def test_a_decision_holds_longer_where_few_rows_go_on_as_they_were(
     for step in range(120):  # noqa: B007 - the decisions read it
         policy.choose(rows, 100.0, 0)
     assert {after - before for before, after in itertools.pairwise(decisions[4:])} == {steps}
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, PROBE_DRAFTS), (FEW_ROWS, PROBE_DRAFTS), (FEW_ROWS + 1, 0)])
+def test_a_request_that_begins_while_drafting_rests_is_tried_where_few_run(num_rows: int, expected: int) -> None:
+    """Its answer may be over before the next probe."""
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0)
+    rows = [SpeculatingRow(K) for _ in range(num_rows)]
+    while policy.goes_on_resting(num_rows) or any(policy.choose(rows, 100.0, 0)):
+        pass
+    assert policy.goes_on_resting(num_rows)
+    rows[-1] = new = SpeculatingRow(K)
+    assert policy.first_block(new) == expected
+    assert policy.first_block(SpeculatingRow(1)) == min(expected, 1)
+    assert policy.goes_on_resting(num_rows) == (expected == 0), "the block is not followed by another one"
+    if expected:
+        assert not any(policy.choose(rows, 100.0, 0))
+        assert policy.goes_on_resting(num_rows)

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_backend.core.plan import SchedulerOutput
 from dflash_backend.core.speculation.costs import StepShape
-from dflash_backend.core.speculation.policy import LATER_EVERY, AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.speculation.policy import LATER_EVERY, PROBE_DRAFTS, AdaptiveSpeculation, SpeculatingRow
 from tests.core.toy_engine import Engine, make_config, make_request
 from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
@@ -84,13 +84,17 @@ def test_no_more_is_drafted_than_an_answer_has_room_for(max_tokens: int) -> None
         assert row.num_next_draft <= max(0, max_tokens - num_output - 2)
 
 
-def test_a_new_request_begins_with_what_pays_for_the_others() -> None:
+@pytest.mark.parametrize(("num_others", "first"), [(1, PROBE_DRAFTS), (3, 0)])
+def test_a_new_request_begins_with_what_pays_for_the_others_and_is_tried_beside_few(
+    num_others: int, first: int
+) -> None:
     config = make_config(adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=400)
     engine = timed(Engine(config), 0.001, 0.001)
-    engine.add(make_request("old", [1, 2], max_tokens=500, seed=NONE_ACCEPTED))
+    for number in range(num_others):
+        engine.add(make_request(f"old{number}", [1, 2 + number], max_tokens=500, seed=NONE_ACCEPTED))
     engine.steps(100)
     engine.run(make_request("new", [3, 4, 5], max_tokens=20, seed=NONE_ACCEPTED))
-    assert [row.num_next_draft for row in engine.rows_of("new")][:3] == [0, 0, 0]
+    assert [row.num_next_draft for row in engine.rows_of("new")][:3] == [first, 0, 0]
 
 
 def test_a_prompt_that_began_while_others_drafted_rests_with_them() -> None:
@@ -103,7 +107,7 @@ def test_a_prompt_that_began_while_others_drafted_rests_with_them() -> None:
     engine.add(make_request("new", list(range(600)), max_tokens=20, seed=NONE_ACCEPTED))
     engine.steps(90)
     rows = engine.rows_of("new")
-    assert [row.num_next_draft for row in rows if row.sample][:3] == [0, 0, 0]
+    assert [row.num_next_draft for row in rows if row.sample][:3] == [PROBE_DRAFTS, 0, 0], "and is tried"
 
 
 def test_while_drafting_rests_some_steps_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,12 @@ RESTING_MUTANTS = (
             "STEPS_BETWEEN_DECISIONS",
         ),
         (
+            "requests that begin while drafting rests wait for a probe",
+            "if length or self._num_rows > FEW_ROWS:",
+            "if True:",
+        ),
+        ("a first block is followed by others", "self._has_first_block = True", "pass"),
+        (
             "decisions become as rare while many rows draft",
             "MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS",
             "MOST_STEPS_OF_FEW",
@@ -63,7 +69,7 @@ RESTING_MUTANTS = (
         TESTS,
         (
             "a prompt goes on to draft though drafting rests by now",
-            "                request.draft_length = self.first_length(request.speculation)\n",
+            "                request.draft_length = self.first_block(request.speculation)\n",
             "                pass\n",
         ),
         (

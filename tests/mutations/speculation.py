@@ -33,16 +33,6 @@ SPECULATION_MUTANTS = (
             "<= 1e9\n            self._interval",
         ),
         (
-            "what drafting takes the host counts as the target's",
-            "float(self.num_queries > 0),\n",
-            "0.0,\n",
-        ),
-        (
-            "steps of other numbers of rows begin with nothing known",
-            "if like is not None and (expected := like.at(shape.target)) > 0:",
-            "if like is not None and (expected := like.at(shape.target)) > 1e9:",
-        ),
-        (
             "the time of a step without drafts is never looked at",
             "if self._wants_trial(len(rows), mean_position, num_other_tokens):",
             "if False:",
@@ -54,7 +44,7 @@ SPECULATION_MUTANTS = (
         ),
         (
             "drafting rests for ever",
-            "if changed or not self.rests or self._age + 1 >= self._interval:",
+            "if changed or not self.rests or self._has_first_block or self._age + 1 >= self._interval:",
             "if changed or not self.rests:",
         ),
         (
@@ -308,6 +298,16 @@ SPECULATION_MUTANTS = (
         f"{CORE}/speculation/costs.py",
         TESTS,
         (
+            "what drafting takes the host counts as the target's",
+            "float(self.num_queries > 0),\n",
+            "0.0,\n",
+        ),
+        (
+            "steps of other numbers of rows begin with nothing known",
+            "if like is not None and (expected := like.at(shape.target)) > 0:",
+            "if like is not None and (expected := like.at(shape.target)) > 1e9:",
+        ),
+        (
             "the longest time of a size counts",
             "min(step.target_s, shortest.get(step.num_tokens, math.inf))",
             "max(step.target_s, shortest.get(step.num_tokens, 0.0))",
@@ -363,7 +363,7 @@ SPECULATION_MUTANTS = (
         TESTS,
         (
             "new requests draft k tokens whatever was decided",
-            "            request.draft_length = self.speculation.first_length(request.speculation)\n",
+            "            request.draft_length = self.speculation.first_block(request.speculation)\n",
             "            pass\n",
         ),
     ),

@@ -205,6 +205,7 @@ class AdaptiveSpeculation:
         self.rests = False
         """Whether no row was to draft by the last choice."""
         self._num_running = 0  # requests then
+        self._has_first_block = False  # a request that drafts one while drafting rests
         self._age = 0  # steps since then
         self._interval = STEPS_BETWEEN_DECISIONS
         self._probes = Probes()
@@ -249,6 +250,15 @@ class AdaptiveSpeculation:
         nearest = min(self._lengths, key=lambda group: abs(group - row.effect.hopeful_group))
         return min(row.k, self._lengths[nearest])
 
+    def first_block(self, row: SpeculatingRow) -> int:
+        """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
+        those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
+        length = self.first_length(row)
+        if length or self._num_rows > FEW_ROWS:
+            return length
+        self._has_first_block = True
+        return min(row.k, PROBE_DRAFTS)
+
     @property
     def pays(self) -> bool:
         """Whether drafting pays, by the last decision, or before the first one."""
@@ -258,8 +268,8 @@ class AdaptiveSpeculation:
         """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
         not called for it. num_running: requests that run."""
         changed = abs(num_running - self._num_running) > MAX_CHANGE * self._num_running
-        if changed or not self.rests or self._age + 1 >= self._interval:
-            self._num_running = num_running
+        if changed or not self.rests or self._has_first_block or self._age + 1 >= self._interval:
+            self._num_running, self._has_first_block = num_running, False
             return False
         self._age += 1
         self._stats.num_steps += 1
@@ -287,7 +297,7 @@ class AdaptiveSpeculation:
             request.draft_length = length if alike else min(length, request.max_useful_drafts)
         for request in running:
             if request.in_prefill:
-                request.draft_length = self.first_length(request.speculation)
+                request.draft_length = self.first_block(request.speculation)
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         """The number of drafts for each row, in the step that is planned now; the next one verifies them.
