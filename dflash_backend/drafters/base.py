@@ -74,7 +74,7 @@ class DraftQueries:
         if self.from_anchor:
             return values
         if self.draft_index is not None:
-            return values[self.draft_index]
+            return values.index_select(0, self.draft_index)
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
 
     def draft_positions(self) -> torch.Tensor:

@@ -36,7 +36,10 @@ class Rotary:
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for `positions` (int64 `[n]`): each `[n, 1, head_dim]`, to be shared by all layers."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        # Not by brackets: with some fifty tokens torch would begin threads for them, which then wait in a loop beside
+        # those of the layers.
+        cos, sin = (table.index_select(0, positions) for table in (self.cos, self.sin))
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:

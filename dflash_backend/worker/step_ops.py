@@ -421,8 +421,9 @@ class HostStepOps(CommonStepOps):
         is_final = slots.numpy() >= 0
         if is_final.all():
             return ContextBatch(features, step.positions, slots, token_row=token_row)
-        index = torch.from_numpy(is_final.nonzero()[0])
-        return ContextBatch(features[index], step.positions[index], slots[index], token_row=token_row[index])
+        # By numpy: torch would begin threads for it, which then wait in a loop beside those of the next layers.
+        every = _Tokens(as_integers(features), token_row.numpy(), step.positions.numpy(), slots.numpy())
+        return every.part(is_final.nonzero()[0]).context(features.dtype)
 
     def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """As `ReferenceStepOps.features_before_anchors`, of the rows that draft."""
