@@ -15,6 +15,7 @@ from dflash_backend.core.speculation.policy import (
     MAX_STEPS_BETWEEN_PROBES,
     MOST_STEPS_OF_FEW,
     PROBE_DRAFTS,
+    RESUMED_DRAFTS,
     STEPS_BETWEEN_DECISIONS,
     AdaptiveSpeculation,
     SpeculatingRow,
@@ -214,3 +215,17 @@ def test_a_request_that_begins_while_drafting_rests_is_tried_where_few_run(num_r
     if expected:
         assert not any(policy.choose(rows, 100.0, 0))
         assert policy.goes_on_resting(num_rows)
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(FEW_ROWS, K), (FEW_ROWS + 1, RESUMED_DRAFTS)])
+def test_after_a_rest_many_rows_begin_with_few_drafts(num_rows: int, expected: int) -> None:
+    """What a probe has told may be of one request, and a step whose rows all draft many is long."""
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1.001]), draft_s=1e-6)
+    rows = [SpeculatingRow(K, RequestEffect(variance=0.0)) for _ in range(num_rows)]
+    policy._lengths = {0: 0}  # it rests
+    policy.acceptance = taught = policy_with([0.95] * K, CostTable([1, 1000], [1.0, 1.001])).acceptance
+    assert taught.survival(0)[-1] > 0.6
+    policy._age = policy._interval
+    assert policy.choose(rows, 100.0, 0) == [expected] * num_rows
+    policy._age = policy._interval
+    assert policy.choose(rows, 100.0, 0) == [K] * num_rows, "and goes on with what pays"

@@ -27,8 +27,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "positions are rotated in 16 bits",
         "dflash_backend/models/rope.py",
-        "return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)",
-        "return self.cos[positions % 2**15].unsqueeze(1), self.sin[positions % 2**15].unsqueeze(1)",
+        "table.index_select(0, positions) for",
+        "table.index_select(0, positions % 2**15) for",
         ("tests/worker/test_long_positions.py::test_drafts_across_a_border_are_those_of_a_dense_drafter",),
     ),
     *mutants_of(

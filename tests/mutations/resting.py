@@ -26,6 +26,8 @@ RESTING_MUTANTS = (
             "if length or self._num_rows > FEW_ROWS:",
             "if True:",
         ),
+        ("many rows begin with all of k after a rest", "RESUMED_DRAFTS = 4", "RESUMED_DRAFTS = 400"),
+        ("few rows begin with few drafts after a rest", "not self.pays and len(rows) > FEW_ROWS", "not self.pays"),
         ("a first block is followed by others", "self._has_first_block = True", "pass"),
         (
             "decisions become as rare while many rows draft",

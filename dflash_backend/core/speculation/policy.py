@@ -145,6 +145,9 @@ EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
 TIE = 0.03
 # Rows that a decision looks at, since it takes time: beyond that every second or third of them.
 MAX_ROWS_LOOKED_AT = 64
+# Drafts of a row at most, with more than a few rows, when drafting begins again after a rest: a step whose rows all
+# draft many takes as long as several without, and what the probes have told may be of one request.
+RESUMED_DRAFTS = 4
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
 # While drafting rests, one step in `OBSERVED_EVERY` is observed, and after `AT_FIRST` of them one in `LATER_EVERY`:
@@ -330,11 +333,14 @@ class AdaptiveSpeculation:
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
+        rested = not self.pays and len(rows) > FEW_ROWS
         before, self._num_rows, self._num_tokens = self._lengths, len(rows), len(rows) + num_other_tokens
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
             self._lengths = self._optimal_lengths(Counter(groups), line)
+            if rested:
+                self._lengths = {group: min(length, RESUMED_DRAFTS) for group, length in self._lengths.items()}
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
