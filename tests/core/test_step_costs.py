@@ -239,3 +239,30 @@ def test_what_is_not_known_of_some_rows_is_taken_from_the_nearest_number(
             costs.observe(shape, size + 0.01 * size * shape.num_tokens, 0.01 * size * shape.num_queries)
     found, expected = costs.line(num_rows, 0.0, 0), costs.line(like, 0.0, 0)
     assert (found.per_draft, found.per_query) == (expected.per_draft, expected.per_query)
+
+
+def test_what_drafting_takes_the_host_is_no_part_of_a_step_without_drafts() -> None:
+    """On a CPU it may be as long as the target's pass, and a step without drafts would be thought twice as long."""
+    costs = StepCosts()
+
+    def observe(num_drafts: int) -> None:
+        shape = decode_shape(1, num_drafts)
+        costs.observe(shape, 1.0 + 0.02 * shape.num_tokens + 0.8 * (num_drafts > 0), 0.5 * (num_drafts > 0))
+        costs.pass_step()
+
+    for number in range(200):
+        observe(0 if number % 50 == 4 else number % 15 + 1)
+    line = costs.line(1, 100.0, 0)
+    assert line.seconds(0, 0, 0) == pytest.approx(1.02, rel=0.1)
+    assert line.seconds(15, 1, 16) == pytest.approx(1.0 + 0.02 * 16 + 0.8 + 0.5, rel=0.1)
+
+
+def test_steps_of_other_numbers_of_rows_begin_with_what_steps_consist_of() -> None:
+    costs = StepCosts()
+    for number in range(200):
+        shape = decode_shape(1, number % 16)
+        costs.observe(shape, 1.0 + 0.002 * shape.num_tokens, 0.0)
+        costs.pass_step()
+    shape = decode_shape(8, 15)
+    costs.observe(shape, 1.0 + 0.002 * shape.num_tokens, 0.0)
+    assert costs.line(8, 100.0, 0).seconds(0, 0, 0) == pytest.approx(1.016, rel=0.2)

@@ -105,7 +105,7 @@ def test_drafts_are_stored(sure: bool, side_by_side: bool, seed: int) -> None:
         def of(state: State) -> tuple[torch.Tensor, ...]:
             lens = state.numbers(0, K + 1)
             count = int(lens[state.req_idx >= 0].sum())
-            drafts = torch.from_numpy(state.rng.integers(100, 200, count if side_by_side else (state.num_rows, K)))
+            drafts = torch.from_numpy(state.rng.integers(100, 200, count if side_by_side else (state.num_rows, K + 2)))
             confidence = torch.from_numpy(state.rng.random(drafts.shape, dtype=np.float32)) if sure else None
             call(state.tokens, state.computed, state.req_idx, lens, drafts, confidence, state.confidence)
             return ()
