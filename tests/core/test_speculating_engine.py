@@ -110,6 +110,20 @@ def test_a_prompt_that_began_while_others_drafted_rests_with_them() -> None:
     assert [row.num_next_draft for row in rows if row.sample][:3] == [PROBE_DRAFTS, 0, 0], "and is tried"
 
 
+def test_a_request_alone_with_a_long_prompt_drafts_one_block_while_drafting_rests() -> None:
+    config = make_config(
+        adaptive_speculation=True, max_num_batched_tokens=100, max_model_len=900, drafter_max_len=900, num_blocks=600
+    )
+    engine = timed(Engine(config), 0.001, 0.001)
+    engine.run(make_request("old", [1, 2], max_tokens=120, seed=NONE_ACCEPTED))
+    assert engine.scheduler.speculation is not None
+    assert engine.scheduler.speculation.rests
+    engine.run(make_request("new", list(range(350)), max_tokens=7, seed=NONE_ACCEPTED))
+    rows = engine.rows_of("new")
+    assert sum(not row.sample for row in rows) >= 3, "the prompt comes in chunks"
+    assert [row.num_next_draft for row in rows if row.sample][:4] == [PROBE_DRAFTS, 0, 0, 0]
+
+
 def test_while_drafting_rests_some_steps_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=400)
     engine = timed(Engine(config), 0.001, 0.001)

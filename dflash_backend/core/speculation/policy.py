@@ -285,6 +285,9 @@ class AdaptiveSpeculation:
         num_prompt_tokens: those left of the prompts of running and of waiting requests."""
         if self.goes_on_resting(len(running)):
             return  # none of them drafts, by the last decision, and each has been told so
+        for request in running:
+            if request.in_prefill:
+                request.draft_length = self.first_block(request.speculation)
         decoding = [request for request in running if not request.in_prefill]
         drafting = [request for request in decoding if request.num_speculative_tokens]
         if not drafting:
@@ -298,9 +301,6 @@ class AdaptiveSpeculation:
         alike = self.uneven.cost > 0 and len(lengths) > 1 and len(set(lengths)) == 1
         for request, length in zip(drafting, lengths, strict=True):
             request.draft_length = length if alike else min(length, request.max_useful_drafts)
-        for request in running:
-            if request.in_prefill:
-                request.draft_length = self.first_block(request.speculation)
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         """The number of drafts for each row, in the step that is planned now; the next one verifies them.
