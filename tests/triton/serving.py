@@ -13,11 +13,15 @@ COMMAND = engine_command("tests.engine_client.toy_process")
 TEXT = "漢字🙂 é"
 
 
-def submit(service: TritonService, text: str | bytes | list[int] = TEXT, max_tokens: int = 15, **inputs) -> Sender:
-    """Send a prompt, as text or token ids, with the `sampling` parameters and other inputs."""
+def submit(
+    service: TritonService, text: str | bytes | list[int] = TEXT, max_tokens: int = 15, failures: int = 0, **inputs
+) -> Sender:
+    """Send a prompt, as text or token ids, with the `sampling` parameters and other inputs. The first `failures`
+    responses cannot be sent."""
     values = {"max_tokens": max_tokens, **inputs.pop("sampling", {})}
     prompt = {"input_ids": text} if isinstance(text, list) else {"text_input": text}
     request = Request(sampling_parameters=json.dumps(values), **prompt, **inputs)
+    request.sender.failures = failures
     service.submit(request)
     return request.sender
 

@@ -55,8 +55,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request_with_an_error_and_no_ot
 
 def test_a_last_response_that_cannot_be_sent_ends_its_request_and_no_other(service, triton):
     other = submit(service, "ab", max_tokens=1500, stream=True)
-    broken = submit(service, "ab", max_tokens=30)
-    broken.failures = 10**9
+    broken = submit(service, "ab", max_tokens=30, failures=10**9)
     eventually(lambda: broken.answered)
     assert joined(other.all()) == "ab" * 750
     assert service.ready

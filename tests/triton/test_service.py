@@ -112,8 +112,7 @@ def test_a_load_that_fails_is_an_error_with_the_engines_sentence(serve, triton):
 def test_an_output_thread_that_dies_answers_all_requests_logs_why_and_ends_the_process(serve, triton, capsys):
     ended = threading.Event()
     service = serve(abandon=ended.set)
-    senders = [submit(service, [toy_process.QUIET]) for _ in range(3)]
-    senders[0].failures = 10**9
+    senders = [submit(service, [toy_process.QUIET], failures=failures) for failures in (10**9, 0, 0)]
     pid = service._engines.supervisors[0].engine.pid
     service._reporter._activity.line = lambda now: 1 / 0
     assert ended.wait(WAIT_S)
