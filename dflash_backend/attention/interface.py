@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from dflash_backend.huge_pages import Scratch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
+from dflash_kernels.huge_pages import Scratch
 from dflash_kernels.shared_prefix import SharedRows
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)

@@ -28,7 +28,7 @@ from dflash_backend.attention.interface import (
     hidden_keys,
 )
 from dflash_backend.attention.invariant_torch import InvariantTorchBackend
-from dflash_backend.huge_pages import Scratch
+from dflash_kernels.huge_pages import Scratch
 
 # A group may compute this many times the KV positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25

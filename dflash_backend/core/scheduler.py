@@ -63,7 +63,7 @@ MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
 # Steps in which the prompts that are there are computed, where their time allows: many of them get more of each.
-STEPS_OF_PROMPTS = 16
+STEPS_OF_PROMPTS = 8
 # How long a plan waits for KV from a tier when nothing runs, and all plans whose requests could run in its blocks.
 LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
 

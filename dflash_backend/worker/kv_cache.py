@@ -11,7 +11,7 @@ import torch
 
 from dflash_backend.attention import FP8, KVLayer
 from dflash_backend.checkpoints.spec import AttentionCache, DecoderSpec
-from dflash_backend.huge_pages import zeroed_memory
+from dflash_kernels.huge_pages import zeroed_memory
 
 SCALE_DTYPE = torch.float32
 

@@ -486,7 +486,7 @@ static inline void few_value_pairs(const uint32_t* pairs, const bf16* weights, l
 static void set_few_tiles(long queries) {
   TileConfig c;
   for (int t = 0; t < 8; t++) c.rows[t] = uint8_t(t < 5 ? 16 : queries), c.bytes[t] = 64;
-  _tile_loadconfig(&c);
+  load_config(c);
 }
 static inline void few_score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
   for (long t = 0; t < width / 16; t += 2, scores += 512) {

@@ -31,8 +31,7 @@ template <class T> static void gate_rows(const T* gate_up, T* out, long rows, lo
     for (long c = 0; c < inner; c += LANES) {
       int count = int(std::min<long>(LANES, inner - c));
       Floats g = load_some(gate_up + r * 2 * inner + c, count), up = load_some(gate_up + r * 2 * inner + inner + c, count);
-      Floats turn = is_gelu ? 1.5957691216057308f * (g + 0.044715f * g * g * g) : g;
-      store_some(out + r * inner + c, rounded<T>(g / (1.0f + vexp(-turn))) * up, count);
+      store_some(out + r * inner + c, gated<T>(g, up, is_gelu), count);
     }
 }
 

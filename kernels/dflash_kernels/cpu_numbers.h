@@ -142,6 +142,11 @@ static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal nu
   y = x < -87.0f ? Floats{} : y;
   return x != x ? x : y;
 }
+// What a gate lets through, rounded where the references round.
+template <class T> static inline Floats gated(Floats gate, Floats up, bool is_gelu) {
+  Floats turn = is_gelu ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return rounded<T>(gate / (1.0f + vexp(-turn))) * up;
+}
 
 // Threads that share an operation.
 class Pool {

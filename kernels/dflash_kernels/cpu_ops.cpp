@@ -173,8 +173,11 @@ void dflash_gated_mlp(int threads, int is_gelu, const void* x, int64_t x_step, c
   in_blocks(threads, m, [&](int threads, long first, long count) {
     void* both = scratch(3 * count * down->k, BETWEEN);
     void* gated = at_row(dtype, both, count, 2 * down->k);
-    dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, gate_up, gate_up_bias, both, count);
-    dflash_gate(dtype, threads, is_gelu, both, gated, count, down->k);
+    const void* from = at_row(dtype, x, first, x_step);
+    if (!linear_gated(Product{from, gate_up, gate_up_bias, gated, count, down->k, gate_up->k, x_step, is_gelu != 0}, threads)) {
+      dflash_linear(threads, from, x_step, gate_up, gate_up_bias, both, count);
+      dflash_gate(dtype, threads, is_gelu, both, gated, count, down->k);
+    }
     dflash_linear(threads, gated, down->k, down, down_bias, at_row(dtype, out, first, down->n), count);
   });
 }

@@ -14,6 +14,7 @@ from dflash_kernels import cpu_library
 from dflash_kernels.activation import gelu_mul_reference, silu_mul_reference
 from dflash_kernels.argmax import argmax_reference
 from dflash_kernels.context_write import context_write_reference
+from dflash_kernels.huge_pages import weight_memory
 from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -61,7 +62,7 @@ class PackedWeight:
         """Memory for a weight of this kind. address: of what the library knows of it."""
         assert _library is not None
         self.shape, self.dtype = shape, dtype
-        self.data = torch.empty(_library.dflash_packed_bytes(kind, *shape), dtype=torch.uint8)
+        self.data = weight_memory(_library.dflash_packed_bytes(kind, *shape))
         self.described = np.array([kind, *shape, self.data.data_ptr()], np.int64)
         self.address = self.described.ctypes.data
 
@@ -94,7 +95,6 @@ class PackedWeight:
         )
         found = cls.__new__(cls)
         found._describe(FIRST_GRID[dtype] + grid, (rows, columns), dtype)
-        found.data.zero_()
         threads, first = torch.get_num_threads(), 0
         for kind, raw in parts:
             raw, number = raw.contiguous(), list(BLOCKS).index(kind)

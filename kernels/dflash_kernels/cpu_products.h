@@ -162,6 +162,7 @@ static_assert(DEPTH_AT_ONCE % MADE_AT_ONCE == 0 && MADE_AT_ONCE % DEEP == 0);
 struct Product {
   const void* x; const Weight* weight; const void* bias; void* out;
   long m, n, k, x_step;
+  bool is_gelu = false;  // of a gate
 };
 // By panels [first, last) times VECTORS, whose numbers begin at `packed`.
 template <class T> static void plain_product(const Product& p, const float* x, long x_step, const T* packed, long first, long last) {
@@ -203,6 +204,11 @@ static const bf16* numbers_of(const Weight& w, long pair, long begin, long end, 
 }
 #if defined(__AMX_BF16__)
 struct TileConfig { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+// The compiler takes the instruction to read eight bytes of it.
+static inline void load_config(const TileConfig& c) {
+  __asm__ volatile("" : : "r"(&c) : "memory");
+  _tile_loadconfig(&c);
+}
 static bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // asks the system for the tiles' state
 static void set_tiles(long upper, long lower) {
   TileConfig c;
@@ -210,75 +216,96 @@ static void set_tiles(long upper, long lower) {
     c.rows[t] = uint8_t(t >= 6 ? 16 : (t == 2 || t == 3 || t == 5) ? lower : upper);
     c.bytes[t] = c.rows[t] ? 64 : 0;
   }
-  _tile_loadconfig(&c);
+  load_config(c);
 }
 static void free_tiles() { _tile_release(); }
 constexpr long CHUNK = 384;                // inputs of a pair of panels that a core's first cache holds beside the rows
 constexpr long ROWS_BYTES = 512 * 1024;    // of x that its second cache holds
-constexpr long AHEAD_BYTES = 8192;         // memory is slower than the product of few rows
-// Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`.
-static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, bool lower, bool fetches, float* sums) {
+constexpr long LINES = 32;                 // of a pair of tiles, in a core's caches
+constexpr long AHEAD_BYTES = 8192;         // of what a first pass fetches
+// Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`. `ahead` is
+// fetched meanwhile.
+template <bool LOWER> static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead) {
   if (add) { _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64); } else { _tile_zero(0); _tile_zero(1); }
-  if (lower) {
-    if (add) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); } else { _tile_zero(2); _tile_zero(3); }
-    for (long k = 0; k < count; k += DEEP, b += TILES) {
-      if (fetches)
-        for (long line = 0; line < 2048; line += 64) __builtin_prefetch((const char*)b + AHEAD_BYTES + line, 0, 2);
-      _tile_loadd(4, a + k, step * 2);
-      _tile_loadd(6, b, 64);
-      _tile_loadd(7, b + TILES / 2, 64);
-      _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, a + 16 * step + k, step * 2);
-      _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64);
-  } else {
-    for (long k = 0; k < count; k += DEEP, b += TILES) {
-      if (fetches)
-        for (long line = 0; line < 2048; line += 64) __builtin_prefetch((const char*)b + AHEAD_BYTES + line, 0, 2);
-      _tile_loadd(4, a + k, step * 2);
-      _tile_loadd(6, b, 64);
-      _tile_loadd(7, b + TILES / 2, 64);
-      _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
-    }
+  if (LOWER && add) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); } else if (LOWER) { _tile_zero(2); _tile_zero(3); }
+  for (long k = 0; k < count; k += DEEP, b += TILES) {
+    ahead.fetch();
+    _tile_loadd(6, b, 64);
+    _tile_loadd(7, b + TILES / 2, 64);
+    _tile_loadd(4, a + k, step * 2);
+    if (LOWER) _tile_loadd(5, a + 16 * step + k, step * 2);
+    _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+    if (LOWER) { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
   }
   _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
+  if (LOWER) { _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64); }
 }
-// Of rows [row, last) and a pair of panels.
-static void tile_pair(const Product& p, const bf16* x, long x_step, long row, long last, long pair) {
-  long deep = depth(p.weight->kind, p.k), chunk = deep;
-  if (p.weight->kind != HALVES || (last - row > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
-  float* all_sums = scratch(rounded_up(last - row, PAIR) * PAIR + CHUNK * PAIR / 2);
-  bf16* made = (bf16*)(all_sums + rounded_up(last - row, PAIR) * PAIR);
+constexpr long SUMS = 4 * 256;  // of 32 rows and a pair of panels
+// The results of `rows` rows from the sums of a pair of panels: of a product, or of those of a gate and of what passes it, which are
+// PARTS of one weight, below each other.
+template <int PARTS> static void finish_rows(const Product& p, const float* sums, long first_row, long rows, long pair) {
   const bf16* bias = (const bf16*)p.bias;
-  bf16* out = (bf16*)p.out;
-  long set = -1;
+  long col = pair * PAIR, columns = std::min(PAIR, p.n - col);
+  Floats offsets[2 * PARTS];
+  int some[2];
+  for (int j = 0; j < 2; j++) {
+    some[j] = int(std::max<long>(0, std::min<long>(LANES, columns - j * LANES)));
+    for (int i = 0; i < PARTS; i++) offsets[2 * i + j] = bias ? load_some(bias + i * p.n + col + j * LANES, some[j]) : Floats{};
+  }
+  for (long r = 0; r < rows; r++) {
+    const float* from = sums + r / 16 * 512 + r % 16 * 16;
+    bf16* to = (bf16*)p.out + (first_row + r) * p.n + col;
+    Floats halves[2];
+    for (int j = 0; j < 2; j++) {
+      halves[j] = load(from + j * 256) + offsets[j];
+      if (PARTS > 1) halves[j] = gated<bf16>(rounded<bf16>(halves[j]), rounded<bf16>(load(from + j * 256 + SUMS) + offsets[2 * PARTS - 2 + j]), p.is_gelu);
+    }
+    if (columns == PAIR) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]));
+    else for (int j = 0; j < 2; j++) store_some(to + j * LANES, halves[j], some[j]);
+  }
+}
+// Of rows [row, last) and a pair of panels of each part. While they compute, the numbers of the pair `next` come, a part in each pass
+// over the present ones: but for the first pass, if the present ones have not come before.
+template <int PARTS> static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next) {
+  const bf16* x = (const bf16*)p.x;
+  long deep = depth(p.weight->kind, p.k), rows = rounded_up(last - row, PAIR), apart = rounded_up(p.n, PAIR) / PAIR, chunk = deep;
+  if (p.weight->kind != HALVES || (rows > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
+  float* sums = scratch((chunk < deep ? rows / PAIR : 1) * SUMS * PARTS + CHUNK * PAIR / 2 * PARTS);
+  bf16* made = (bf16*)sums + (chunk < deep ? rows / PAIR : 1) * SUMS * PARTS * 2;
+  long set = -1, passes = rows / PAIR, late = is_here || passes == 1 ? 0 : 1, of_pass = (LINES + passes - late - 1) / (passes - late);
   for (long begin = 0; begin < deep; begin += chunk) {
     long end = std::min(deep, begin + chunk);
-    const bf16* b = numbers_of(*p.weight, pair, begin, end, made);
-    for (long at = row; at < last; at += 32) {
+    const bf16* b[PARTS];
+    for (int i = 0; i < PARTS; i++) b[i] = numbers_of(*p.weight, pair + i * apart, begin, end, made + i * CHUNK * PAIR);
+    for (long at = row; at < last; at += PAIR) {
       long upper = std::min<long>(16, last - at), lower = std::max<long>(0, std::min<long>(16, last - at - 16));
       if (set != upper * 32 + lower) set_tiles(upper, lower), set = upper * 32 + lower;
-      float* sums = all_sums + (at - row) * 32;
-      sum_tiles(x + at * x_step + begin, x_step, b, end - begin, begin > 0, lower > 0, b != made && at == row, sums);
-      if (end < deep) continue;
-      for (int j = 0; j < 2; j++) {
-        long col = pair * PAIR + j * LANES;
-        int count = int(std::min<long>(LANES, p.n - col));
-        if (count <= 0) break;
-        Floats add = bias ? load_some(bias + col, count) : Floats{};
-        for (long r = 0; r < upper + lower; r++) {
-          Floats y = load(sums + ((r / 16) * 2 + j) * 256 + r % 16 * 16) + add;
-          store_some(out + (at + r) * p.n + col, y, count);
-        }
+      long pass = (at - row) / PAIR;
+      float* to = sums + (chunk < deep ? pass : 0) * SUMS * PARTS;
+      for (int i = 0; i < PARTS; i++) {
+        long done = (pass - late) * of_pass;
+        Ahead ahead{nullptr, 0};
+        if (pass < late || (!is_here && passes == 1)) ahead = Ahead{(const char*)b[i] + AHEAD_BYTES, p.weight->kind == HALVES ? int(LINES) : 0};
+        else if (next && done < LINES) ahead = Ahead{(const char*)(next + (i * apart * deep + begin) * PAIR) + done * (end - begin) / DEEP * 64, int(of_pass)};
+        auto sum = lower > 0 ? sum_tiles<true> : sum_tiles<false>;
+        sum(x + at * p.x_step + begin, p.x_step, b[i], end - begin, begin > 0, to + i * SUMS, ahead);
       }
+      if (end == deep) finish_rows<PARTS>(p, to, at, upper + lower, pair);
     }
   }
 }
-static void tile_product(const Product& p, const bf16* x, long x_step, long first, long last) {
-  long most = std::max<long>(PAIR, ROWS_BYTES / 2 / depth(p.weight->kind, p.k) / PAIR * PAIR);
+// By pairs of panels [first, last).
+template <int PARTS> static void tile_product(const Product& p, long first, long last, int threads) {
+  thread_local const bf16* fetched = nullptr;  // numbers that this thread has fetched
+  long deep = depth(p.weight->kind, p.k), most = std::max<long>(PAIR, ROWS_BYTES / 2 / deep / PAIR * PAIR), pairs = rounded_up(p.n, PAIR) / PAIR;
+  auto numbers = [&](long pair) { return (const bf16*)p.weight->numbers + pair * deep * PAIR; };
   for (long row = 0; row < p.m; row += most)
-    for (long pair = first; pair < last; pair++) tile_pair(p, x, x_step, row, std::min(p.m, row + most), pair);
+    for (long pair = first; pair < last; pair++) {
+      long after = pair + 1 < last ? pair + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
+      const bf16* next = p.weight->kind == HALVES && p.m > PAIR && row == 0 && after < pairs ? numbers(after) : nullptr;
+      tile_pair<PARTS>(p, row, std::min(p.m, row + most), pair, row > 0 || fetched == numbers(pair), next);
+      if (next) fetched = next;
+    }
   free_tiles();
 }
 #else
@@ -377,23 +404,40 @@ template <class Each> static void each_two_pairs(const Product& p, int threads, 
     }
   });
 }
-static void linear_bf16(const Product& p, int threads) {
-  long deep = depth(p.weight->kind, p.k);
-  const bf16* x = (const bf16*)p.x;
 #if HAS_PAIRS
-  long step = p.x_step;
-  if (deep != p.k) {  // tiles and pairs are read to their ends
-    bf16* wide = (bf16*)scratch(p.m * deep / 2, OF_ALL);
-    for (long r = 0; r < p.m; r++) {
-      std::memcpy((void*)(wide + r * deep), x + r * step, p.k * 2);
-      std::memset((void*)(wide + r * deep + p.k), 0, (deep - p.k) * 2);
-    }
-    x = wide;
-    step = deep;
+// The product with rows of x that go on as far as tiles and pairs are read.
+static Product with_whole_rows(Product p) {
+  long deep = depth(p.weight->kind, p.k);
+  if (deep == p.k) return p;
+  bf16* wide = (bf16*)scratch(p.m * deep / 2, OF_ALL);
+  for (long r = 0; r < p.m; r++) {
+    std::memcpy((void*)(wide + r * deep), (const bf16*)p.x + r * p.x_step, p.k * 2);
+    std::memset((void*)(wide + r * deep + p.k), 0, (deep - p.k) * 2);
   }
+  p.x = wide;
+  p.x_step = deep;
+  return p;
+}
+#endif
+// out: what the gate, the first half of a weight, lets through of the other half's product, `[m][n]`. Returns false, and does nothing,
+// where no tiles compute it.
+static bool linear_gated(const Product& narrow, int threads) {
+#if defined(__AMX_BF16__)
+  if (!has_tiles || is_float(narrow.weight->kind) || narrow.n % PAIR) return false;
+  Product p = with_whole_rows(narrow);
+  share(threads, p.n / PAIR, 1, [&](long first, long last) { tile_product<2>(p, first, last, threads); });
+  return true;
+#else
+  return false;
+#endif
+}
+static void linear_bf16(const Product& narrow, int threads) {
+#if HAS_PAIRS
+  Product p = with_whole_rows(narrow);
+  long deep = depth(p.weight->kind, p.k);
 #if defined(__AMX_BF16__)
   if (has_tiles)
-    return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { tile_product(p, x, step, first, last); });
+    return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { tile_product<1>(p, first, last, threads); });
 #endif
   // Few rows wait for memory: while they compute, a part of the next numbers comes in each pass over the present ones.
   int lines = p.m > 3 * AT_ONCE ? 1 : p.m > AT_ONCE ? 2 : 4;
@@ -402,10 +446,13 @@ static void linear_bf16(const Product& p, int threads) {
     for (long row = 0; row < p.m; row += AT_ONCE) {
       long done = row / AT_ONCE * of_pass;
       bool fetches = next && done < of_two;
-      pair_rows(p, x, step, row, two * 2, packed, Ahead{(const char*)next + (fetches ? done : 0), fetches ? lines : 0});
+      pair_rows(p, (const bf16*)p.x, p.x_step, row, two * 2, packed, Ahead{(const char*)next + (fetches ? done : 0), fetches ? lines : 0});
     }
   });
 #else
+  const Product& p = narrow;
+  const bf16* x = (const bf16*)p.x;
+  long deep = depth(p.weight->kind, p.k);
   float* wide = scratch(p.m * deep, OF_ALL);
   for (long r = 0; r < p.m; r++)
     for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;

@@ -158,21 +158,21 @@ def test_the_automatic_share_grows_when_more_wait_than_decode() -> None:
 
 
 def test_of_many_prompt_tokens_each_step_takes_a_part() -> None:
-    """A sixteenth of what is left of the prompts that run and wait, where their number alone would give them less."""
+    """An eighth of what is left of the prompts that run and wait, where their number alone would give them less."""
     engine = Engine(make_config(num_blocks=400, max_model_len=500, min_prefill_tokens_per_step=4))
     engine.add(make_request("stream", [1], max_tokens=400, seed=NONE_ACCEPTED))
     engine.step()
     engine.add(*[make_request(f"p{i}", [i] * 400, max_tokens=1) for i in range(3)])
     left, taken = 1200, []
-    while left > 16 * 3 * 4:
+    while left > 8 * 3 * 4:
         engine.step()
         taken.append(sum(row.num_new for row in engine.last_rows[1:]))
-        assert taken[-1] == left // 16
+        assert taken[-1] == left // 8
         left -= taken[-1]
-    assert len(taken) > 20
+    assert len(taken) > 15
     engine.add(make_request("later", [7] * 480, max_tokens=1))
     engine.step()
-    assert sum(row.num_new for row in engine.last_rows[1:]) == (left + 480) // 16
+    assert sum(row.num_new for row in engine.last_rows[1:]) == (left + 480) // 8
 
 
 def test_prompts_share_what_a_step_has_for_them_in_order_of_arrival() -> None:

@@ -236,8 +236,7 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
     dtype: torch.dtype, with_bias: bool, tokens: int
 ) -> None:
     heads, kv_heads, dim, hidden = 4, 2, 32, 96
-    width, inner = (heads + 2 * kv_heads) * dim, 80
-    shapes = {"qkv": (width, hidden), "out": (hidden, heads * dim), "up": (2 * inner, hidden), "down": (hidden, inner)}
+    shapes = {"qkv": ((heads + 2 * kv_heads) * dim, hidden), "out": (hidden, heads * dim), "up": (160, hidden)}
     weights = {name: PackedWeight(random(*shape, seed=i).to(dtype)) for i, (name, shape) in enumerate(shapes.items())}
     biases = {name: random(shape[0], seed=9).to(dtype) if with_bias else None for name, shape in shapes.items()}
     x, wide = random(tokens, hidden, seed=5).to(dtype), random(tokens, heads * dim, seed=6).to(dtype)
@@ -256,11 +255,31 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
     normed = cpu_ops.linear_norm(weights["out"], biases["out"], wide, x, weight, 1e-6)
     expected = cpu_ops.add_rms_norm(in_pieces(weights["out"], wide, biases["out"]), x, weight, 1e-6)
     assert all(map(torch.equal, normed, expected))
-    for is_gelu, gate in ((False, cpu_ops.silu_mul), (True, cpu_ops.gelu_mul)):
-        mlp = cpu_ops.gated_mlp(weights["up"], biases["up"], weights["down"], biases["down"], x, is_gelu)
-        inner_states = gate(in_pieces(weights["up"], x, biases["up"]))
-        assert torch.equal(mlp, in_pieces(weights["down"], inner_states, biases["down"]))
     assert torch.equal(weights["up"].product(x, biases["up"]), in_pieces(weights["up"], x, biases["up"]))
+
+
+@needs_library
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(7, 96, 80), (7, 70, 64), (40, 800, 96), (257, 96, 96)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("kind", [*DTYPES, "Q4_0"])
+def test_a_gated_mlp_in_one_call_has_the_bits_of_its_parts(
+    kind: torch.dtype | str, with_bias: bool, tokens: int, hidden: int, inner: int
+) -> None:
+    """Of 64 and 96 inner numbers, tiles compute the gate and what it lets through together."""
+    dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+    if isinstance(kind, str):
+        hidden = -(-hidden // 32) * 32
+        packed = PackedWeight.of_blocks([(kind, blocks_of(kind, 2 * inner, hidden)[0])], dtype)
+        assert packed is not None
+        gate_up = packed
+    else:
+        gate_up = PackedWeight(random(2 * inner, hidden).to(dtype))
+    down = PackedWeight(random(hidden, inner, seed=1).to(dtype))
+    x = random(tokens, hidden, seed=5).to(dtype)
+    biases = [random(size, seed=9).to(dtype) if with_bias else None for size in (2 * inner, hidden)]
+    for is_gelu, gate in ((False, cpu_ops.silu_mul), (True, cpu_ops.gelu_mul)):
+        mlp = cpu_ops.gated_mlp(gate_up, biases[0], down, biases[1], x, is_gelu)
+        assert torch.equal(mlp, in_pieces(down, gate(in_pieces(gate_up, x, biases[0])), biases[1]))
 
 
 @needs_library

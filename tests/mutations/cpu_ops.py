@@ -14,7 +14,19 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_products.h",
         TESTS,
         ("the lower rows of a tile are those of the upper ones", "a + 16 * step + k", "a + k"),
-        ("many inputs are summed by their first part alone", "b, end - begin, begin > 0,", "b, end - begin, false,"),
+        ("many inputs are summed by their first part alone", "b[i], end - begin, begin > 0,", "b[i], end - begin, false,"),
+        ("the other half of a gate has the gate's bias", "load_some(bias + i * p.n + col", "load_some(bias + col"),
+        (
+            "the other half of a gate is not rounded",
+            "rounded<bf16>(load(from + j * 256 + SUMS)",
+            "(load(from + j * 256 + SUMS)",
+        ),
+        ("a gate lets its own product through", "load(from + j * 256 + SUMS)", "load(from + j * 256)"),
+        (
+            "the right half of a row of results is the left",
+            "(__m512)halves[1], (__m512)halves[0]",
+            "(__m512)halves[0], (__m512)halves[0]",
+        ),
         ("sums of a float grid are those of its last inputs", "load(sum + i) + load(to + i)", "load(to + i)"),
         (
             "a float grid forgets the inputs made before",

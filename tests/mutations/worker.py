@@ -247,8 +247,8 @@ WORKER_MUTANTS = (
         ),
     ),
     *mutants_of(
-        "dflash_backend/huge_pages.py",
-        ("tests/engine/test_huge_pages.py",),
+        "kernels/dflash_kernels/huge_pages.py",
+        ("tests/kernels/test_huge_pages.py",),
         ("threads gather KV into the memory of each other", "class Scratch(threading.local):", "class Scratch:"),
         (
             "memory in huge pages is shared",
@@ -256,6 +256,12 @@ WORKER_MUTANTS = (
             "mmap.MAP_SHARED | mmap.MAP_ANONYMOUS",
         ),
         ("no huge pages are asked for", "mapped.madvise(mmap.MADV_HUGEPAGE)", "pass"),
+        ("weights lie over each other", "_arena.given = start + num_bytes", "_arena.given = start"),
+        (
+            "a weight begins within a cache line",
+            "start = -(-_arena.given // ALIGNMENT) * ALIGNMENT",
+            "start = _arena.given",
+        ),
         ("huge pages are asked for and begin anywhere", "start = -memory.ctypes.data % HUGE_PAGE", "start = 64"),
         (
             "scratch ends before what is asked for",

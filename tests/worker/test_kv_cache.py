@@ -13,8 +13,8 @@ import torch
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.engine.process import build_claimed
-from dflash_backend.huge_pages import HUGE_PAGE
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_token
+from dflash_kernels.huge_pages import HUGE_PAGE
 
 
 def resident_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from dflash_backend import huge_pages
 from dflash_backend.attention import KVLayer
-from dflash_backend.huge_pages import HUGE_PAGE, Scratch, zeroed_memory
+from dflash_kernels import huge_pages
+from dflash_kernels.huge_pages import ALIGNMENT, ARENA, HUGE_PAGE, Scratch, weight_memory, zeroed_memory
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE, 3 * HUGE_PAGE + 5])
@@ -146,3 +147,35 @@ def test_what_is_gathered_there_is_what_is_gathered_elsewhere(num_bytes: int, dt
     other = layer.gather(pieces, 4, torch.float64, scratch)
     layer.gather(pieces.flip(0), 4, dtype, scratch)
     assert torch.equal(other, before.double()), "a copy in another dtype is not there"
+
+
+def test_weights_lie_one_after_the_other_each_in_a_storage_of_its_own() -> None:
+    sizes = [1, 100, ARENA // 8, 64, ARENA // 8 + 1, 5] + [ARENA // 8] * 12
+    weights = [weight_memory(size) for size in sizes]
+    assert [weight.untyped_storage().nbytes() for weight in weights] == sizes
+    assert not any(weight.any() for weight in weights)
+    assert all(weight.data_ptr() % ALIGNMENT == 0 for weight in weights)
+    for number, weight in enumerate(weights):
+        weight.fill_(number + 1)
+    assert all(bool((weight == number + 1).all()) for number, weight in enumerate(weights))
+    starts = sorted(weight.data_ptr() for weight in weights)
+    assert sum(after - before < HUGE_PAGE for before, after in itertools.pairwise(starts)) >= 2
+
+
+def test_memory_of_weights_goes_back_to_the_system_with_the_last_of_an_arena() -> None:
+    weights = [weight_memory(ARENA // 16) for _ in range(64)]
+    for weight in weights:
+        weight.fill_(1)
+    del weight
+    before = resident_bytes()
+    weights.clear()
+    assert before - resident_bytes() > 2 * ARENA
+
+
+def test_a_large_weight_has_memory_of_its_own() -> None:
+    weight = weight_memory(2 * ARENA)
+    weight.fill_(1)
+    kept, before = weight_memory(1), resident_bytes()
+    del weight
+    assert before - resident_bytes() > ARENA
+    assert kept.tolist() == [0]
