@@ -33,8 +33,9 @@ LIGHT_STEPS_PER_WAITING = 0.5
 ONE_TENANT_FACTOR = 8
 # Prompt tokens that a step may always have.
 MIN_TOKENS = 8
-# After a few steps without prompts in a row, one in four is observed: they add little.
-FEW, EVERY = 8, 4
+# After a few steps without prompts and with about as many decode tokens (no more than these count as these), one in
+# four is observed: they add little.
+FEW, EVERY, FEW_TOKENS = 8, 4, 16
 # Part of a step's weight that stays after another one: some thirty count.
 FORGETTING = 0.97
 # Steps may have this part more and this part fewer than the tokens that take the time in turn, so that it shows what
@@ -60,7 +61,8 @@ class StepTime:
 
     max_step_s: float | None = None
     _fit: LinearFit | None = None  # None before a step had prompts
-    _num_plain: int = 0  # the last steps, which had no prompts
+    _num_plain: int = 0  # steps without prompts since their decode tokens were so few or many
+    _plain_size: int = 0  # the bits of their number
     _dither: float = DITHER
 
     def observe(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float, num_positions: int = 0) -> None:
@@ -68,9 +70,12 @@ class StepTime:
         if seconds <= 0:
             return
         self._dither = -self._dither
-        self._num_plain = 0 if num_prefill_tokens else self._num_plain + 1
-        if self._num_plain > FEW and self._num_plain % EVERY:
-            return
+        if not num_prefill_tokens:
+            size = max(num_decode_tokens, FEW_TOKENS).bit_length()
+            self._num_plain = self._num_plain + 1 if size == self._plain_size else 1
+            self._plain_size = size
+            if self._num_plain > FEW and self._num_plain % EVERY:
+                return
         if self._fit is None:
             if not num_prefill_tokens:
                 return

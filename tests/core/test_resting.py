@@ -11,8 +11,10 @@ import pytest
 from dflash_backend.core.speculation.acceptance import EFFECT_DRIFT, RequestEffect
 from dflash_backend.core.speculation.costs import CostTable, StepShape
 from dflash_backend.core.speculation.policy import (
+    FAILED_FIRST_BLOCKS,
     FEW_ROWS,
     MAX_STEPS_BETWEEN_PROBES,
+    MOST_REQUESTS_BETWEEN,
     MOST_STEPS_OF_FEW,
     PROBE_DRAFTS,
     RESUMED_DRAFTS,
@@ -158,7 +160,7 @@ def test_steps_without_drafts_are_run_more_seldom_each_time_while_drafts_pay() -
     lengths = [policy.choose([SpeculatingRow(K)], 100.0, 0)[0] for _ in range(700)]
     without = [step for step, length in enumerate(lengths) if length == 0]
     waits = [later - earlier for earlier, later in itertools.pairwise(without)]
-    assert waits == [48, 96, 192, 192]
+    assert waits == [64, 96, 192, 192], "with the decisions, 32 steps apart"
 
 
 def test_what_is_expected_is_what_comes_of_it() -> None:
@@ -215,6 +217,26 @@ def test_a_request_that_begins_while_drafting_rests_is_tried_where_few_run(num_r
     if expected:
         assert not any(policy.choose(rows, 100.0, 0))
         assert policy.goes_on_resting(num_rows)
+
+
+def test_after_first_blocks_of_which_nothing_is_accepted_fewer_requests_are_tried() -> None:
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0)
+    row = SpeculatingRow(K)
+    while any(policy.choose([row], 100.0, 0)):
+        pass
+
+    def tried(num_requests: int) -> list[bool]:
+        rows = [SpeculatingRow(K) for _ in range(num_requests)]
+        # A prompt of several steps asks in each.
+        return [[policy.first_block(row) > 0 for _ in range(3)][2] for row in rows]
+
+    for wait in range(1, MOST_REQUESTS_BETWEEN):
+        assert tried(FAILED_FIRST_BLOCKS * wait) == ([False] * (wait - 1) + [True]) * FAILED_FIRST_BLOCKS
+    assert sum(tried(400)) == 400 // MOST_REQUESTS_BETWEEN
+    policy.observe_draft(row, 2, 0)
+    assert sum(tried(8)) == 8 // MOST_REQUESTS_BETWEEN
+    policy.observe_draft(row, 2, 1)
+    assert all(tried(FAILED_FIRST_BLOCKS)), "one was accepted"
 
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(FEW_ROWS, K), (FEW_ROWS + 1, RESUMED_DRAFTS)])

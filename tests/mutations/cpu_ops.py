@@ -14,7 +14,11 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_products.h",
         TESTS,
         ("the lower rows of a tile are those of the upper ones", "a + 16 * step + k", "a + k"),
-        ("many inputs are summed by their first part alone", "b[i], end - begin, begin > 0,", "b[i], end - begin, false,"),
+        (
+            "many inputs are summed by their first part alone",
+            "b[i], end - begin, begin > 0,",
+            "b[i], end - begin, false,",
+        ),
         ("the other half of a gate has the gate's bias", "load_some(bias + i * p.n + col", "load_some(bias + col"),
         (
             "the other half of a gate is not rounded",

@@ -28,7 +28,18 @@ RESTING_MUTANTS = (
         ),
         ("many rows begin with all of k after a rest", "RESUMED_DRAFTS = 4", "RESUMED_DRAFTS = 400"),
         ("few rows begin with few drafts after a rest", "not self.pays and len(rows) > FEW_ROWS", "not self.pays"),
-        ("a first block is followed by others", "self._has_first_block = True", "pass"),
+        ("a first block is followed by others", "self._has_first_block |= row.is_tried", "pass"),
+        (
+            "first blocks of a drafter that fails are all tried",
+            "row.is_tried = self._num_untried >= wait",
+            "row.is_tried = True",
+        ),
+        ("a step of a prompt asks anew for a first block", "if row.is_tried is None:", "if True:"),
+        (
+            "first blocks stay rare though one was accepted",
+            "            self._num_failed_first = 0\n            if num_accepted == num_draft:",
+            "            if num_accepted == num_draft:",
+        ),
         (
             "decisions become as rare while many rows draft",
             "MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS",

@@ -38,11 +38,11 @@ DRAFT_SHARE = 0.3
 HOST_SHARE, HOST_SHARE_BESIDE_TABLE = 0.3, 0.05
 # How many steps an entry of a table that was measured at start counts as, and how many at most with those that ran.
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
-# After a few steps that look alike, one in four is observed: observing takes time and adds little.
+# After a few steps of a kind, one in four is observed: observing takes time and adds little.
 FEW, EVERY = 16, 4
 # Steps of 1 row, of up to 4, 16, 64, ... have coefficients of their own: a power of two to this one.
 LOG2_ROWS_STEP = 2
-# Steps that differ by no more tokens than this are alike, however short they are.
+# Steps of no more tokens than this are of a kind, however short they are.
 FEW_TOKENS = 16
 _KILO = 1e-3
 
@@ -60,11 +60,10 @@ class StepShape:
     num_draft_positions: int = 0
     num_passes: int = 0
 
-    def is_like(self, other: StepShape) -> bool:
-        """Whether it has about as many tokens as another, and drafts if that one does."""
-        difference = abs(self.num_tokens - other.num_tokens)
-        near = difference <= max(FEW_TOKENS, other.num_tokens // 4)
-        return near and (self.num_queries > 0) == (other.num_queries > 0)
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """Steps of one have about as many rows and tokens, and draft, or do not."""
+        return _size(self.num_rows), max(self.num_tokens, FEW_TOKENS).bit_length(), self.num_queries > 0
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRequest], work: DrafterWork, num_drafts: int | None = None) -> StepShape:
@@ -202,8 +201,8 @@ class StepCosts:
     """The estimate. table: None where nothing was measured at start."""
 
     table: CostTable | None = None
-    _last: StepShape = field(default_factory=StepShape, init=False)
-    _num_alike: int = field(default=0, init=False)
+    _num_seen: dict[tuple[int, int, bool], int] = field(default_factory=dict, init=False)  # steps of each kind
+    _takes_next: bool = field(default=False, init=False)  # whatever its kind
     # By the size of the steps, as `_size` has it.
     _targets: dict[int, LinearFit] = field(default_factory=dict, init=False)
     _drafts: dict[int, LinearFit] = field(default_factory=dict, init=False)
@@ -242,10 +241,11 @@ class StepCosts:
         """Take in a step that ran."""
         if target_s <= 0 or shape.num_tokens == 0:
             return
-        self._num_alike = self._num_alike + 1 if shape.is_like(self._last) else 0
-        self._last = shape
-        if self._num_alike > FEW and self._num_alike % EVERY:
+        kind = shape.kind
+        number = self._num_seen[kind] = self._num_seen.get(kind, -1) + 1
+        if number > FEW and number % EVERY and not self._takes_next:
             return
+        self._takes_next = False
         size = _size(shape.num_rows)
         if (target := self._targets.get(size)) is None:
             target = self._targets[size] = self._first_target(shape, target_s)
@@ -261,8 +261,8 @@ class StepCosts:
         draft.observe(shape.draft, draft_s)
 
     def pass_step(self) -> None:
-        """Go on from a step that is not taken in: the next one is, though it may be like others before."""
-        self._num_alike = 0
+        """Go on from a step that is not taken in: the next one is, though many of its kind were."""
+        self._takes_next = True
 
     def _target_features(self, shape: StepShape) -> list[float]:
         features = shape.target

@@ -126,9 +126,12 @@ Candidate = tuple[float, int, int]
 # A decision holds for this many steps, unless more than this part of the rows, or of a step's tokens, come or go:
 # estimates change slowly, and deciding takes time. What is decided again holds for twice as many each time with few
 # rows, where a step is short; and while drafting rests until the next probe, which ends it at once if it is accepted.
-STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
+STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 32
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
+# With few rows the first block of a request is tried while drafting rests; after this many of them in a row of which
+# nothing was accepted only that of every second, after twice as many of every third, and so on.
+FAILED_FIRST_BLOCKS, MOST_REQUESTS_BETWEEN = 8, 4
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
 # a decision is made: that costs less time.
 STEPS_TAKEN_IN_ONE_BY_ONE = 64
@@ -158,12 +161,14 @@ OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
 @dataclass(slots=True)
 class SpeculatingRow:
     """What is known of a request that may draft: its k, how its drafts fare, the drafter's confidences in the drafts of
-    its latest block (empty where there are none), and how many it drafts by the last decision (None before one)."""
+    its latest block (empty where there are none), how many it drafts by the last decision (None before one), and whether
+    its first block is tried though drafting rests (None where that was not asked)."""
 
     k: int
     effect: RequestEffect = field(default_factory=RequestEffect)
     confidences: Sequence[float] = ()
     length: int | None = None
+    is_tried: bool | None = None
 
 
 class DraftingRequest(Protocol):
@@ -209,6 +214,8 @@ class AdaptiveSpeculation:
         """Whether no row was to draft by the last choice."""
         self._num_running = 0  # requests then
         self._has_first_block = False  # a request that drafts one while drafting rests
+        self._num_failed_first = 0  # of those in a row that nothing was accepted of
+        self._num_untried = 0  # requests since the last one
         self._age = 0  # steps since then
         self._interval = STEPS_BETWEEN_DECISIONS
         self._probes = Probes()
@@ -245,6 +252,7 @@ class AdaptiveSpeculation:
         self.rests = False
         self._age = self._interval = STEPS_BETWEEN_DECISIONS
         self._probes, self._trials = Probes(), Trials()
+        self._num_failed_first = 0
 
     def first_length(self, row: SpeculatingRow) -> int:
         """Drafts of a row by the last decision, also of one that was not there yet."""
@@ -259,8 +267,15 @@ class AdaptiveSpeculation:
         length = self.first_length(row)
         if length or self._num_rows > FEW_ROWS:
             return length
-        self._has_first_block = True
-        return min(row.k, PROBE_DRAFTS)
+        if row.is_tried is None:
+            self._num_untried += 1
+            wait = min(1 + self._num_failed_first // FAILED_FIRST_BLOCKS, MOST_REQUESTS_BETWEEN)
+            row.is_tried = self._num_untried >= wait
+            if row.is_tried:
+                self._num_untried = 0
+                self._num_failed_first += 1
+        self._has_first_block |= row.is_tried
+        return min(row.k, PROBE_DRAFTS) if row.is_tried else 0
 
     @property
     def pays(self) -> bool:
@@ -419,6 +434,7 @@ class AdaptiveSpeculation:
         if num_accepted and not self.pays:
             # Of a probe. Look again at once, and if all of it was accepted, try again in any case.
             self._age = self._interval
+            self._num_failed_first = 0
             if num_accepted == num_draft:
                 self._probes.note_success()
         num_proposed = num_proposed or num_draft
