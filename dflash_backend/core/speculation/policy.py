@@ -161,8 +161,8 @@ OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
 @dataclass(slots=True)
 class SpeculatingRow:
     """What is known of a request that may draft: its k, how its drafts fare, the drafter's confidences in the drafts of
-    its latest block (empty where there are none), how many it drafts by the last decision (None before one), and whether
-    its first block is tried though drafting rests (None where that was not asked)."""
+    its latest block (empty where there are none), how many it drafts by the last decision (None before one), and
+    whether its first block is tried though drafting rests (None where that was not asked)."""
 
     k: int
     effect: RequestEffect = field(default_factory=RequestEffect)
