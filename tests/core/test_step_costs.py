@@ -170,6 +170,23 @@ def test_of_short_steps_that_are_alike_few_are_taken_in() -> None:
     assert fit.coefficients != before, "another kind of step"
 
 
+def test_steps_of_another_kind_between_them_change_nothing_in_how_many_are_taken_in() -> None:
+    """As with one stream of short answers, where each few steps have a prompt."""
+    costs, num_taken = StepCosts(), 0
+    for number in range(401):
+        if number % 5 == 0:
+            costs.observe(StepShape(1, 60, 60, 3600, 5, 60, 1), 3.0, 0.1)
+        before = list(costs._targets[0].coefficients)
+        costs.observe(StepShape(1, 8, 100, 800, 5, 100, 1), 1.0 + 0.01 * (number % 7), 0.1)
+        num_taken += before != costs._targets[0].coefficients
+    assert num_taken <= FEW + 1 + 401 // EVERY
+    costs.pass_step()
+    for is_taken in (True, False):
+        before = list(costs._targets[0].coefficients)
+        costs.observe(StepShape(1, 8, 100, 800, 5, 100, 1), 1.7, 0.1)
+        assert (before != costs._targets[0].coefficients) == is_taken, "the first after one that was passed over"
+
+
 def test_what_many_rows_cost_is_told_apart_from_what_one_costs() -> None:
     """As on a CPU, where a token of one row takes several times as long as one of 64."""
     costs, rng = StepCosts(), random.Random(6)

@@ -14,6 +14,8 @@ from dflash_backend.core.step_time import (
     AUTO_LONG_STEP_S,
     AUTO_STEP_S,
     DITHER,
+    EVERY,
+    FEW,
     LIGHT_STEPS_PER_TENANT,
     LIGHT_STEPS_PER_WAITING,
     MIN_TOKENS,
@@ -144,6 +146,25 @@ def test_tokens_vary_about_those_that_take_the_time(known: StepTime) -> None:
         known.observe(tokens[-1], 10, 0.01 + 0.0002 * tokens[-1])
     assert max(tokens) == pytest.approx(190 * (1 + DITHER), rel=0.1)
     assert min(tokens) == pytest.approx(190 * (1 - DITHER), rel=0.1)
+
+
+def test_of_steps_without_prompts_few_are_taken_in_also_with_prompts_between_them() -> None:
+    time, taken = StepTime(), []
+    time.observe(100, 1, 1.0)
+    assert time._fit is not None
+    for number in range(200):
+        before = list(time._fit.coefficients)
+        if number % 5 == 0:
+            time.observe(50, 1, 0.6)
+            assert before != time._fit.coefficients, "each with prompts is"
+            before = list(time._fit.coefficients)
+        time.observe(0, 4 + number % 8, 0.1 + 0.01 * (number % 7))
+        taken.append(before != time._fit.coefficients)
+    assert all(taken[:FEW])
+    assert sum(taken[FEW:]) <= 200 // EVERY
+    before = list(time._fit.coefficients)
+    time.observe(0, 64, 1.0)
+    assert before != time._fit.coefficients, "the first with many more tokens"
 
 
 def test_positions_count_with_what_a_step_takes_without_prompts() -> None:

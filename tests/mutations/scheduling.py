@@ -238,6 +238,8 @@ SCHEDULING_MUTANTS = (
     *mutants_of(
         f"{CORE}/step_time.py",
         STEP_TIME,
+        ("prompts between steps have each of these taken in", "if size == self._plain_size else 1", "if False else 1"),
+        ("steps of many more tokens are left out", "if size == self._plain_size else 1", "if True else 1"),
         ("the last prompts wait though nothing decodes", "LAST_PROMPTS = 2", "LAST_PROMPTS = 1"),
         (
             "the last prompts keep streams waiting",

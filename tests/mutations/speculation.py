@@ -298,6 +298,13 @@ SPECULATION_MUTANTS = (
         f"{CORE}/speculation/costs.py",
         TESTS,
         (
+            "every step of a kind is taken in",
+            "if number > FEW and number % EVERY and not self._takes_next:",
+            "if False:",
+        ),
+        ("many steps of one kind leave others out", "self._num_seen.get(kind, -1) + 1", "sum(self._num_seen.values())"),
+        ("a step passed over is not made up for", "self._takes_next = True", "pass"),
+        (
             "what drafting takes the host counts as the target's",
             "float(self.num_queries > 0),\n",
             "0.0,\n",
