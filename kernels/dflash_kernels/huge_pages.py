@@ -17,7 +17,8 @@ import torch
 HUGE_PAGE = 2 << 20
 """Bytes, on x86 and, with usual pages, on Arm."""
 ARENA = 32 << 20
-"""Bytes of an arena for weights. A weight of more than an eighth of it has memory of its own."""
+"""Bytes of an arena for weights. A weight of more has memory of its own: of its last huge page, and of an arena's, some
+is not used."""
 ALIGNMENT = 64
 """Bytes of a cache line, at which a weight begins."""
 
@@ -50,7 +51,7 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
     """Memory for a weight, uint8 `[num_bytes]`, a storage of its own at a multiple of `ALIGNMENT`: zeros. Small weights
     lie one after the other in an arena, whose memory goes back to the system with the last of them. Raises
     `MemoryError` as `zeroed_memory` does."""
-    if num_bytes > ARENA // 8:
+    if num_bytes > ARENA:
         return torch.from_numpy(zeroed_memory(num_bytes))
     start = -(-_arena.given // ALIGNMENT) * ALIGNMENT
     if _arena.memory is None or start + num_bytes > ARENA:

@@ -150,7 +150,7 @@ def test_what_is_gathered_there_is_what_is_gathered_elsewhere(num_bytes: int, dt
 
 
 def test_weights_lie_one_after_the_other_each_in_a_storage_of_its_own() -> None:
-    sizes = [1, 100, ARENA // 8, 64, ARENA // 8 + 1, 5] + [ARENA // 8] * 12
+    sizes = [1, 100, ARENA // 8, 64, ARENA + 1, 5] + [ARENA // 8] * 12 + [ARENA]
     weights = [weight_memory(size) for size in sizes]
     assert [weight.untyped_storage().nbytes() for weight in weights] == sizes
     assert not any(weight.any() for weight in weights)
@@ -170,6 +170,14 @@ def test_memory_of_weights_goes_back_to_the_system_with_the_last_of_an_arena() -
     before = resident_bytes()
     weights.clear()
     assert before - resident_bytes() > 2 * ARENA
+
+
+def test_weights_of_a_few_huge_pages_take_little_more_than_their_bytes() -> None:
+    size, before = 2 * HUGE_PAGE + 70_000, resident_bytes()
+    weights = [weight_memory(size) for _ in range(28)]
+    for weight in weights:
+        weight.fill_(1)
+    assert resident_bytes() - before < 1.15 * size * len(weights)
 
 
 def test_a_large_weight_has_memory_of_its_own() -> None:
