@@ -237,6 +237,9 @@ def test_after_first_blocks_of_which_nothing_is_accepted_fewer_requests_are_trie
     assert sum(tried(8)) == 8 // MOST_REQUESTS_BETWEEN
     policy.observe_draft(row, 2, 1)
     assert all(tried(FAILED_FIRST_BLOCKS)), "one was accepted"
+    policy.observe_draft(row, 2, 1)
+    assert not any(policy.first_block(SpeculatingRow(0)) for _ in range(50))
+    assert all(tried(FAILED_FIRST_BLOCKS)), "requests that ask for no drafts do not count"
 
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(FEW_ROWS, K), (FEW_ROWS + 1, RESUMED_DRAFTS)])

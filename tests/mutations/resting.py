@@ -30,6 +30,11 @@ RESTING_MUTANTS = (
         ("few rows begin with few drafts after a rest", "not self.pays and len(rows) > FEW_ROWS", "not self.pays"),
         ("a first block is followed by others", "self._has_first_block |= row.is_tried", "pass"),
         (
+            "requests that ask for no drafts count as failed first blocks",
+            "self._num_rows > FEW_ROWS or not row.k:",
+            "self._num_rows > FEW_ROWS:",
+        ),
+        (
             "first blocks of a drafter that fails are all tried",
             "row.is_tried = self._num_untried >= wait",
             "row.is_tried = True",

@@ -265,7 +265,7 @@ class AdaptiveSpeculation:
         """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
         length = self.first_length(row)
-        if length or self._num_rows > FEW_ROWS:
+        if length or self._num_rows > FEW_ROWS or not row.k:
             return length
         if row.is_tried is None:
             self._num_untried += 1
