@@ -23,7 +23,7 @@ RESTING_MUTANTS = (
         ),
         (
             "requests that begin while drafting rests wait for a probe",
-            "if length or self._num_rows > FEW_ROWS:",
+            "if length or self._num_rows > FEW_ROWS or not row.k:",
             "if True:",
         ),
         ("many rows begin with all of k after a rest", "RESUMED_DRAFTS = 4", "RESUMED_DRAFTS = 400"),
