@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -121,6 +122,32 @@ class SpecDecodingStats(msgspec.Struct):
             "per_position_rates": list(self.per_position_rates),
             "accepted_histogram": list(self.accepted_histogram),
         }
+
+
+class Acceptance:
+    """Verified blocks of a drafter, by the length of the answer before them: more or fewer drafts are accepted at an
+    answer's beginning, and what is seen soon after a swap are beginnings."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Blocks."""
+        # By the number of binary digits of the answer's tokens, the verified drafts and the accepted ones.
+        self._blocks: Counter[tuple[int, int, int]] = Counter()
+
+    def note(self, num_output_tokens: int, num_verified: int, num_accepted: int) -> None:
+        """Count a block behind that many tokens of an answer."""
+        self.total += 1
+        self._blocks[num_output_tokens.bit_length(), num_verified, num_accepted] += 1
+
+    def by_position(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """By the length of the answer and the position in the block: the drafts that were verified behind accepted
+        ones, and the accepted ones of them. Whatever the number of drafts of a block, they tell the same."""
+        tried, accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for (length, num_verified, num_accepted), count in self._blocks.items():
+            for position in range(min(num_accepted + 1, num_verified)):
+                tried[length, position] += count
+                accepted[length, position] += count * (position < num_accepted)
+        return {place: (count, accepted[place]) for place, count in tried.items()}
 
 
 def acceptance_length(num_drafts: float, num_accepted_tokens: float) -> float | None:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
-from dflash_backend.core.drafter_swap import Acceptance, DrafterSwap
+from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
 from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import (
@@ -52,6 +52,7 @@ from dflash_backend.messages import (
     TokenLogprobs,
     TransferStats,
 )
+from dflash_backend.spec_stats import Acceptance
 
 __all__ = ["EngineCore", "RequestError"]
 

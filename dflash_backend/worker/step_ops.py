@@ -53,12 +53,6 @@ MAX_WAITING_ROWS = 16
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def _number(tensor: torch.Tensor) -> int:
-    """The one number of a tensor `[1]`."""
-    value: int = tensor.numpy().item()
-    return value
-
-
 class _Tokens(NamedTuple):
     """Tokens as arrays: features as integers of their size, `[n, L * hidden]`, since NumPy has no bfloat16 and takes a
     fraction of torch's time for a few rows; the rows, positions and slots `[n]`."""
@@ -125,11 +119,11 @@ class PendingContext:
         if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
             return False
         if num_rows == 1:
-            index = _number(batch.req_idx)
+            index = batch.req_idx.numpy().item()
             full = state.computed.numpy().item(index) % state.block_size == 0
-            if full or _number(batch.num_next_draft):
+            if full or batch.num_next_draft.numpy().item():
                 return False
-            self._keep_token(index, as_integers(features), _number(step.positions), _number(step.slots))
+            self._keep_token(index, as_integers(features), step.positions.numpy().item(), step.slots.numpy().item())
             return True
         if batch.num_next_draft.numpy().any():
             return False
@@ -377,14 +371,6 @@ class CommonStepOps:
         """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
         self._penalise(logits, state.token_counts, state.num_counted, state.tokens, state.penalties, rows)
 
-    def _prepared_draft(
-        self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, width: int, lookahead_base: int
-    ) -> Tensors:
-        return self._prepare_draft(
-            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next_draft, width, placeholder_id, lookahead_base,
-        )  # fmt: skip
-
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         """The rows as attention runs them, and whether slots may be -1."""
         raise NotImplementedError
@@ -413,9 +399,9 @@ class HostStepOps(CommonStepOps):
 
     def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
         token_row = step.batch.token_row
-        if step.num_rows == 1 and not step.padded:
-            end = state.computed.numpy().item(_number(step.batch.req_idx))
-            final = slice(end - _number(step.starts))
+        if len(step.batch.req_idx) == 1 and not step.padded:
+            end = state.computed.numpy().item(step.batch.req_idx.numpy().item())
+            final = slice(end - step.starts.numpy().item())
             return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
         slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
         is_final = slots.numpy() >= 0
@@ -435,9 +421,10 @@ class HostStepOps(CommonStepOps):
     ) -> DraftQueries:
         """As `ReferenceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, width = step.batch, int(step.batch.num_next_draft.numpy().max()) + lookahead_base
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(
-            batch, state, placeholder_id, width, lookahead_base
-        )
+        ids, positions, slots, lens, seq_lens = self._prepare_draft(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.num_next_draft, width, placeholder_id, lookahead_base,
+        )  # fmt: skip
         req_idx, query_lens, ends, draft_index = batch.req_idx.numpy(), lens.numpy(), seq_lens.numpy(), None
         if (query_lens < width).any():
             flat = (np.arange(width) < query_lens[:, None]).reshape(-1).nonzero()[0]
@@ -524,9 +511,10 @@ class ReferenceStepOps(CommonStepOps):
         """What the drafter's model runs, after `accept`: a row of `step.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""
         batch, bounds, width = step.batch, step.bounds, step.draft_width + lookahead_base
-        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(
-            batch, state, placeholder_id, width, lookahead_base
-        )
+        ids, positions, slots, query_lens, seq_lens = self._prepare_draft(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.num_next_draft, width, placeholder_id, lookahead_base,
+        )  # fmt: skip
         num_rows = step.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
         rows = DeviceLengths(starts, query_lens, seq_lens)

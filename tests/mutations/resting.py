@@ -130,7 +130,7 @@ RESTING_MUTANTS = (
             "if not may_wait:",
         ),
         ("rows of a token each wait though one drafts", "batch.num_next_draft.numpy().any()", "False"),
-        ("a single row waits though it drafts", "if full or _number(batch.num_next_draft):", "if full:"),
+        ("a single row waits though it drafts", "if full or batch.num_next_draft.numpy().item():", "if full:"),
         ("context waits though its request drafts", "(counts > 0) & (is_full | ~rests)", "(counts > 0) & is_full"),
         ("the last tokens of a full block wait", "(tokens.positions >= tail[tokens.rows])", "(tokens.positions >= 0)"),
         (

@@ -214,8 +214,8 @@ WORKER_MUTANTS = (
     Mutant(
         "one row: context of the first rejected draft is injected",
         f"{WORKER}/step_ops.py",
-        "final = slice(end - _number(step.starts))",
-        "final = slice(end - _number(step.starts) + 1)",
+        "final = slice(end - step.starts.numpy().item())",
+        "final = slice(end - step.starts.numpy().item() + 1)",
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
