@@ -136,9 +136,12 @@ template <int GRID> static void unpack(const uint8_t* from, float* out) {
   }
 }
 // What is read FETCHED_BYTES later is fetched meanwhile.
-constexpr long FETCHED_BYTES = 2048;
+constexpr long FETCHED_BYTES = 4096;
+static inline void fetch_after(const Weight& w, const uint8_t* unit) {
+  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(unit + FETCHED_BYTES + line);
+}
 template <class T> static void unpack_unit(const Weight& w, const uint8_t* from, T* out) {
-  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(from + FETCHED_BYTES + line);
+  fetch_after(w, from);
   switch ((w.kind - GRID4) % 4) {
     case 0: return unpack<0>(from, out);
     case 1: return unpack<1>(from, out);

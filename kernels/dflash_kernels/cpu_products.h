@@ -156,6 +156,12 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 #include "cpu_grids.h"
 
 constexpr long MADE_AT_ONCE = 64;   // inputs of a grid whose numbers, of VECTORS panels, are in a core's first cache
+#if defined(__AVX512F__)
+constexpr long FUSED = 4;           // rows whose sums are in registers while numbers of a grid are made
+#else
+constexpr long FUSED = 2;
+#endif
+constexpr long ROWS_TO_FUSE = 8;    // in passes of so many, up to which it pays to make numbers again
 constexpr long ROWS_OF_GRID = 512;  // rows whose sums its second cache holds
 static_assert(DEPTH_AT_ONCE % MADE_AT_ONCE == 0 && MADE_AT_ONCE % DEEP == 0);
 
@@ -378,12 +384,79 @@ static void grid_panels(const Product& p, long row, long last, long first, int v
       store_some((float*)p.out + at * p.n + col, load(sums + (at - row) * width + j * LANES) + offset, count);
   }
 }
+// The same of ROWS rows, whose sums are kept in registers while numbers are made, each for all of them: with few rows to store
+// numbers and to read them again takes longer than to multiply by them.
+template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Product& p, long row, long first) {
+  constexpr Grid G = GRIDS[GRID];
+  constexpr int CODES = 32 / G.bits, WORDS = DEEP / CODES, RUN = WORDS * G.inputs / DEEP;  // words that share their steps
+  constexpr long NUMBERS = LANES * G.number_bytes, GROUP = NUMBERS * (G.has_leasts ? 2 : 1);
+  const Weight& w = *p.weight;
+  const float* x = (const float*)p.x + row * p.x_step;
+  Floats sums[ROWS][PANELS], parts[ROWS][PANELS];
+  for (long begin = 0; begin < w.k; begin += DEEP) {
+    if (begin % DEPTH_AT_ONCE == 0)
+      for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < PANELS; j++) parts[r][j] = Floats{};
+    const uint8_t* unit[PANELS];
+    for (int j = 0; j < PANELS; j++) unit[j] = unit_of(w, (first + j) * LANES, begin), fetch_after(w, unit[j]);
+    for (int group = 0; group < WORDS / RUN; group++) {
+      Floats step[PANELS], least[PANELS]{};
+      for (int j = 0; j < PANELS; j++) {
+        const uint8_t* at = unit[j] + WORDS * LANES * 4 + group * GROUP;
+        step[j] = widened<G.number_bytes>(at);
+        if constexpr (G.has_leasts) least[j] = widened<G.number_bytes>(at + NUMBERS);
+      }
+      for (int word = group * RUN; word < (group + 1) * RUN; word++) {
+        Bits codes[PANELS];
+        for (int j = 0; j < PANELS; j++) codes[j] = ((const Bits*)unit[j])[word];
+#pragma GCC unroll 8
+        for (int i = 0; i < CODES; i++)
+          for (int j = 0; j < PANELS; j++) {
+            Floats number = codes_of<G.bits>(codes[j], i) * step[j] + least[j];
+            for (int r = 0; r < ROWS; r++) parts[r][j] += all(x[r * p.x_step + begin + word * CODES + i]) * number;
+          }
+      }
+    }
+    long end = begin + DEEP;
+    if (end % DEPTH_AT_ONCE == 0 || end == w.k)
+      for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < PANELS; j++) sums[r][j] = begin < DEPTH_AT_ONCE ? parts[r][j] : sums[r][j] + parts[r][j];
+  }
+  for (int j = 0; j < PANELS; j++) {
+    long col = (first + j) * LANES;
+    int count = int(std::min<long>(LANES, p.n - col));
+    Floats offset = p.bias ? load_some((const float*)p.bias + col, count) : Floats{};
+    for (int r = 0; r < ROWS; r++) store_some((float*)p.out + (row + r) * p.n + col, sums[r][j] + offset, count);
+  }
+}
+template <int GRID, int ROWS> static void few_rows_of_grid(const Product& p, long row, long first, int panels) {
+  if (panels == VECTORS) return few_rows_of_grid<GRID, ROWS, VECTORS>(p, row, first);
+  for (int j = 0; j < panels; j++) few_rows_of_grid<GRID, ROWS, 1>(p, row, first + j);
+}
+template <int GRID> static void few_rows_of_grid(const Product& p, long first, int panels) {
+  for (long row = 0; row < p.m;) {
+    long passes = (p.m - row + FUSED - 1) / FUSED, now = (p.m - row + passes - 1) / passes;
+    switch (now) {
+      case 1: few_rows_of_grid<GRID, 1>(p, row, first, panels); break;
+      case 2: few_rows_of_grid<GRID, 2>(p, row, first, panels); break;
+      case 3: few_rows_of_grid<GRID, 3>(p, row, first, panels); break;
+      default: few_rows_of_grid<GRID, 4>(p, row, first, panels);
+    }
+    row += now;
+  }
+}
 static void linear_float_grid(const Product& p, int threads) {
   long panels = rounded_up(p.n, LANES) / LANES;
   share(threads, (panels + VECTORS - 1) / VECTORS, 1, [&](long first, long last) {
     for (long row = 0; row < p.m; row += ROWS_OF_GRID)
-      for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS)
-        grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, int(std::min<long>(VECTORS, panels - panel)));
+      for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS) {
+        int vectors = int(std::min<long>(VECTORS, panels - panel));
+        if (p.m > ROWS_TO_FUSE) grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, vectors);
+        else if ((p.weight->kind - GRID4) % 4 == 0) few_rows_of_grid<0>(p, panel, vectors);
+        else if ((p.weight->kind - GRID4) % 4 == 1) few_rows_of_grid<1>(p, panel, vectors);
+        else if ((p.weight->kind - GRID4) % 4 == 2) few_rows_of_grid<2>(p, panel, vectors);
+        else few_rows_of_grid<3>(p, panel, vectors);
+      }
   });
 }
 // Calls `each(two, packed, next)` for two pairs of panels after the other, with their numbers, where they are or made, and where
