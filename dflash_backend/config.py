@@ -290,6 +290,13 @@ class EngineConfig:
         "wait for none. More than a step yields: fewer responses, so more tokens a second at many streams",
         low=1,
     )
+    max_stream_responses_per_s: int | None = setting(
+        None,
+        "responses to streams in a second, all together, since each costs the host as much however little it holds: "
+        "where there would be more, tokens wait for those of the next steps, 50 ms at most, but for first and last "
+        "responses and for requests that say a `stream_interval`; auto: 400 for each core, at most 4,000",
+        low=1,
+    )
     report_cached_tokens: bool = setting(
         False,
         "report num_cached_tokens also to requests without a cache_salt; with it a client can guess prompts of others "

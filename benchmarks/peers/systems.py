@@ -142,7 +142,8 @@ def _ours_server(context: Context, name: str, pair: Pair, drafts: str, target: l
     command += ["--max-num-seqs", str(context.most_streams), "--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--set", "device=cpu", "--set", "enable_prefix_caching=false", "--no-restart"]
     command += [word for name, port in ports.items() for word in (name, str(port))]
-    return _server(context, name, command, ports["--port"], "openai")
+    # Its /health says that the front end lives, which it does before there is a model.
+    return _server(context, name, command, ports["--port"], "openai") | {"health": "/health/ready"}
 
 
 def _vllm_missing(context: Context, pair: Pair, drafts: str) -> str:

@@ -88,7 +88,8 @@ class ReturnFlags:
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing.
-    `stream_interval`: tokens of a completion that one response of a stream waits for, as vLLM's parameter."""
+    `stream_interval`: tokens of a completion that one response of a stream waits for, as vLLM's parameter.
+    `may_wait`: a response may wait longer where very many would leave, since the request has not said an interval."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
@@ -96,6 +97,7 @@ class ParsedRequest:
     prefix: str
     returns: ReturnFlags
     stream_interval: int = 1
+    may_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def parse_request(
     values = _sampling_values(inputs, parameters, ready)
     chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
     interval = values.pop(STREAM_INTERVAL.name, None)
-    interval = rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval)
+    may_wait, interval = interval is None, rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval)
     sampling = parse_sampling_params(
         {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
@@ -155,7 +157,7 @@ def parse_request(
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
-    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval)
+    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, may_wait)
 
 
 def _is_given(name: str, value: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMem
 # With more new deltas at once this thread is behind the engines, and a response for each would leave it there. As many
 # take a few milliseconds to send.
 MAX_SEPARATE_DELTAS = 32
+# `max_stream_responses_per_s` auto: from stub to client a response takes some 300 us of processor time, an eighth of
+# each core's at this rate; and one thread of Python sends them.
+RESPONSES_PER_CORE, MOST_RESPONSES = 400, 4000
+# For no longer than this do tokens wait: readers see no difference.
+MAX_WAIT_S = 0.05
 
 
 @dataclass(eq=False)
@@ -83,6 +90,11 @@ class RunningRequests:
         self._server_memory = server_memory
         self._traffic = traffic
         self._max_response_mb = config.max_response_mb
+        cores = len(os.sched_getaffinity(0))
+        self._responses_per_s = config.max_stream_responses_per_s or min(MOST_RESPONSES, RESPONSES_PER_CORE * cores)
+        # Those whose next response waits for others, by id, and when the last ones of them left.
+        self._waiting: dict[str, TritonRequest] = {}
+        self._sent_waiting_at = -math.inf
         self._requests: dict[str, TritonRequest] = {}
         self._cancellations = CancellationWatch()
 
@@ -91,8 +103,17 @@ class RunningRequests:
 
     @property
     def poll_s(self) -> float:
-        """How long the output thread may wait for outputs before it asks about cancelled requests."""
-        return self._cancellations.timeout_s()
+        """How long the output thread may wait for outputs before it asks about cancelled requests, or sends responses
+        that wait."""
+        timeout_s = self._cancellations.timeout_s()
+        if not self._waiting:
+            return timeout_s
+        return min(timeout_s, max(0.0, self._sent_waiting_at + self._wait_s - time.monotonic()))
+
+    @property
+    def _wait_s(self) -> float:
+        """How long the responses that wait do so: as many in a second as may leave, less one stream's."""
+        return min(MAX_WAIT_S, (len(self._waiting) - 1) / self._responses_per_s)
 
     def add(self, request: TritonRequest) -> None:
         """Hand a request over to the output thread."""
@@ -120,6 +141,8 @@ class RunningRequests:
             return
         for message in outputs:
             self._process_together([message])
+        if not outputs:
+            self._send_waiting()
 
     def _process_together(self, outputs: list[EngineOutputs]) -> None:
         updated: dict[str, TritonRequest] = {}
@@ -128,10 +151,23 @@ class RunningRequests:
         updated = {request_id: request for request_id, request in updated.items() if request_id in self._requests}
         finished = [request for request in updated.values() if request.state.finished]
         for request in updated.values():
-            if not request.state.finished:
+            if request.answered and request.state.parsed.may_wait and not request.state.finished:
+                self._waiting[request.state.request_id] = request
+            elif not request.state.finished:
                 self._answer(request)
         if finished:
             self._finish(finished)
+        self._send_waiting()
+
+    def _send_waiting(self, at_once: bool = False) -> None:
+        """Send the responses that wait, all together, if they have waited long enough: client and server wake once."""
+        now = time.monotonic()
+        if not self._waiting or (now - self._sent_waiting_at < self._wait_s and not at_once):
+            return
+        self._sent_waiting_at = now
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            self._answer(request)
 
     def _add_outputs(self, message: EngineOutputs, updated: dict[str, TritonRequest]) -> None:
         index, outputs = message
@@ -230,6 +266,8 @@ class RunningRequests:
         """One completion that the engine cannot take ends the whole request."""
         request = self._requests.get(request_id_of(rejected.request_id))
         if request is not None:
+            if self._waiting.pop(request.state.request_id, None) is not None:
+                self._answer(request)
             self._give_up(request, rejected.status, rejected.message)
 
     def check_cancelled(self, now: float) -> None:
@@ -277,6 +315,7 @@ class RunningRequests:
     def fail_all_lost(self, lost: EngineLost) -> None:
         """Answer the requests of an engine that is gone."""
         # A copy, without those that the other thread is sending: it notices afterwards that the engine is gone.
+        self._send_waiting(at_once=True)
         for request in list(self._requests.values()):
             if request.sent and request.placement.client is lost.engine:
                 self.fail_lost(request, lost)
@@ -320,6 +359,7 @@ class RunningRequests:
     def _remove(self, request_id: str) -> bool:
         """Take a request out; False when another call has."""
         request = self._requests.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if request is not None:
             self._release(request)
         return request is not None

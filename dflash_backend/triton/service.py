@@ -11,6 +11,7 @@ cancellation and metrics are looked at only now and then.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import threading
@@ -324,7 +325,7 @@ class TritonService:
         if self._reporter.has_finished:
             timeout_s = min(timeout_s, FINISHED_S)
         try:
-            return self._engines.receive(int(timeout_s * 1000))
+            return self._engines.receive(math.ceil(timeout_s * 1000))
         except EngineLost as lost:
             # The page says so before the first client knows: one that then waits for readiness sees the next engine's.
             self._reporter.reset_engine(lost.index)

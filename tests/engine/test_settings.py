@@ -97,6 +97,7 @@ ELSEWHERE = {
         (
             "generation_config",
             "max_response_mb",
+            "max_stream_responses_per_s",
             "message_special_tokens",
             "report_cached_tokens",
             "request_timeout_s",

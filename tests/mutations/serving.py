@@ -35,6 +35,14 @@ SERVING_MUTANTS = (
         ("what is sent is not counted", "        self._server_memory.note_sent(response.num_bytes)\n", ""),
     ),
     *mutants_of(
+        "dflash_backend/triton/running_requests.py",
+        ("tests/triton/test_settings.py",),
+        ("requests that say an interval wait", " and request.state.parsed.may_wait and", " and"),
+        ("one stream alone waits", "(len(self._waiting) - 1) / self._responses_per_s", "1 / self._responses_per_s"),
+        ("tokens that wait are lost with the engine", "        self._send_waiting(at_once=True)\n", ""),
+        ("tokens wait for the engine", "        if not outputs:\n            self._send_waiting()\n", ""),
+    ),
+    *mutants_of(
         "dflash_backend/triton/server_memory.py",
         ("tests/triton/test_server_memory.py",),
         (

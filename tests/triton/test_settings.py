@@ -4,7 +4,10 @@ a setting that is parsed and not used fails here. `tests/engine/test_settings.py
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from checks.byte_tokenizer import EOS
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.messages import GenerationRequest
+from dflash_backend.triton import running_requests
 from dflash_backend.triton.service import TritonService
+from tests.engine_client.toy_process import SLOW, TOKENS_PER_STEP
 from tests.triton.fake_triton import FakeTriton, InferenceResponse, Request
 from tests.triton.serving import COMMAND, submit
 
@@ -76,6 +81,67 @@ def test_stream_interval_is_for_requests_that_ask_for_none(serve: Any) -> None:
         assert (counts[0], sum(counts)) == (3, 39)
         # A busy machine may bring several steps at once.
         assert min(counts[1:-1]) in expected
+
+
+COUNTED = {"stream": True, "exclude_input_in_output": True, "return_num_output_tokens": True}
+STEPS = 40
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_streams", "asked", "waits"),
+    [(10**9, 2, {}, False), (1, 1, {}, False), (1, 2, {}, True), (1, 2, {"stream_interval": 1}, False)],
+)
+def test_max_stream_responses_per_s_has_tokens_of_several_streams_wait(
+    serve: Any, rate: int, num_streams: int, asked: dict[str, Any], waits: bool
+) -> None:
+    """A step takes 10 ms here, and tokens wait 50 ms at most."""
+    service = serve(max_stream_responses_per_s=rate)
+    streams = [
+        submit(service, [SLOW, 98], TOKENS_PER_STEP * STEPS, sampling=asked, **COUNTED) for _ in range(num_streams)
+    ]
+    for stream in streams:
+        responses = stream.all()
+        counts = [response.outputs["num_output_tokens"][0] for response in responses]
+        assert sum(counts) == TOKENS_PER_STEP * STEPS
+        assert counts[0] == TOKENS_PER_STEP
+        # The last response may come soon after the one before.
+        assert (len(counts) < STEPS / 2) == waits
+
+
+def tokens_before_the_end(monkeypatch: pytest.MonkeyPatch, serve: Any, number: int) -> int:
+    """Two streams whose tokens may wait for a minute get this signal to their engine once some wait. Returns how many
+    tokens the next response of one of them has, 0 for an error."""
+    monkeypatch.setattr(running_requests, "MAX_WAIT_S", 60.0)
+    service = serve(max_stream_responses_per_s=1)
+    stream, _ = (submit(service, [SLOW, 98], 30_000, **COUNTED) for _ in range(2))
+    for _ in range(2):  # the first one, and the first that might have waited
+        assert stream.next().error is None
+    until = time.monotonic() + 30
+    while len(service._requests._waiting) < 2 and time.monotonic() < until:
+        time.sleep(0.005)
+    engine = service._engines.supervisors[0].engine.pid
+    os.kill(engine, number)
+    try:
+        response = stream.next()
+        return 0 if response.error is not None else response.outputs["num_output_tokens"][0]
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(engine, signal.SIGCONT)
+
+
+def test_tokens_that_wait_leave_before_the_error_of_an_engine_that_is_lost(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokens_before_the_end(monkeypatch, serve, signal.SIGKILL) >= TOKENS_PER_STEP
+
+
+def test_tokens_that_wait_leave_in_time_though_the_engine_says_nothing_more(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams and one response a second: after a second, long before an engine that hangs is given up."""
+    started = time.monotonic()
+    assert tokens_before_the_end(monkeypatch, serve, signal.SIGSTOP) >= TOKENS_PER_STEP
+    assert time.monotonic() - started < 20
 
 
 def test_stream_interval_of_a_request_is_checked(serve: Any) -> None:
