@@ -136,6 +136,8 @@ class DecoderTarget(LayeredTarget):
         self.rotary = Rotary(spec.decoder, max_positions, weights.embedding.device, weights.embedding.dtype)
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
         self.stack = LayerStack.of(self.layers, self.ops)
+        if self.stack is not None and isinstance(self._head, PackedLinear):
+            self.stack.end_with(self._head.packed)
 
     def _run_at_once(
         self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

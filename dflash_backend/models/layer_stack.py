@@ -3,6 +3,7 @@ calls of Python for each layer take a good part of a step."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from dflash_backend.models.linear import PackedLinear
 from dflash_backend.models.mlp import DenseMlp
 from dflash_backend.models.ops import CpuLayerOps, LayerOps, Rotation
 from dflash_kernels import cpu_ops
+from dflash_kernels.cpu_ops import PackedWeight
 
 
 class LayerStack:
@@ -27,6 +29,15 @@ class LayerStack:
         self._layers, self._dtype = layers, dtype
         self._patterns = list(dict.fromkeys(layer.pattern for layer in layers))
         self._bound: tuple[tuple[KVLayer, ...], np.ndarray, np.ndarray, int] | None = None
+        self.order = [linear.packed for layer in layers for linear in _linears(layer)]
+        """The weights in the order of their products."""
+        for weight, following in itertools.pairwise(self.order):
+            weight.precede(following)
+
+    def end_with(self, head: PackedWeight) -> None:
+        """A product by `head` follows the last layer, and the next step that."""
+        self.order[-1].precede(head)
+        head.precede(self.order[0])
 
     @classmethod
     def of(cls, layers: Sequence[object], ops: LayerOps) -> LayerStack | None:
@@ -104,12 +115,11 @@ class LayerStack:
         return caches, each, table, num_heads * head_dim
 
     def _row(self, layer: DecoderLayer, cache: KVLayer) -> list[int]:
-        w, pattern = layer.weights, layer.pattern
+        w, pattern, linears = layer.weights, layer.pattern, _linears(layer)
         assert isinstance(w.mlp, DenseMlp)
-        linears = [w.qkv, w.output, w.mlp.gate_up, w.mlp.down]
         tensors = [*(one.bias for one in linears), w.input_norm, w.post_norm, w.qk_norm, w.sinks, cache.data]
         return [
-            *(one.packed.address for one in linears if isinstance(one, PackedLinear)),
+            *(one.packed.address for one in linears),
             *map(cpu_ops.address, tensors),
             cpu_ops.address(cache.scales),
             pattern.sliding_window or 0,
@@ -117,6 +127,13 @@ class LayerStack:
             int(w.mlp.is_gelu),
             self._patterns.index(pattern),
         ]
+
+
+def _linears(layer: DecoderLayer) -> list[PackedLinear]:
+    """In the order of their products, of a layer that `_is_packed`."""
+    w = layer.weights
+    assert isinstance(w.mlp, DenseMlp)
+    return [one for one in (w.qkv, w.output, w.mlp.gate_up, w.mlp.down) if isinstance(one, PackedLinear)]
 
 
 def _is_packed(layer: DecoderLayer) -> bool:

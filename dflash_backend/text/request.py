@@ -136,7 +136,10 @@ def parse_request(
     values = _sampling_values(inputs, parameters, ready)
     chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
     interval = values.pop(STREAM_INTERVAL.name, None)
-    may_wait, interval = interval is None, rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval)
+    may_wait, interval = (
+        interval is None,
+        rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval),
+    )
     sampling = parse_sampling_params(
         {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,

@@ -104,7 +104,7 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 }
 #endif
 
-// A packed weight. kind: how its numbers lie. n, k: outputs and inputs.
+// A packed weight. kind: how its numbers lie. n, k: outputs and inputs. next: the one that is multiplied by after it, as a rule, or null.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
 // two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
@@ -112,7 +112,7 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 // for float32, which become 32 inputs of a panel.
 // Both in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
 enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, KINDS };
-struct Weight { int64_t kind, n, k; const void* numbers; };
+struct Weight { int64_t kind, n, k; const void* numbers; const Weight* next; };
 constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
 
 static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLOAT_GRID4; }
@@ -459,10 +459,13 @@ static void linear_float_grid(const Product& p, int threads) {
       }
   });
 }
+constexpr long COMING_BYTES = 1 << 20;  // of the next weight that come before its product begins
 // Calls `each(two, packed, next)` for two pairs of panels after the other, with their numbers, where they are or made, and where
-// those are that this thread takes next, as it seems; null where they are made, or none are left.
+// those are that this thread takes next, as it seems, be it of the next weight; null where they are made, or not known.
 template <class Each> static void each_two_pairs(const Product& p, int threads, const Each& each) {
-  long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR;
+  long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR, of_two = deep * 2 * PAIR * long(sizeof(bf16));
+  const Weight* after = p.weight->next;
+  long after_bytes = after ? packed_bytes(after->kind, after->n, after->k) : 0;
   share(threads, (pairs + 1) / 2, 1, [&](long first, long last) {
     for (long two = first; two < last; two++) {
       const bf16* packed = (const bf16*)p.weight->numbers + two * 2 * deep * PAIR;
@@ -471,10 +474,15 @@ template <class Each> static void each_two_pairs(const Product& p, int threads, 
         for (long pair = two * 2; pair < std::min(pairs, two * 2 + 2); pair++) numbers_of(*p.weight, pair, 0, deep, made + (pair - two * 2) * deep * PAIR);
         packed = made;
       }
-      long next = two + 1 < last ? two + 1 : last + std::max(0, threads - 1) * (last - first);
-      bool is_there = p.weight->kind == HALVES && next < pairs / 2;
-      each(two, packed, is_there ? (const bf16*)p.weight->numbers + next * 2 * deep * PAIR : nullptr);
+      long next = two + 1 < last ? two + 1 : last + std::max(0, threads - 1) * (last - first), past = (next - (pairs + 1) / 2) * of_two;
+      const char* at = nullptr;
+      if (p.weight->kind == HALVES && next < pairs / 2) at = (const char*)p.weight->numbers + next * of_two;
+      else if (p.weight->kind == HALVES && after && past >= 0 && past + of_two <= after_bytes) at = (const char*)after->numbers + past;
+      each(two, packed, at);
     }
+    // What the last products fetched comes first.
+    const char* from = after && threads > 1 ? (const char*)after->numbers + threads * of_two : nullptr;
+    coming = Coming{from, from ? std::min(from + COMING_BYTES, (const char*)after->numbers + after_bytes) : nullptr};
   });
 }
 #if HAS_PAIRS
@@ -515,11 +523,11 @@ static void linear_bf16(const Product& narrow, int threads) {
   // Few rows wait for memory: while they compute, a part of the next numbers comes in each pass over the present ones.
   int lines = p.m > 3 * AT_ONCE ? 1 : p.m > AT_ONCE ? 2 : 4;
   long of_pass = deep / 2 * lines * 64, of_two = deep * 2 * PAIR * long(sizeof(bf16));
-  each_two_pairs(p, threads, [&](long two, const bf16* packed, const bf16* next) {
+  each_two_pairs(p, threads, [&](long two, const bf16* packed, const char* next) {
     for (long row = 0; row < p.m; row += AT_ONCE) {
       long done = row / AT_ONCE * of_pass;
       bool fetches = next && done < of_two;
-      pair_rows(p, (const bf16*)p.x, p.x_step, row, two * 2, packed, Ahead{(const char*)next + (fetches ? done : 0), fetches ? lines : 0});
+      pair_rows(p, (const bf16*)p.x, p.x_step, row, two * 2, packed, Ahead{next + (fetches ? done : 0), fetches ? lines : 0});
     }
   });
 #else
@@ -529,7 +537,7 @@ static void linear_bf16(const Product& narrow, int threads) {
   float* wide = scratch(p.m * deep, OF_ALL);
   for (long r = 0; r < p.m; r++)
     for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
-  each_two_pairs(p, threads, [&](long two, const bf16* packed, const bf16*) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
+  each_two_pairs(p, threads, [&](long two, const bf16* packed, const char*) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
 #endif
 }
 // Rows of a weight as numbers of its type.

@@ -18,6 +18,7 @@ from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.interface import PagedContext, TargetOutput, WindowSlots
 from dflash_backend.models.layer_stack import LayerStack
+from dflash_backend.models.linear import PackedLinear
 from dflash_backend.models.ops import CpuLayerOps, LayerOps
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.text.tokenizer import Tokenizer
@@ -153,6 +154,24 @@ def test_a_pass_is_that_of_its_own_caches_slots_and_captures(tmp_path: Path, mon
         assert watched.num_found == num_found
         watched.on = False
         assert all(map(torch.equal, at_once, run(capture)))
+
+
+def test_each_weight_knows_the_one_that_is_multiplied_by_next(tmp_path: Path) -> None:
+    make_target(tmp_path, num_hidden_layers=2, **HEADS)
+    target = load_target(read_target(tmp_path), 64, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
+    assert target.stack is not None
+    assert isinstance(target.lm_head, PackedLinear)
+    places = {weight.address: weight for weight in (*target.stack.order, target.lm_head.packed)}
+    following = target.stack.order[0]
+    shapes = []
+    for _ in range(len(places)):
+        shapes.append(following.shape)
+        following = places[int(following.described[4])]
+    assert following is target.stack.order[0]
+    assert len(shapes) == 9
+    assert shapes[:4] == shapes[4:8]
+    assert shapes[8] == (target.spec.vocab_size, 64)
 
 
 def test_layers_without_operations_in_cpp_are_no_stack() -> None:
