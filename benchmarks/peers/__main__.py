@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -256,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": args.threads,
         "max_tokens": work.max_tokens,
         "cores": os.cpu_count(),
-        "command": " ".join(argv if argv is not None else sys.argv[1:]),
+        "command": re.sub(r" ?--(out|peers)[ =]\S+", "", " ".join(argv if argv is not None else sys.argv[1:])),
     }
     print(report.page(bench.results, bench.skips, settings))
     if args.out is not None:
