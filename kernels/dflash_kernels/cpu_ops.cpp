@@ -237,7 +237,7 @@ int dflash_trial() {
     std::vector<float> w(64 * 32, 1.0f), out(64), x(64, 1.0f);
     std::vector<bf16> halves(64 * 32, bf16{0x3f80});
     std::vector<uint8_t> packed(packed_bytes(kind, 32, 64));
-    Weight weight{kind, 32, 64, packed.data(), nullptr};
+    Weight weight{kind, 32, 64, packed.data(), nullptr, 0};
     if (kind < GRID4) dflash_pack(2, &weight, kind == HALVES ? (void*)halves.data() : w.data());
     else {
       std::vector<uint8_t> blocks(64 * 34, 1);  // of Q8_0, all codes 1

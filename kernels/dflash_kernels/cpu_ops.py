@@ -63,13 +63,13 @@ class PackedWeight:
         assert _library is not None
         self.shape, self.dtype = shape, dtype
         self.data = weight_memory(_library.dflash_packed_bytes(kind, *shape))
-        self.described = np.array([kind, *shape, self.data.data_ptr(), 0], np.int64)
+        self.described = np.array([kind, *shape, self.data.data_ptr(), 0, 0], np.int64)
         self.address = self.described.ctypes.data
 
     def precede(self, following: PackedWeight) -> None:
         """Products by `following` come after those by this weight, as a rule, so that its first numbers are fetched
-        meanwhile. It must be there as long as this one is used."""
-        self.described[4] = following.address
+        meanwhile."""
+        self.described[4:] = following.data.data_ptr(), following.data.nbytes
 
     @property
     def device(self) -> torch.device:

@@ -104,7 +104,8 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 }
 #endif
 
-// A packed weight. kind: how its numbers lie. n, k: outputs and inputs. next: the one that is multiplied by after it, as a rule, or null.
+// A packed weight. kind: how its numbers lie. n, k: outputs and inputs. next: the
+// numbers of the one that is multiplied by after it, as a rule, or null: they are fetched and never read, so they may be gone.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
 // two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
@@ -112,7 +113,7 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 // for float32, which become 32 inputs of a panel.
 // Both in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
 enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, KINDS };
-struct Weight { int64_t kind, n, k; const void* numbers; const Weight* next; };
+struct Weight { int64_t kind, n, k; const void* numbers; const char* next; int64_t next_bytes; };
 constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
 
 static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLOAT_GRID4; }
@@ -464,8 +465,8 @@ constexpr long COMING_BYTES = 1 << 20;  // of the next weight that come before i
 // those are that this thread takes next, as it seems, be it of the next weight; null where they are made, or not known.
 template <class Each> static void each_two_pairs(const Product& p, int threads, const Each& each) {
   long deep = depth(p.weight->kind, p.k), pairs = rounded_up(p.n, PAIR) / PAIR, of_two = deep * 2 * PAIR * long(sizeof(bf16));
-  const Weight* after = p.weight->next;
-  long after_bytes = after ? packed_bytes(after->kind, after->n, after->k) : 0;
+  const char* after = p.weight->next;
+  long after_bytes = p.weight->next_bytes;
   share(threads, (pairs + 1) / 2, 1, [&](long first, long last) {
     for (long two = first; two < last; two++) {
       const bf16* packed = (const bf16*)p.weight->numbers + two * 2 * deep * PAIR;
@@ -477,12 +478,12 @@ template <class Each> static void each_two_pairs(const Product& p, int threads, 
       long next = two + 1 < last ? two + 1 : last + std::max(0, threads - 1) * (last - first), past = (next - (pairs + 1) / 2) * of_two;
       const char* at = nullptr;
       if (p.weight->kind == HALVES && next < pairs / 2) at = (const char*)p.weight->numbers + next * of_two;
-      else if (p.weight->kind == HALVES && after && past >= 0 && past + of_two <= after_bytes) at = (const char*)after->numbers + past;
+      else if (p.weight->kind == HALVES && after && past >= 0 && past + of_two <= after_bytes) at = after + past;
       each(two, packed, at);
     }
     // What the last products fetched comes first.
-    const char* from = after && threads > 1 ? (const char*)after->numbers + threads * of_two : nullptr;
-    coming = Coming{from, from ? std::min(from + COMING_BYTES, (const char*)after->numbers + after_bytes) : nullptr};
+    const char* from = after && threads > 1 ? after + threads * of_two : nullptr;
+    coming = Coming{from, from ? std::min(from + COMING_BYTES, after + after_bytes) : nullptr};
   });
 }
 #if HAS_PAIRS

@@ -20,7 +20,8 @@ def _state(
     num_blocks: torch.Tensor | None = None,
     block_size: int = 1,
 ) -> np.ndarray:
-    """`State` of `cpu_step.h`, with the blocks where an operation reads them."""
+    """`State` of `cpu_step.h`, with the blocks where an operation reads them. Keep it until the call has returned: its
+    memory may go to another thread's array before that, since a call lets go of the interpreter's lock."""
     pointers = [0 if each is None else each.data_ptr() for each in (tokens, blocks, num_blocks, computed)]
     max_blocks = 0 if blocks is None else blocks.shape[1]
     return np.array([*pointers, tokens.shape[1], max_blocks, block_size], np.int64)
@@ -69,10 +70,10 @@ def accept(
     logits_start: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `accept_reference`, for contiguous tensors."""
-    num_rows = len(req_idx)
+    state, num_rows = _state(tokens, computed), len(req_idx)
     count, new_tokens = torch.empty(num_rows, dtype=torch.int32), torch.empty((num_rows, k + 1), dtype=torch.int64)
     _call().dflash_accept(
-        _state(tokens, computed).ctypes.data, target_tokens.data_ptr(), k, req_idx.data_ptr(), starts.data_ptr(),
+        state.ctypes.data, target_tokens.data_ptr(), k, req_idx.data_ptr(), starts.data_ptr(),
         num_new.data_ptr(), num_draft.data_ptr(), logits_start.data_ptr(), num_rows, count.data_ptr(),
         new_tokens.data_ptr(),
     )  # fmt: skip
@@ -113,11 +114,11 @@ def store_drafts(
     confidences: torch.Tensor | None = None,
 ) -> None:
     """As `store_drafts_reference`, for contiguous state."""
-    drafts = drafts.contiguous()
+    state, drafts = _state(tokens, computed), drafts.contiguous()
     sure = None if confidence is None or confidences is None else confidence.contiguous()
     width = drafts.shape[1] if drafts.dim() == 2 else 0
     _call().dflash_store_drafts(
-        _state(tokens, computed).ctypes.data, req_idx.data_ptr(), num_next_draft.data_ptr(), len(req_idx),
+        state.ctypes.data, req_idx.data_ptr(), num_next_draft.data_ptr(), len(req_idx),
         drafts.data_ptr(), None if sure is None else sure.data_ptr(), width,
         None if sure is None or confidences is None else confidences.data_ptr(),
         0 if confidences is None else confidences.shape[1],

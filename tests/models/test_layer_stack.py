@@ -162,12 +162,14 @@ def test_each_weight_knows_the_one_that_is_multiplied_by_next(tmp_path: Path) ->
     assert isinstance(target, DecoderTarget)
     assert target.stack is not None
     assert isinstance(target.lm_head, PackedLinear)
-    places = {weight.address: weight for weight in (*target.stack.order, target.lm_head.packed)}
+    places = {weight.data.data_ptr(): weight for weight in (*target.stack.order, target.lm_head.packed)}
     following = target.stack.order[0]
     shapes = []
     for _ in range(len(places)):
         shapes.append(following.shape)
-        following = places[int(following.described[4])]
+        address, num_bytes = following.described[4:].tolist()
+        following = places[address]
+        assert num_bytes == following.data.nbytes
     assert following is target.stack.order[0]
     assert len(shapes) == 9
     assert shapes[:4] == shapes[4:8]
