@@ -135,11 +135,8 @@ def parse_request(
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
     values = _sampling_values(inputs, parameters, ready)
     chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
-    interval = values.pop(STREAM_INTERVAL.name, None)
-    may_wait, interval = (
-        interval is None,
-        rules.stream_interval if interval is None else STREAM_INTERVAL.parse(interval),
-    )
+    asked = values.pop(STREAM_INTERVAL.name, None)
+    interval = rules.stream_interval if asked is None else STREAM_INTERVAL.parse(asked)
     sampling = parse_sampling_params(
         {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
@@ -160,7 +157,7 @@ def parse_request(
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
-    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, may_wait)
+    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, may_wait=asked is None)
 
 
 def _is_given(name: str, value: Any) -> bool:

@@ -266,8 +266,7 @@ class RunningRequests:
         """One completion that the engine cannot take ends the whole request."""
         request = self._requests.get(request_id_of(rejected.request_id))
         if request is not None:
-            if self._waiting.pop(request.state.request_id, None) is not None:
-                self._answer(request)
+            self._send_waiting(at_once=True)
             self._give_up(request, rejected.status, rejected.message)
 
     def check_cancelled(self, now: float) -> None:

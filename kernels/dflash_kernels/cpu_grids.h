@@ -135,13 +135,13 @@ template <int GRID> static void unpack(const uint8_t* from, float* out) {
     }
   }
 }
-// What is read FETCHED_BYTES later is fetched meanwhile.
-constexpr long FETCHED_BYTES = 4096;
-static inline void fetch_after(const Weight& w, const uint8_t* unit) {
-  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(unit + FETCHED_BYTES + line);
+// What is read so many bytes later is fetched meanwhile: more where several units are read side by side.
+constexpr long FETCHED_BYTES = 2048, FETCHED_SIDE_BY_SIDE = 4096;
+static inline void fetch_after(const Weight& w, const uint8_t* unit, long bytes) {
+  for (long line = 0; line < unit_bytes(w.kind); line += 64) __builtin_prefetch(unit + bytes + line);
 }
 template <class T> static void unpack_unit(const Weight& w, const uint8_t* from, T* out) {
-  fetch_after(w, from);
+  fetch_after(w, from, FETCHED_BYTES);
   switch ((w.kind - GRID4) % 4) {
     case 0: return unpack<0>(from, out);
     case 1: return unpack<1>(from, out);

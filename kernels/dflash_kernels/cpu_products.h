@@ -104,8 +104,8 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 }
 #endif
 
-// A packed weight. kind: how its numbers lie. n, k: outputs and inputs. next: the
-// numbers of the one that is multiplied by after it, as a rule, or null: they are fetched and never read, so they may be gone.
+// A packed weight. kind: how its numbers lie. n, k: outputs and inputs. next, next_bytes: the numbers of the weight whose
+// product comes after this one's, as a rule, or null. They are fetched and never read, so that weight may be gone.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
 // two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
@@ -399,7 +399,7 @@ template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Pro
       for (int r = 0; r < ROWS; r++)
         for (int j = 0; j < PANELS; j++) parts[r][j] = Floats{};
     const uint8_t* unit[PANELS];
-    for (int j = 0; j < PANELS; j++) unit[j] = unit_of(w, (first + j) * LANES, begin), fetch_after(w, unit[j]);
+    for (int j = 0; j < PANELS; j++) unit[j] = unit_of(w, (first + j) * LANES, begin), fetch_after(w, unit[j], FETCHED_SIDE_BY_SIDE);
     for (int group = 0; group < WORDS / RUN; group++) {
       Floats step[PANELS], least[PANELS]{};
       for (int j = 0; j < PANELS; j++) {
@@ -452,11 +452,16 @@ static void linear_float_grid(const Product& p, int threads) {
     for (long row = 0; row < p.m; row += ROWS_OF_GRID)
       for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS) {
         int vectors = int(std::min<long>(VECTORS, panels - panel));
-        if (p.m > ROWS_TO_FUSE) grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, vectors);
-        else if ((p.weight->kind - GRID4) % 4 == 0) few_rows_of_grid<0>(p, panel, vectors);
-        else if ((p.weight->kind - GRID4) % 4 == 1) few_rows_of_grid<1>(p, panel, vectors);
-        else if ((p.weight->kind - GRID4) % 4 == 2) few_rows_of_grid<2>(p, panel, vectors);
-        else few_rows_of_grid<3>(p, panel, vectors);
+        if (p.m > ROWS_TO_FUSE) {
+          grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, vectors);
+          continue;
+        }
+        switch ((p.weight->kind - GRID4) % 4) {
+          case 0: few_rows_of_grid<0>(p, panel, vectors); break;
+          case 1: few_rows_of_grid<1>(p, panel, vectors); break;
+          case 2: few_rows_of_grid<2>(p, panel, vectors); break;
+          default: few_rows_of_grid<3>(p, panel, vectors);
+        }
       }
   });
 }

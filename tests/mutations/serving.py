@@ -39,7 +39,16 @@ SERVING_MUTANTS = (
         ("tests/triton/test_settings.py",),
         ("requests that say an interval wait", " and request.state.parsed.may_wait and", " and"),
         ("one stream alone waits", "(len(self._waiting) - 1) / self._responses_per_s", "1 / self._responses_per_s"),
-        ("tokens that wait are lost with the engine", "        self._send_waiting(at_once=True)\n", ""),
+        (
+            "tokens that wait are lost with the engine",
+            "        self._send_waiting(at_once=True)\n        for request in",
+            "        for request in",
+        ),
+        (
+            "tokens that wait are lost with their request",
+            "            self._send_waiting(at_once=True)\n            self._give",
+            "            self._give",
+        ),
         ("tokens wait for the engine", "        if not outputs:\n            self._send_waiting()\n", ""),
     ),
     *mutants_of(

@@ -16,7 +16,8 @@ import pytest
 from checks.byte_tokenizer import EOS
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient
-from dflash_backend.messages import GenerationRequest
+from dflash_backend.engine_client.engines import EngineOutputs
+from dflash_backend.messages import EngineCoreOutputs, GenerationRequest, RequestRejected
 from dflash_backend.triton import running_requests
 from dflash_backend.triton.service import TritonService
 from tests.engine_client.toy_process import SLOW, TOKENS_PER_STEP
@@ -92,9 +93,10 @@ STEPS = 40
     [(10**9, 2, {}, False), (1, 1, {}, False), (1, 2, {}, True), (1, 2, {"stream_interval": 1}, False)],
 )
 def test_max_stream_responses_per_s_has_tokens_of_several_streams_wait(
-    serve: Any, rate: int, num_streams: int, asked: dict[str, Any], waits: bool
+    serve: Any, monkeypatch: pytest.MonkeyPatch, rate: int, num_streams: int, asked: dict[str, Any], waits: bool
 ) -> None:
-    """A step takes 10 ms here, and tokens wait 50 ms at most."""
+    """A step takes 10 ms here, or more, and tokens wait half a second at most."""
+    monkeypatch.setattr(running_requests, "MAX_WAIT_S", 0.5)
     service = serve(max_stream_responses_per_s=rate)
     streams = [
         submit(service, [SLOW, 98], TOKENS_PER_STEP * STEPS, sampling=asked, **COUNTED) for _ in range(num_streams)
@@ -133,6 +135,29 @@ def test_tokens_that_wait_leave_before_the_error_of_an_engine_that_is_lost(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tokens_before_the_end(monkeypatch, serve, signal.SIGKILL) >= TOKENS_PER_STEP
+
+
+def test_tokens_that_wait_leave_before_the_error_of_their_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_requests, "MAX_WAIT_S", 600.0)
+    monkeypatch.setattr(running_requests.RunningRequests, "_wait_s", 600.0)
+    service = serve(max_stream_responses_per_s=1)
+    stream, _ = (submit(service, [SLOW, 98], 30_000, **COUNTED) for _ in range(2))
+    for _ in range(2):
+        assert stream.next().error is None
+    process = service._requests.process
+
+    def reject(outputs: list[EngineOutputs]) -> None:
+        """As if the engine refused all requests once some tokens wait."""
+        process(outputs)
+        if len(service._requests._waiting) == 2:
+            refused = [RequestRejected(request_id, "INTERNAL", "no more") for request_id in service._requests._waiting]
+            process([EngineOutputs(0, EngineCoreOutputs(rejected=refused))])
+
+    monkeypatch.setattr(service._requests, "process", reject)
+    *responses, last = stream.all()
+    assert last.error.message.endswith("no more")
+    assert [int(each.outputs["num_output_tokens"][0]) for each in responses] == [TOKENS_PER_STEP] * len(responses)
+    assert responses
 
 
 def test_tokens_that_wait_leave_in_time_though_the_engine_says_nothing_more(
