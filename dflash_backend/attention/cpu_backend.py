@@ -58,9 +58,10 @@ class CpuBackend(TorchBackend):
         seq_lens = np.ascontiguousarray(layout.seq_lens, dtype=np.int64)
         tables = np.ascontiguousarray(layout.block_tables.numpy(), dtype=np.int32)
         first_tokens = query_lens.cumsum() - query_lens
-        short = query_lens <= (MAX_BFLOAT16_QUERIES if dtype == torch.bfloat16 else MAX_QUERIES)
-        if short.all():
+        most = MAX_BFLOAT16_QUERIES if dtype == torch.bfloat16 else MAX_QUERIES
+        if query_lens.max(initial=0) <= most:
             return CpuMetadata([], pattern, tables, first_tokens, query_lens, seq_lens)
+        short = query_lens <= most
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)
         groups = [
             self._group(layout, slice(row, row + 1), first_blocks, int(first_tokens[row]), pattern, dtype)

@@ -95,9 +95,9 @@ class LayeredTarget(TargetModel, ABC):
         """The output of each layer: `[num_tokens, hidden_size]`, of the embeddings `hidden`."""
 
     def _run_at_once(
-        self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput | None:
-        """All layers in one call; None where they must be run one by one."""
+        """The forward pass in one call; None where layers must be run one by one."""
         return None
 
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
@@ -106,11 +106,11 @@ class LayeredTarget(TargetModel, ABC):
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
+        if (found := self._run_at_once(token_ids, context, caches, capture)) is not None:
+            return found
         hidden = embeddings = self.embed(token_ids)
         if self._share is not None:
             hidden = embeddings = self._share(embeddings)
-        if (found := self._run_at_once(embeddings, context, caches, capture)) is not None:
-            return found
         captured: dict[int, torch.Tensor] = {}
         num_layers = self.spec.decoder.num_layers
         for index, hidden in enumerate(self._run_layers(embeddings, context, caches)):
@@ -140,14 +140,23 @@ class DecoderTarget(LayeredTarget):
             self.stack.end_with(self._head.packed)
 
     def _run_at_once(
-        self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput | None:
         inner = capture[:-1] if capture and capture[-1] == len(self.layers) else capture
-        if self.stack is None or (rows := self.stack.rows(context, embeddings.dtype, inner)) is None:
+        if self.stack is None or (rows := self.stack.rows(context, self.embedding.dtype, inner)) is None:
             return None
-        rotation = self.ops.rotation(self.rotary, context.positions)
+        table = self.embedding
+        looked_up: tuple[torch.Tensor | None, PackedWeight | None] = None, None
+        if isinstance(table, PackedWeight) and self._first_id is None and self._share is None:
+            hidden = torch.empty((len(token_ids), table.shape[1]), dtype=table.dtype)
+            looked_up = token_ids.contiguous(), table
+        else:
+            embeddings = self.embed(token_ids)
+            hidden = (embeddings if self._share is None else self._share(embeddings)).contiguous()
         norm = None if inner == capture else self.final_norm
-        hidden, normed, features = self.stack.forward(rows, embeddings, caches, rotation, norm, inner)
+        normed, features = self.stack.forward(
+            rows, hidden, caches, self.rotary, context.positions, norm, inner, *looked_up
+        )  # fmt: skip
         if inner != capture:
             features = normed if features is None else torch.cat((features, normed), dim=-1)
         return TargetOutput(hidden, features)

@@ -175,4 +175,4 @@ class Gemma4Layer:
         query = self.ops.qk_norm_rope_write(
             qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
-        return w.output(context.backend.attend(query, cache, context.metadata[self.pattern]))
+        return w.output(context.backend.attend(query, cache, context.metadata(self.pattern)))

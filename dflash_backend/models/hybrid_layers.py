@@ -72,7 +72,7 @@ class GatedAttentionLayer(DecoderLayer):
         query = self.ops.qk_norm_rope_write(
             qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
-        attended = context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)
+        attended = context.backend.attend(query, cache, context.metadata(self.pattern), w.sinks)
         return attended * gate.sigmoid().view(attended.shape)
 
 

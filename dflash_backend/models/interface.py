@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -24,53 +23,40 @@ class WindowSlots:
     layout: AttentionBatch
 
 
-@dataclass(frozen=True)
+@dataclass
 class PagedContext:
     """What a forward pass over paged KV needs besides its tokens.
 
-    positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's KV goes.
-    metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
-    padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
-    on a CPU pays for looking.) row_index: int64 `[num_tokens]`, each token's place in its row; None where no layer
-    reads it. states: what layers with a state need; None where there are none. layout: the rows; None where the
-    context was not made by `prepare`. window_slots: as `slots`, of layers with a window where these have block ids of
-    their own, else None.
+    layout: the rows. positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's KV goes. dtype:
+    of the model. padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any
+    case; torch on a CPU pays for looking.) states: what layers with a state need; None where there are none. windows:
+    where the KV of layers with a window lies, where these have block ids of their own. row_index: int64
+    `[num_tokens]`, each token's place in its row; None where no layer reads it.
     """
 
+    layout: AttentionBatch
     positions: torch.Tensor
     slots: torch.Tensor
     backend: AttentionBackend
-    metadata: Mapping[AttentionPattern, AttentionMetadata]
+    dtype: torch.dtype
     padded: bool = False
-    row_index: torch.Tensor | None = None
     states: StateRows | None = None
-    layout: AttentionBatch | None = None
-    window_slots: torch.Tensor | None = None
-
-    @classmethod
-    def prepare(
-        cls,
-        layout: AttentionBatch,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        backend: AttentionBackend,
-        patterns: Iterable[AttentionPattern],
-        dtype: torch.dtype,
-        padded: bool = False,
-        states: StateRows | None = None,
-        windows: WindowSlots | None = None,
-    ) -> PagedContext:
-        """The context of a pass over `layout` through a model whose layers have `patterns`."""
-        of_windows = layout if windows is None else windows.layout
-        metadata = {
-            p: backend.prepare(layout if p.sliding_window is None else of_windows, p, dtype) for p in set(patterns)
-        }
-        window_slots = None if windows is None else windows.slots
-        return cls(positions, slots, backend, metadata, padded, states=states, layout=layout, window_slots=window_slots)
+    windows: WindowSlots | None = None
+    row_index: torch.Tensor | None = None
+    _metadata: dict[AttentionPattern, AttentionMetadata] = field(default_factory=dict)
 
     def slots_of(self, pattern: AttentionPattern) -> torch.Tensor:
         """Where each token's KV goes in a layer with this pattern: int64 `[num_tokens]`."""
-        return self.slots if pattern.sliding_window is None or self.window_slots is None else self.window_slots
+        return self.slots if pattern.sliding_window is None or self.windows is None else self.windows.slots
+
+    def metadata(self, pattern: AttentionPattern) -> AttentionMetadata:
+        """What the backend makes of the rows for layers with this pattern, once in a pass."""
+        found = self._metadata.get(pattern)
+        if found is None:
+            windows = None if pattern.sliding_window is None else self.windows
+            layout = self.layout if windows is None else windows.layout
+            found = self._metadata[pattern] = self.backend.prepare(layout, pattern, self.dtype)
+        return found
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer
 from dflash_backend.models.linear import PackedLinear
 from dflash_backend.models.mlp import DenseMlp
-from dflash_backend.models.ops import CpuLayerOps, LayerOps, Rotation
+from dflash_backend.models.ops import CpuLayerOps, LayerOps
+from dflash_backend.models.rope import Rotary
 from dflash_kernels import cpu_ops
 from dflash_kernels.cpu_ops import PackedWeight
 
@@ -65,7 +66,7 @@ class LayerStack:
             return None
         rows = np.empty((len(self._patterns), 7), np.int64)
         for number, pattern in enumerate(self._patterns):
-            metadata = context.metadata[pattern]
+            metadata = context.metadata(pattern)
             if type(metadata) is not CpuMetadata or metadata.groups or not len(metadata.seq_lens):
                 return None
             rows[number] = _rows(context.slots_of(pattern), metadata)
@@ -74,31 +75,35 @@ class LayerStack:
     def forward(
         self,
         rows: np.ndarray,
-        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
         caches: Sequence[KVLayer],
-        rotation: Rotation,
+        rotary: Rotary,
+        positions: torch.Tensor,
         last_norm: torch.Tensor | None = None,
         capture: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What the last layer gives out, its norm by `last_norm`, both `[num_tokens, hidden_size]`, and the outputs of
-        the layers `capture` side by side, None without any. rows: as `rows` gave them."""
+        token_ids: torch.Tensor | None = None,
+        embedding: PackedWeight | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Leaves in `hidden` what the last layer gives out. Returns its norm by `last_norm`, `[num_tokens,
+        hidden_size]`, and the outputs of the layers `capture` side by side, None without any. rows: as `rows` gave
+        them. hidden: `[num_tokens, hidden_size]`, contiguous: the embeddings; with `token_ids`, int64 `[num_tokens]`,
+        these are looked up in `embedding` instead. positions: int64 `[num_tokens]`."""
         bound = self._bound
         if bound is None or not all(map(operator.is_, caches, bound[0])):
             self._bound = bound = self._bind(tuple(caches))
         _, _, table, heads_size = bound
-        num_tokens, size = embeddings.shape
+        num_tokens, size = hidden.shape
         captured = np.zeros(len(self._layers), np.int64)
         features = None
         if capture:
-            features = embeddings.new_empty((num_tokens, len(capture) * size))
+            features = hidden.new_empty((num_tokens, len(capture) * size))
             step = size * features.element_size()
             captured[list(capture)] = features.data_ptr() + step * np.arange(len(capture))
-        hidden = embeddings.clone(memory_format=torch.contiguous_format)
         normed = cpu_ops.layers(
-            table, rows, rotation.cos.contiguous(), rotation.sin.contiguous(), hidden, last_norm, captured, features,
-            heads_size,
+            table, rows, hidden, positions.contiguous(), rotary.cos, rotary.sin, last_norm, captured, features,
+            heads_size, token_ids, embedding,
         )  # fmt: skip
-        return hidden, normed, features
+        return normed, features
 
     def _bind(self, caches: tuple[KVLayer, ...]) -> tuple[tuple[KVLayer, ...], np.ndarray, np.ndarray, int]:
         """The caches, `Layer` for each layer, `Layers`, and the numbers of all heads of a query."""

@@ -117,4 +117,4 @@ class DecoderLayer:
         query = self.ops.linear_rope_write(
             w.qkv, normed, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
-        return context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)
+        return context.backend.attend(query, cache, context.metadata(self.pattern), w.sinks)

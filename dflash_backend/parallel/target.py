@@ -141,7 +141,7 @@ def _summed_layer(layer: AnyLayerWeights, reduce: Reduce) -> AnyLayerWeights:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A pass of the layers, as rank 0 sends it to the others: what `PagedContext.prepare` takes, and the rows as
+    """A pass of the layers, as rank 0 sends it to the others: what a `PagedContext` takes, and the rows as
     recurrent layers see them, None where there are none."""
 
     token_ids: torch.Tensor
@@ -203,12 +203,11 @@ class Follower:
         states = None
         if self._pool is not None and step.states is not None:
             states = StateRows.of(self._pool, step.states)
-        context = PagedContext.prepare(
+        context = PagedContext(
             step.layout,
             step.positions,
             step.slots,
             self._backend,
-            self._target.patterns,
             self._dtype,
             step.padded,
             states,
@@ -251,7 +250,6 @@ class TensorParallelTarget(TargetModel):
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
-        assert context.layout is not None
         try:
             states = None if context.states is None else context.states.layout
             self.ranks.send(

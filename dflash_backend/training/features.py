@@ -39,12 +39,11 @@ class Teacher:
         row, position = spans(np.zeros(len(rows), dtype=np.int64), lens)
         slots = tables[row, position // self._block_size] * self._block_size + position % self._block_size
         kv = self._pages(tables.size)
-        context = PagedContext.prepare(
+        context = PagedContext(
             AttentionBatch(lens, lens, torch.from_numpy(tables).to(self.device)),
             torch.from_numpy(position).to(self.device),
             torch.from_numpy(slots).to(self.device),
             self._backend,
-            self.target.patterns,
             self.dtype,
             states=self._states(lens),
         )

@@ -120,11 +120,12 @@ class Step:
     """A step of R rows, T tokens and D rows of logits, on the device: its layout, and what `ModelStep` finds.
 
     Layout. logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in
-    order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. budget: float32
-    `[2 + k + R]`, which drafts are verified, as `dflash_kernels.verify_budget` reads it: `batch.num_draft` has how many
-    there are, and where tokens and logits lie is not known yet. None: it is as `batch` says. draft_width: drafts that a
-    row proposes at most. shared: rows that read a prefix together; None for none. chosen_later: no token is
-    chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
+    order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. bounds: None where the host
+    knows the lengths. budget: float32 `[2 + k + R]`, which drafts are verified, as `dflash_kernels.verify_budget` reads
+    it: `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as
+    `batch` says. draft_width: drafts that a row proposes at most. shared: rows that read a prefix together; None for
+    none. chosen_later: no token is chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
+    prepared: what the target runs is there already, so `verify` does not ask for it.
 
     `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
     padding), `attention` (the rows as attention runs them), `padded` (whether slots may be -1), `windows` (where the KV
@@ -134,23 +135,23 @@ class Step:
     token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and position 0.
     `seq_lens` never goes past a row's blocks either.
 
-    `accept` fills in num_accepted int32 `[R]`, accepted drafts; new_tokens int64 `[R, k + 1]`, those drafts and the
-    token that follows, then 0, all 0 for a row that does not sample; and `results` int64 `[R, k + 3]`: of each row
-    its accepted drafts, its verified ones, then new_tokens.
+    `accept` fills in `results`, int64 `[R, k + 3]`: of each row its accepted drafts, its verified ones, then its new
+    tokens: the accepted drafts and the token that follows, then 0, all 0 for a row that does not sample.
 
     `draft` fills in `drafts`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is of the
-    drafts of each row (the bits of float32).
+    drafts of each row (the bits of float32). On a CPU the latter are left out where the step does not ask for them.
     """
 
     batch: DeviceBatch
     logits_token: torch.Tensor | None
     logits_row: torch.Tensor
-    bounds: LengthBounds
+    bounds: LengthBounds | None
     traits: BatchTraits
     draft_width: int
     budget: torch.Tensor | None = None
     shared: SharedPrefixes | None = None
     chosen_later: bool = False
+    prepared: bool = False
 
     token_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
@@ -165,10 +166,13 @@ class Step:
     logits: torch.Tensor | None = field(init=False, default=None)
     target_tokens: torch.Tensor = field(init=False)
     states: StateRows | None = field(init=False, default=None)
-    num_accepted: torch.Tensor = field(init=False)
-    new_tokens: torch.Tensor = field(init=False)
     results: torch.Tensor = field(init=False)
     drafts: torch.Tensor = field(init=False)
+
+    @property
+    def num_accepted(self) -> torch.Tensor:
+        """Accepted drafts of each row: int64 `[R]`."""
+        return self.results[:, 0]
 
     @property
     def num_rows(self) -> int:
@@ -181,22 +185,17 @@ class Step:
         return len(self.batch.token_row)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostBatch:
-    """A plan's rows as arrays `[n]`, int64 but for sample, with the meanings of `DeviceBatch`.
+    """A plan's rows on the host.
 
-    sample: bool, rows that yield tokens. budget: which of the drafts are verified, to be decided on the device; None:
-    all. shared: rows that share the beginning of their KV.
+    rows: int64 `[n, 7]`: req_idx, start, num_unverified_drafts, num_new, num_draft and num_next_draft as `DeviceBatch`
+    has them, and `sample`, whether a row yields tokens. budget: which of the drafts are verified, to be decided on the
+    device; None: all. shared: rows that share the beginning of their KV.
     """
 
     request_ids: list[str]
-    req_idx: np.ndarray
-    start: np.ndarray
-    num_unverified_drafts: np.ndarray
-    num_new: np.ndarray
-    num_draft: np.ndarray
-    num_next_draft: np.ndarray
-    sample: np.ndarray
+    rows: np.ndarray
     traits: BatchTraits
     budget: DraftBudget | None = None
     shared: Sequence[SharedPrefix] = ()
@@ -211,7 +210,7 @@ class HostBatch:
         shared: Sequence[SharedPrefix] = (),
     ) -> HostBatch:
         """The rows in the order given, which is that of the budget's effects and of the shared prefixes."""
-        fields = [
+        numbers = [
             (
                 requests.records[row.request_id].index,
                 row.num_computed,
@@ -223,14 +222,40 @@ class HostBatch:
             )
             for row in rows
         ]
-        req_idx, start, unverified, num_new, num_draft, num_next_draft, sample = np.array(fields, dtype=np.int64).T
-        drafts, chooses = any(row.num_next_draft for row in rows), any(row.sample for row in rows)
-        sampled = bool(requests.temperature[req_idx].any())
+        sampled = requests.num_sampled > 0 and any(requests.temperature.item(each[0]) for each in numbers)
+        drafts, chooses = any(each[5] for each in numbers), any(each[6] for each in numbers)
         traits = BatchTraits(sampled, drafts, chooses, wants_confidence)
-        return cls(
-            [row.request_id for row in rows],
-            req_idx, start, unverified, num_new, num_draft, num_next_draft, sample.astype(bool), traits, budget, shared,
-        )  # fmt: skip
+        return cls([row.request_id for row in rows], np.array(numbers, dtype=np.int64), traits, budget, shared)
+
+    @property
+    def req_idx(self) -> np.ndarray:
+        """Of each row, as the following: int64 `[n]`."""
+        return self.rows[:, 0]
+
+    @property
+    def start(self) -> np.ndarray:
+        return self.rows[:, 1]
+
+    @property
+    def num_unverified_drafts(self) -> np.ndarray:
+        return self.rows[:, 2]
+
+    @property
+    def num_new(self) -> np.ndarray:
+        return self.rows[:, 3]
+
+    @property
+    def num_draft(self) -> np.ndarray:
+        return self.rows[:, 4]
+
+    @property
+    def num_next_draft(self) -> np.ndarray:
+        return self.rows[:, 5]
+
+    @property
+    def sample(self) -> np.ndarray:
+        """Whether a row yields tokens: bool `[n]`."""
+        return self.rows[:, 6].astype(bool)
 
     @property
     def num_verified(self) -> int:
@@ -288,8 +313,6 @@ class HostBatch:
     ) -> Step:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
         most drafts of a row. block_size: positions of a block, for prefixes that rows share."""
-        if len(self.req_idx) == row_multiple == 1 and self.budget is None:
-            return self._ragged_row(send, k)
         num_verified = self.num_draft if self.budget is None else first_drafts(self.num_draft, self.num_verified)
         lens, num_logits = self.num_new + num_verified, (num_verified + 1) * self.sample
         first = lens.cumsum() - lens
@@ -322,27 +345,6 @@ class HostBatch:
         logits = None if every else tokens
         budget = more[0] if more else None
         return Step(batch, logits, rows, self.bounds(num_rows), self.traits, k, budget, shared=shared)
-
-    def _ragged_row(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], k: int) -> Step:
-        """As `ragged`, of a single row, in plain numbers: a tenth of the calls of numpy."""
-        each = self.req_idx, self.start, self.num_unverified_drafts, self.num_new, self.num_draft, self.num_next_draft
-        index, start, unverified, num_new, num_draft, num_next_draft = (values.item() for values in each)
-        samples, num_tokens = self.traits.chooses, num_new + num_draft
-        num_fields = DeviceBatch.buffer_size(1, 0)
-        numbers = np.zeros(num_fields + num_tokens, dtype=np.int32)
-        fields = index, start, unverified, num_new, num_draft, num_next_draft, 0, num_tokens, 0 if samples else -1
-        numbers[: num_fields : num_fields // len(fields)] = fields
-        first, num_logits = (num_new - 1, num_draft + 1) if samples else (0, 1)
-        logits_token = np.arange(first, first + num_logits, dtype=np.int32)
-        logits_row = np.full(num_logits, 0 if samples else -1, dtype=np.int32)
-        layout, tokens, rows = send([numbers, logits_token, logits_row])
-        end = start + num_tokens
-        draft_end = end + 1 + num_next_draft if num_next_draft else 0
-        lens, ends, draft_ends = np.array([[num_tokens], [end], [draft_end]])
-        unknown = unverified + num_draft
-        bounds = LengthBounds(lens, ends, draft_ends, unknown, exact=np.array([unknown == 0]))
-        every = samples and num_logits == num_tokens
-        return Step(DeviceBatch.over(layout, 1), None if every else tokens, rows, bounds, self.traits, k)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
@@ -483,9 +485,7 @@ class LayoutBuffer:
 
     def send_nothing(self, num_rows: int, num_tokens: int) -> None:
         """Send the layout of padding rows alone, to run a padded step that changes nothing."""
-        none = np.zeros(0, dtype=np.int64)
-        flags = none.astype(bool)
-        batch = HostBatch([], *(none,) * 6, sample=flags, traits=BatchTraits(False, False))
+        batch = HostBatch([], np.zeros((0, 7), dtype=np.int64), BatchTraits(False, False))
         self.send_padded(batch, num_rows, num_tokens)
 
     def send_ragged(self, batch: HostBatch) -> Step:

@@ -325,6 +325,7 @@ class GraphRunner:
             if count <= inputs.num_rows <= most_rows
             and num_tokens <= inputs.num_tokens <= most_tokens
             and draft_width <= inputs.draft_width
+            and inputs.bounds is not None
             and widest <= int(inputs.bounds.query_lens[0])
         ]
         return steps[min(fitting)[-1]] if fitting else None

@@ -52,7 +52,7 @@ from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, Specia
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StateCopies
 from dflash_backend.worker.step_ops import HostStepOps, StateSnapshot
-from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch, share
+from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 from dflash_kernels.measured_linear import measuring
@@ -315,7 +315,7 @@ class ModelRunner:
                             errors[row.request_id] = answer.error, answer.error_status
                     confidences[row.request_id] = values
         next_error = self._finish_waiting(self._in_flight[0]) if self._in_flight else None
-        ordered = [confidences[row.request_id] for row in step.plan.rows] if has_confidence else []
+        ordered = [confidences.get(row.request_id, []) for row in step.plan.rows] if has_confidence else []
         return DraftOutput(step.plan.step_id, ordered, num_kept, errors, phases, next_error)
 
     def _with_grammar(
@@ -384,7 +384,7 @@ class ModelRunner:
             if guard is None:
                 runner = padded.runner
         else:
-            step = self.layouts.send_ragged(batch) if self.overlaps else batch.ragged(share, self.step.state.k)
+            step = self.step.ops.step_of(batch, self.step.state, self.layouts)
             step.chosen_later = special is not None and special.replaces_all
         step = runner.verify(step, guard, of_prompt)
         waits = grammars is not None and grammars.waits

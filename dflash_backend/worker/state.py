@@ -180,6 +180,7 @@ class RequestStates:
         self.num_logprobs = np.full(count, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(count, -1, dtype=np.int64)
         self.num_processed = 0  # requests of `RequestRecord.processed`
+        self.num_sampled = 0  # requests with a temperature
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
@@ -213,11 +214,12 @@ class RequestStates:
         record = self.records.pop(request_id)
         self._free.append(record.index)
         self.num_processed -= record.processed
+        self.num_sampled -= bool(self.temperature[record.index])
 
     def clear(self) -> None:
         """Drop every request."""
         self.records.clear()
-        self.num_processed = 0
+        self.num_processed = self.num_sampled = 0
         self._free = list(range(len(self.temperature) - 1, -1, -1))
 
     def add(self, new: NewRequest) -> RequestRecord:
@@ -227,6 +229,7 @@ class RequestStates:
         record = self._record(index, new)
         self.records[new.request_id] = record
         self.temperature[index] = 0.0 if sampling.greedy else sampling.temperature
+        self.num_sampled += bool(self.temperature[index])
         self.top_p[index] = sampling.top_p
         self.min_p[index] = sampling.min_p
         self.top_k[index] = max(sampling.top_k, 0)

@@ -80,23 +80,23 @@ class ModelStep:
         record(step.timestamps, 0)
         if step.budget is not None:
             self.ops.lay_out(step, step.budget, self.state)
-        self.ops.prepare(step, self.state)
+        if not step.prepared:
+            self.ops.prepare(step, self.state)
         if guard is not None:
             guard.check("verify", step.batch.token_row, step.slots, step.batch.query_lens)
             if step.windows is not None:
                 guard.check_windows(step.batch.token_row, step.windows.slots)
         if self.pool is not None:
-            batch, lens = step.batch, step.bounds.query_lens
+            batch, lens = step.batch, step.attention.query_lens
             step.states = StateRows.of(
                 self.pool,
                 StateLayout(batch.req_idx, step.starts, batch.query_start, batch.query_lens, lens, step.num_tokens),
             )
             if guard is not None:
                 step.states.check()
-        context = PagedContext.prepare(
-            step.attention, step.positions, step.slots, self.backend, self.target.patterns, self.dtype, step.padded,
-            step.states, step.windows,
-        )  # fmt: skip
+        context = PagedContext(
+            step.attention, step.positions, step.slots, self.backend, self.dtype, step.padded, step.states, step.windows
+        )
         capture = self.drafter.capture if self.drafter is not None else ()
         output = self.target.forward(step.token_ids, context, self.kv.target, capture)
         hidden, step.features = output.hidden, output.features
@@ -113,8 +113,6 @@ class ModelStep:
     def accept(self, step: Step) -> None:
         """Which drafts are the target's own tokens, and which token follows them."""
         self.ops.accept(step, self.state)
-        counts = torch.stack([step.num_accepted, step.batch.num_draft], dim=1).long()
-        step.results = torch.cat([counts, step.new_tokens], dim=1)
         record(step.timestamps, 2)
 
     def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
@@ -153,6 +151,7 @@ class ModelStep:
         copies: slots of recurrent states that are copied after that, and where to."""
         self.inject(step, guard)
         batch, state, drafter = step.batch, self.state, self.drafter
+        asked = self.wants_confidence and step.traits.wants_confidence
         if drafter is not None and step.traits.drafts:
             queries, before = None, None
             if drafter.placeholder_id is not None:
@@ -165,14 +164,15 @@ class ModelStep:
             draft = DraftBatch(
                 state.tokens, state.computed, batch.req_idx, batch.num_next_draft, step.draft_width, queries, before
             )
-            asked = self.wants_confidence and step.traits.wants_confidence
             sampler = self.ops.draft_sampler(step, state, self.draft_temperature_ratio, asked)
             self.ops.store_drafts(drafter.propose(draft, sampler), batch, state)
         if step.states is not None:
-            self._commit(step.states, batch.num_new + step.num_accepted, copies)
+            self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)
-        confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
-        step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
+        step.drafts = step.timestamps
+        if asked or not self.ops.on_host:  # a captured step has the same numbers each time
+            confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
+            step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: StateCopies) -> None:

@@ -27,11 +27,14 @@ from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.worker.batch import (
     DeviceBatch,
+    HostBatch,
+    LayoutBuffer,
     Step,
     exact_layout,
     window_slots,
 )
 from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.transfers import share
 from dflash_kernels import (
     accept,
     argmax,
@@ -245,9 +248,7 @@ class CommonStepOps:
     """
 
     _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out_reference)
-    _prepare: Callable[..., Tensors] = staticmethod(
-        cpu_step.prepare if cpu_ops.HAS_CPU_OPS else prepare_step.prepare_reference
-    )
+    _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare_reference)
     argmax: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
         cpu_ops.argmax if cpu_ops.HAS_CPU_OPS else argmax.argmax_reference
     )
@@ -259,7 +260,7 @@ class CommonStepOps:
     )
     _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
-    _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(
+    _accept: Callable[..., torch.Tensor] = staticmethod(
         cpu_step.accept if cpu_ops.HAS_CPU_OPS else accept.accept_reference
     )
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
@@ -351,7 +352,7 @@ class CommonStepOps:
         Advances `state.tokens` by that token and `state.computed` of every row to its real start + num_new + accepted
         drafts."""
         batch = step.batch
-        step.num_accepted, step.new_tokens = self._accept(
+        step.results = self._accept(
             step.target_tokens, state.tokens, state.computed, state.k,
             batch.req_idx, step.starts, batch.num_new, batch.num_draft, batch.logits_start,
         )  # fmt: skip
@@ -384,6 +385,24 @@ class HostStepOps(CommonStepOps):
     """The operations of a CPU, on exact lengths: only what is needed is run."""
 
     on_host = True
+
+    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer | None = None) -> Step:
+        """As `ReferenceStepOps.step_of`; in C++ it is prepared at once."""
+        if not cpu_ops.HAS_CPU_OPS:
+            return batch.ragged(share, state.k)
+        found = cpu_step.lay_out(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size, batch.rows
+        )
+        every = len(found.logits_token) == len(found.slots) and batch.traits.chooses
+        logits_token = None if every else found.logits_token
+        step = Step(DeviceBatch(*found.batch), logits_token, found.logits_row, None, batch.traits, state.k)
+        step.token_ids, step.positions, step.slots = found.token_ids, found.positions, found.slots
+        step.starts, step.seq_lens = found.starts, found.ends
+        step.attention = AttentionBatch(found.query_lens, found.seq_lens, found.tables)
+        step.padded, step.prepared = found.padded, True
+        if state.window_blocks is not None:
+            step.windows = window_slots(step, state.window_blocks, state.block_size)
+        return step
 
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         batch = step.batch
@@ -477,9 +496,14 @@ class ReferenceStepOps(CommonStepOps):
 
     on_host = False
 
+    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer) -> Step:
+        """A step of these rows, of any lengths."""
+        return layouts.send_ragged(batch)
+
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         """The rows as attention runs them, and whether slots may be -1."""
         batch, bounds = step.batch, step.bounds
+        assert bounds is not None
         rows = DeviceLengths(batch.query_start, batch.query_lens, step.seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         return replace(layout, shared=step.shared, exact=bounds.exact), True
@@ -511,6 +535,7 @@ class ReferenceStepOps(CommonStepOps):
         """What the drafter's model runs, after `accept`: a row of `step.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""
         batch, bounds, width = step.batch, step.bounds, step.draft_width + lookahead_base
+        assert bounds is not None
         ids, positions, slots, query_lens, seq_lens = self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
             batch.req_idx, batch.num_next_draft, width, placeholder_id, lookahead_base,

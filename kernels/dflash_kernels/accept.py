@@ -25,8 +25,9 @@ def accept_reference(
     num_new: torch.Tensor,
     num_draft: torch.Tensor,
     logits_start: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepted drafts of each row, int32 `[R]`, and its new tokens, int64 `[R, k + 1]`, 0 behind the last of them.
+) -> torch.Tensor:
+    """The results of each row, int64 `[R, k + 3]`: its accepted drafts, its `num_draft` verified ones, and its new
+    tokens, 0 after the last of them.
 
     target_tokens: int64 `[D]`, the target's token for each row of logits. tokens: int64 `[S, max_len]`, in which the
     drafts lie, and where the token after the accepted ones is written. computed: int32 `[S]`, set to
@@ -47,26 +48,28 @@ def accept_reference(
     own = own[np.minimum(np.maximum(offsets, 0)[:, None] + column, len(own) - 1)]
     count = np.logical_and.accumulate((drafts == own) & (column < lens[:, None]), axis=1).sum(axis=1)
 
-    new_tokens = np.zeros((len(index), k + 1), dtype=np.int64)
-    new_tokens[:, : len(column)] = np.where((column <= count[:, None]) & (offsets >= 0)[:, None], own, 0)
+    results = np.zeros((len(index), k + 3), dtype=np.int64)
+    results[:, 0], results[:, 1] = count, num_draft.numpy()
+    results[:, 2 : 2 + len(column)] = np.where((column <= count[:, None]) & (offsets >= 0)[:, None], own, 0)
     end, real = first + count, req_idx.numpy() >= 0
     written = real & (offsets >= 0) & (end < tokens.shape[1])
     tokens.numpy()[index[written], end[written]] = own[rows, count][written]
     computed.numpy()[index[real]] = end[real]
-    return torch.from_numpy(count.astype(np.int32)), torch.from_numpy(new_tokens)
+    return torch.from_numpy(results)
 
 
 @cached_launches
 @triton.jit
 def _accept_kernel(
     target_tokens_ptr, tokens_ptr, computed_ptr, req_idx_ptr, starts_ptr, num_new_ptr, num_draft_ptr,
-    logits_start_ptr, count_ptr, out_ptr, k, max_len, COLUMNS: tl.constexpr,
+    logits_start_ptr, results_ptr, k, max_len, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program decides on one row."""
     row = tl.program_id(0)
     req_idx, logits_row = tl.load(req_idx_ptr + row), tl.load(logits_start_ptr + row)
     first = tl.load(starts_ptr + row) + tl.load(num_new_ptr + row)
-    num_draft = tl.where(logits_row >= 0, tl.load(num_draft_ptr + row), 0)
+    num_verified = tl.load(num_draft_ptr + row)
+    num_draft = tl.where(logits_row >= 0, num_verified, 0)
     column = tl.arange(0, COLUMNS)
     is_draft = column < num_draft
     within = is_draft & (first + column < tl.where(req_idx >= 0, max_len, 0))
@@ -76,8 +79,10 @@ def _accept_kernel(
     own = tl.load(target_tokens_ptr + logits_row + column, mask=column < num_own, other=0)
     rejected = (is_draft == 0) | (drafts != own)
     count = tl.min(tl.where(rejected, column, num_draft), axis=0)
-    tl.store(count_ptr + row, count)
-    tl.store(out_ptr + row * (k + 1) + column, tl.where(column <= count, own, 0), mask=column <= k)
+    result_ptr = results_ptr + row * (k + 3)
+    tl.store(result_ptr, count.to(tl.int64))
+    tl.store(result_ptr + 1, num_verified.to(tl.int64))
+    tl.store(result_ptr + 2 + column, tl.where(column <= count, own, 0), mask=column <= k)
     end = first + count
     if req_idx >= 0:
         tl.store(computed_ptr + req_idx, end)
@@ -95,14 +100,13 @@ def accept(
     num_new: torch.Tensor,
     num_draft: torch.Tensor,
     logits_start: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """As `accept_reference`, for contiguous tensors."""
-    num_rows, device = len(req_idx), tokens.device
-    count = torch.empty(num_rows, dtype=torch.int32, device=device)
-    out = torch.empty(num_rows, k + 1, dtype=torch.int64, device=device)
+    num_rows = len(req_idx)
+    results = torch.empty(num_rows, k + 3, dtype=torch.int64, device=tokens.device)
     if num_rows > 0:
         _accept_kernel[(num_rows,)](
-            target_tokens, tokens, computed, req_idx, starts, num_new, num_draft, logits_start, count, out,
-            k, tokens.shape[1], COLUMNS=triton.next_power_of_2(k + 1),
+            target_tokens, tokens, computed, req_idx, starts, num_new, num_draft, logits_start, results, k,
+            tokens.shape[1], COLUMNS=triton.next_power_of_2(k + 1),
         )  # fmt: skip
-    return count, out
+    return results

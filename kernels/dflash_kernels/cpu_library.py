@@ -170,11 +170,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "dflash_linear_rope_write": [I, I, I, P, L, P, P, P, F, P, P, P, P, P, P, L, L, L, L],
     "dflash_linear_norm": [I, I, P, L, P, P, P, P, P, P, L, F],
     "dflash_gated_mlp": [I, I, P, L, P, P, P, P, P, L],
-    "dflash_layers": [I, P, P, P, P, P, P, P, P, L, P, L],
     "dflash_choose": [I, I, P, L, L, L, P, P, P, P, P, P],
     "dflash_log_odds": [I, I, P, L, L, L, P, F, P],
-    "dflash_prepare": [P, P, P, P, P, P, L, P, L, P, P, P],
-    "dflash_accept": [P, P, L, P, P, P, P, P, L, P, P],
+    "dflash_accept": [P, P, L, P, P, P, P, P, L, P],
     "dflash_prepare_draft": [P, P, P, L, L, L, L, P, P, P],
     "dflash_store_drafts": [P, P, P, L, P, P, L, P, L],
     "dflash_attend": [I, I, I, P, P, P, P, P, L, P, P, P, L, L, L, L, L, I, L, P, F],
@@ -185,6 +183,8 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_packed_bytes": [L, L, L],
     "dflash_pack_blocks": [I, P, I, P, L, L],
     "dflash_unpack_rows": [I, P, P, L, P],
+    "dflash_layers": [I, P, P, P],
+    "dflash_lay_out": [P, P, L, L, L, P, P],
     "dflash_has_pairs": [],
 }
 

@@ -40,6 +40,22 @@ struct Rows {
   const int64_t* slots; const int32_t* tables; int64_t table_step;
   const int64_t *first_token, *query_lens, *seq_lens; int64_t count;
 };
+// A pass of `tokens` tokens over the layers. embedding: where their `ids` are looked up; null where their embeddings are in
+// `hidden` already. cos, sin: of `num_positions` positions. captured: of each layer where its output is written as well, rows
+// `captured_step` numbers apart, or null. work: for each token numbers of twice the size of all heads, of the hidden state, and of
+// two heads.
+struct Pass {
+  const Weight* embedding;
+  const int64_t *ids, *positions;
+  const void *cos, *sin;
+  int64_t num_positions;
+  void *hidden, *normed;
+  const void* last_norm;
+  void* const* captured;
+  int64_t captured_step;
+  void* work;
+  int64_t tokens;
+};
 static void add_rows(int dtype, int threads, const void* x, void* total, int64_t rows, int64_t size) {
   share(threads, rows, std::max<long>(1, 16384 / size), [&](long first, long last) {
     for (long i = first * size; i < last * size; i += LANES) {
@@ -181,15 +197,22 @@ void dflash_gated_mlp(int threads, int is_gelu, const void* x, int64_t x_step, c
     dflash_linear(threads, gated, down->k, down, down_bias, at_row(dtype, out, first, down->n), count);
   });
 }
-// All layers of a decoder over `tokens` tokens, whose embeddings are in `hidden`. Leaves there what the last layer gives out, and,
-// where there is a `last_norm`, the norm of it in `normed`. captured: of each layer, where its output is written as well, rows
-// `captured_step` numbers apart, or null. work: numbers of twice the size of all heads and of the hidden state, for each token.
-void dflash_layers(int threads, const Layers* all, const Rows* rows, const void* cos, const void* sin, void* hidden, void* normed,
-                   const void* last_norm, void* const* captured, int64_t captured_step, void* work, int64_t tokens) {
+// All layers of a decoder. Leaves in `hidden` what the last layer gives out, and, where there is a `last_norm`, the norm of it in
+// `normed`. Returns the place of the first token whose id or position is none, and does nothing then; -1 where there is none.
+int64_t dflash_layers(int threads, const Layers* all, const Rows* rows, const Pass* pass) {
   const Layers& s = *all;
+  const Pass& p = *pass;
   int dtype = dtype_of(s.first->qkv);
-  long size = s.first->output->n, heads_size = s.heads * s.dim, bytes = dtype == 0 ? 4 : 2;
-  void *query = work, *attended = at_row(dtype, work, tokens, heads_size), *added = at_row(dtype, attended, tokens, heads_size);
+  long tokens = p.tokens, size = s.first->output->n, heads_size = s.heads * s.dim, bytes = dtype == 0 ? 4 : 2;
+  for (long t = 0; t < tokens; t++)
+    if (p.positions[t] < 0 || p.positions[t] >= p.num_positions) return t;
+  if (long outside = p.embedding ? dflash_unpack_rows(threads, p.embedding, p.ids, tokens, p.hidden) : -1; outside >= 0) return outside;
+  void *hidden = p.hidden, *normed = p.normed, *query = p.work, *attended = at_row(dtype, query, tokens, heads_size);
+  void *added = at_row(dtype, attended, tokens, heads_size), *cos = at_row(dtype, added, tokens, size), *sin = at_row(dtype, cos, tokens, s.dim);
+  for (long t = 0; t < tokens; t++) {
+    std::memcpy(at_row(dtype, cos, t, s.dim), at_row(dtype, p.cos, p.positions[t], s.dim), s.dim * bytes);
+    std::memcpy(at_row(dtype, sin, t, s.dim), at_row(dtype, p.sin, p.positions[t], s.dim), s.dim * bytes);
+  }
   dflash_norm(dtype, s.norm_dtype, threads, hidden, nullptr, s.first->input_norm, normed, nullptr, tokens, size, s.eps);
   for (long i = 0; i < s.count; i++) {
     const Layer& w = s.first[i];
@@ -200,23 +223,21 @@ void dflash_layers(int threads, const Layers* all, const Rows* rows, const void*
                   r.seq_lens, r.count, s.heads, s.kv_heads, s.dim, s.block_size, w.causal, w.window, w.sinks, float(1 / std::sqrt(double(s.dim))));
     dflash_linear_norm(s.norm_dtype, threads, attended, heads_size, w.output, w.output_bias, hidden, w.post_norm, normed, hidden, tokens, s.eps);
     dflash_gated_mlp(threads, w.is_gelu, normed, size, w.gate_up, w.gate_up_bias, w.down, w.down_bias, added, tokens);
-    const void* next = i + 1 < s.count ? s.first[i + 1].input_norm : last_norm;
+    const void* next = i + 1 < s.count ? s.first[i + 1].input_norm : p.last_norm;
     if (next) dflash_norm(dtype, s.norm_dtype, threads, added, hidden, next, normed, hidden, tokens, size, s.eps);
     else add_rows(dtype, threads, added, hidden, tokens, size);
-    if (captured[i])
-      for (long t = 0; t < tokens; t++) std::memcpy(at_row(dtype, captured[i], t, captured_step), at_row(dtype, hidden, t, size), size * bytes);
+    if (p.captured[i])
+      for (long t = 0; t < tokens; t++) std::memcpy(at_row(dtype, p.captured[i], t, p.captured_step), at_row(dtype, hidden, t, size), size * bytes);
   }
+  return -1;
 }
 // Around the models. state: as `State` has it. tokens: ids, positions and slots, each of as many numbers as there are tokens.
-void dflash_prepare(const State* state, const int32_t* requests, const int32_t* start, const int32_t* unverified, const int32_t* query_start,
-                    const int32_t* query_lens, int64_t rows, const int32_t* token_row, int64_t count, int64_t* tokens, int32_t* starts,
-                    int32_t* seq_lens) {
-  Tokens out{tokens, tokens + count, tokens + 2 * count};
-  prepare_step(*state, requests, start, unverified, query_start, query_lens, rows, token_row, count, out, starts, seq_lens);
+int64_t dflash_lay_out(const State* state, const Row* rows, int64_t count, int64_t tokens, int64_t table_width, int32_t* narrow, int64_t* wide) {
+  return lay_out(*state, rows, count, tokens, table_width, narrow, wide);
 }
 void dflash_accept(const State* state, const int64_t* own, int64_t k, const int32_t* requests, const int32_t* starts, const int32_t* num_new,
-                   const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int32_t* accepted, int64_t* new_tokens) {
-  accept_drafts(*state, own, k, requests, starts, num_new, num_draft, logits_start, rows, accepted, new_tokens);
+                   const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int64_t* results) {
+  accept_drafts(*state, own, k, requests, starts, num_new, num_draft, logits_start, rows, results);
 }
 void dflash_prepare_draft(const State* state, const int32_t* requests, const int32_t* num_next, int64_t rows, int64_t width,
                           int64_t placeholder, int64_t lookahead_base, int64_t* tokens, int32_t* query_lens, int32_t* seq_lens) {

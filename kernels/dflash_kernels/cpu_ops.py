@@ -5,6 +5,7 @@ Rows of all arguments are contiguous. An operation uses as many threads as torch
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -370,29 +371,38 @@ def address(tensor: torch.Tensor | None) -> int:
 def layers(
     table: np.ndarray,
     rows: np.ndarray,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    hidden: torch.Tensor,
     last_norm: torch.Tensor | None,
     captured: np.ndarray,
     features: torch.Tensor | None,
     heads_size: int,
+    token_ids: torch.Tensor | None = None,
+    embedding: PackedWeight | None = None,
 ) -> torch.Tensor:
     """All layers of a decoder, in one call. Returns the norm by `last_norm` of what the last one gives out.
 
-    table: `struct Layers` of `cpu_ops.cpp`, rows: its `Rows`, both int64. cos, sin: `[num_tokens, 1, head_dim]`.
-    hidden: `[num_tokens, hidden_size]`, the embeddings, in whose place the last layer's output comes. captured: int64,
-    of each layer the address in `features` where its output goes, or 0. features: `[num_tokens, L * hidden_size]`, or
-    None.
+    table: `struct Layers` of `cpu_ops.cpp`, rows: its `Rows`, both int64. hidden: `[num_tokens, hidden_size]`, the
+    embeddings, in whose place the last layer's output comes; with `token_ids`, int64 `[num_tokens]`, which are looked
+    up in `embedding`, what is there does not matter. positions: int64 `[num_tokens]`, contiguous. cos, sin:
+    `[num_positions, head_dim]`, contiguous. captured: int64, of each layer the address in `features` where its output
+    goes, or 0. features: `[num_tokens, L * hidden_size]`, or None. Raises `IndexError`.
     """
     assert _library is not None
     num_tokens, size = hidden.shape
-    normed, work = torch.empty_like(hidden), hidden.new_empty(num_tokens * 2 * heads_size + num_tokens * size)
-    _library.dflash_layers(
-        torch.get_num_threads(), table.ctypes.data, rows.ctypes.data, cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
-        normed.data_ptr(), address(last_norm) or None, captured.ctypes.data,
+    normed = torch.empty_like(hidden)
+    work = hidden.new_empty(num_tokens * (2 * heads_size + size + 2 * cos.shape[1]))
+    of_pass = (ctypes.c_int64 * 13)(
+        0 if embedding is None else embedding.address, address(token_ids), positions.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), len(cos), hidden.data_ptr(), normed.data_ptr(), address(last_norm), captured.ctypes.data,
         0 if features is None else features.shape[1], work.data_ptr(), num_tokens,
     )  # fmt: skip
+    outside = _library.dflash_layers(torch.get_num_threads(), table.ctypes.data, rows.ctypes.data, of_pass)
+    if outside >= 0:
+        token_id = None if token_ids is None else int(token_ids[outside])
+        raise IndexError(f"no such token or position: token {token_id} at position {int(positions[outside])}")
     return normed
 
 

@@ -23,23 +23,42 @@ struct Tokens {
   void clear(int64_t i) const { ids[i] = positions[i] = 0, slots[i] = -1; }
 };
 
-static void prepare_step(const State& s, const int32_t* requests, const int32_t* start, const int32_t* unverified, const int32_t* query_start,
-                         const int32_t* query_lens, int64_t rows, const int32_t* token_row, int64_t count, const Tokens& out, int32_t* starts,
-                         int32_t* seq_lens) {
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t request = requests[r];
-    starts[r] = request < 0 ? 0 : unverified[r] > 0 ? s.computed[request] : start[r];
-    seq_lens[r] = int32_t(std::min<int64_t>(starts[r] + query_lens[r], s.covered(request)));
+// What a step knows of a row.
+struct Row { int64_t request, start, unverified, num_new, num_draft, num_next_draft, samples; };
+// The layout of a step, each of R rows and T tokens behind the other. narrow: `DeviceBatch` but for the rows of tokens, starts,
+// the positions behind the last tokens; of tokens their rows; of logits tokens and rows, for which there is room for T; block
+// tables. wide: whether a slot is below 0, then ids, positions, slots; of rows their tokens and the positions behind the last.
+// Returns how many rows of logits there are: one that belongs to no row where no row samples.
+static int64_t lay_out(const State& s, const Row* rows, int64_t count, int64_t tokens, int64_t table_width, int32_t* narrow, int64_t* wide) {
+  int32_t *starts = narrow + 9 * count, *seq_lens = starts + count, *token_row = seq_lens + count, *logits_token = token_row + tokens;
+  int32_t *logits_row = logits_token + tokens, *tables = logits_row + tokens;
+  int64_t *lens = wide + 1 + 3 * tokens, *ends = lens + count, token = 0, logits = 0;
+  Tokens out{wide + 1, wide + 1 + tokens, wide + 1 + 2 * tokens};
+  wide[0] = 0;
+  for (int64_t r = 0; r < count; r++) {
+    const Row& row = rows[r];
+    int64_t length = row.num_new + row.num_draft, covered = s.covered(row.request);
+    int64_t start = row.unverified > 0 ? s.computed[row.request] : row.start;
+    int64_t numbers[] = {row.request, row.start, row.unverified, row.num_new, row.num_draft, row.num_next_draft, token, length, row.samples ? logits : -1};
+    for (int i = 0; i < 9; i++) narrow[i * count + r] = int32_t(numbers[i]);
+    starts[r] = int32_t(start);
+    lens[r] = length;
+    seq_lens[r] = int32_t(ends[r] = std::min(start + length, covered));
+    for (int64_t i = 0; row.samples && i <= row.num_draft; i++, logits++) logits_token[logits] = int32_t(token + row.num_new - 1 + i), logits_row[logits] = int32_t(r);
+    for (int64_t i = 0; i < length; i++, token++) {
+      token_row[token] = int32_t(r);
+      if (start + i < covered) out.set(token, s, row.request, start + i); else out.clear(token), wide[0] = 1;
+    }
+    std::copy_n(s.blocks + row.request * s.max_blocks, table_width, tables + r * table_width);
   }
-  for (int64_t i = 0; i < count; i++) {
-    int64_t row = token_row[i], position = row < 0 ? 0 : starts[row] - query_start[row] + i;
-    if (row >= 0 && position < s.covered(requests[row])) out.set(i, s, requests[row], position); else out.clear(i);
-  }
+  if (logits) return logits;
+  logits_token[0] = 0, logits_row[0] = -1;
+  return 1;
 }
-// new_tokens: `[rows][k + 1]`.
+// results: `[rows][k + 3]`: accepted drafts, verified ones, new tokens.
 static void accept_drafts(const State& s, const int64_t* own, int64_t k, const int32_t* requests, const int32_t* starts, const int32_t* num_new,
-                          const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int32_t* accepted, int64_t* new_tokens) {
-  std::fill_n(new_tokens, rows * (k + 1), 0);
+                          const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int64_t* results) {
+  std::fill_n(results, rows * (k + 3), 0);
   for (int64_t r = 0; r < rows; r++) {
     int64_t request = requests[r], first = int64_t(starts[r]) + num_new[r], count = 0;
     bool samples = logits_start[r] >= 0;
@@ -47,9 +66,10 @@ static void accept_drafts(const State& s, const int64_t* own, int64_t k, const i
     int64_t* row = s.tokens + std::max<int64_t>(request, 0) * s.max_len;
     if (samples) {
       while (count < num_draft[r] && (first + count < s.max_len ? row[first + count] : 0) == mine[count]) count++;
-      std::copy_n(mine, count + 1, new_tokens + r * (k + 1));
+      std::copy_n(mine, count + 1, results + r * (k + 3) + 2);
     }
-    accepted[r] = int32_t(count);
+    results[r * (k + 3)] = count;
+    results[r * (k + 3) + 1] = num_draft[r];
     if (request < 0) continue;
     if (samples && first + count < s.max_len) row[first + count] = mine[count];
     s.computed[request] = int32_t(first + count);

@@ -4,6 +4,7 @@ microseconds for any number of rows, where the references' calls of numpy take h
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,30 +33,52 @@ def _call() -> ctypes.CDLL:
     return _library
 
 
-def prepare(
+class RowsLaidOut(NamedTuple):
+    """A step of R rows and T tokens. batch: what `DeviceBatch` has, in its order. starts, ends: int32 `[R]`, where rows
+    start and end. logits_token, logits_row: int32 `[D]`. tables: int32 `[R, W]`, the rows' block tables. token_ids,
+    positions, slots: int64 `[T]`. query_lens, seq_lens: int64 `[R]`, tokens and, again, where rows end. padded: whether
+    a slot is below 0."""
+
+    batch: list[torch.Tensor]
+    starts: torch.Tensor
+    ends: torch.Tensor
+    logits_token: torch.Tensor
+    logits_row: torch.Tensor
+    tables: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    padded: bool
+
+
+def lay_out(
     tokens: torch.Tensor,
     blocks: torch.Tensor,
     num_blocks: torch.Tensor,
     computed: torch.Tensor,
     block_size: int,
-    req_idx: torch.Tensor,
-    start: torch.Tensor,
-    num_unverified_drafts: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
-    token_row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `prepare_reference`, for contiguous tensors."""
+    rows: np.ndarray,
+) -> RowsLaidOut:
+    """What a step of `rows` runs, as `prepare_reference` says. rows: int64 `[R, 7]`, contiguous, of each row its
+    request, where it starts, drafts in flight, known tokens, drafts, drafts to propose, and whether it samples."""
     state = _state(tokens, computed, blocks, num_blocks, block_size)
-    found = torch.empty((3, len(token_row)), dtype=torch.int64)
-    starts, seq_lens = torch.empty((2, len(req_idx)), dtype=torch.int32).unbind()
-    _call().dflash_prepare(
-        state.ctypes.data, req_idx.data_ptr(), start.data_ptr(), num_unverified_drafts.data_ptr(),
-        query_start.data_ptr(), query_lens.data_ptr(), len(req_idx), token_row.data_ptr(), len(token_row),
-        found.data_ptr(), starts.data_ptr(), seq_lens.data_ptr(),
+    count, num_tokens = len(rows), int(rows[:, 3:5].sum())
+    width = max(1, int(num_blocks.numpy()[rows[:, 0]].max()))
+    narrow = torch.empty(11 * count + 3 * num_tokens + count * width, dtype=torch.int32)
+    wide = torch.empty(1 + 3 * num_tokens + 2 * count, dtype=torch.int64)
+    num_logits = _call().dflash_lay_out(
+        state.ctypes.data, rows.ctypes.data, count, num_tokens, width, narrow.data_ptr(), wide.data_ptr()
+    )
+    *batch, starts, ends, token_row, logits_token, logits_row, tables = narrow.split(
+        [*[count] * 11, *[num_tokens] * 3, count * width]
+    )
+    padded, token_ids, positions, slots, query_lens, seq_lens = wide.split([1, *[num_tokens] * 3, count, count])
+    return RowsLaidOut(
+        [*batch, token_row], starts, ends, logits_token[:num_logits], logits_row[:num_logits],
+        tables.view(count, width), token_ids, positions, slots, query_lens.numpy(), seq_lens.numpy(), bool(padded),
     )  # fmt: skip
-    ids, positions, slots = found.unbind()
-    return ids, positions, slots, starts, seq_lens
 
 
 def accept(
@@ -68,16 +91,15 @@ def accept(
     num_new: torch.Tensor,
     num_draft: torch.Tensor,
     logits_start: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """As `accept_reference`, for contiguous tensors."""
     state, num_rows = _state(tokens, computed), len(req_idx)
-    count, new_tokens = torch.empty(num_rows, dtype=torch.int32), torch.empty((num_rows, k + 1), dtype=torch.int64)
+    results = torch.empty((num_rows, k + 3), dtype=torch.int64)
     _call().dflash_accept(
         state.ctypes.data, target_tokens.data_ptr(), k, req_idx.data_ptr(), starts.data_ptr(),
-        num_new.data_ptr(), num_draft.data_ptr(), logits_start.data_ptr(), num_rows, count.data_ptr(),
-        new_tokens.data_ptr(),
+        num_new.data_ptr(), num_draft.data_ptr(), logits_start.data_ptr(), num_rows, results.data_ptr(),
     )  # fmt: skip
-    return count, new_tokens
+    return results
 
 
 def prepare_draft(

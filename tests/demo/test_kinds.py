@@ -192,7 +192,7 @@ def test_a_hybrid_target_is_served_as_it_was_trained(tmp_path: Path) -> None:
     spec = read_target(tmp_path)
     assert spec.decoder.delta_net is not None
     served = serving_target(spec, 128, torch.float32, torch.device("cpu"))
-    paged = context(block_tables(1), [0], [70], served.patterns, pool=noisy_pool(spec.decoder))
+    paged = context(block_tables(1), [0], [70], pool=noisy_pool(spec.decoder))
     output = served.forward(ids, paged, caches(spec.decoder), SMOKE_CONFIG.target_layer_ids)
     torch.testing.assert_close(served.logits(output.hidden), model.logits(hidden)[0], atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(output.features, features[0], atol=1e-4, rtol=1e-3)

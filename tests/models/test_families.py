@@ -189,7 +189,7 @@ class Pair:
         """One pass in which row r runs the given tokens from the given position on: logits of each row, features.
         kept: how many tokens of each row are accepted; by default all."""
         starts, lens = [start for start, _ in rows], [len(ids) for _, ids in rows]
-        paged = context(tables, starts, lens, self.target.patterns, self.dtype, pool=self.pool)
+        paged = context(tables, starts, lens, self.dtype, pool=self.pool)
         output = self.target.forward(torch.cat([ids for _, ids in rows]), paged, self.kv, capture)
         if paged.states is not None:
             paged.states.check()
@@ -332,7 +332,7 @@ def test_positions_across_a_power_of_two_give_the_same_logits(pair: Pair, border
     positions = torch.arange(border - NUM_TOKENS // 2, border - NUM_TOKENS // 2 + NUM_TOKENS)
     expected = pair.model(pair.first.ids[None], position_ids=positions[None]).logits[0]
     target = load_target(pair.target.spec, border + NUM_TOKENS, torch.float32, CPU)
-    paged = context(block_tables(1), [0], [NUM_TOKENS], target.patterns, pool=pair.pool)
+    paged = context(block_tables(1), [0], [NUM_TOKENS], pool=pair.pool)
     paged = replace(paged, positions=positions)
     output = target.forward(pair.first.ids, paged, pair.kv, ())
     torch.testing.assert_close(target.logits(output.hidden), expected, **TOLERANCE)

@@ -94,7 +94,7 @@ def logits(target: TargetModel) -> torch.Tensor:
     decoder = target.spec.decoder
     ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     pool = noisy_pool(decoder, device=DEVICE.type)
-    paged = context(block_tables(1), [0], [NUM_TOKENS], target.patterns, device=DEVICE.type, pool=pool)
+    paged = context(block_tables(1), [0], [NUM_TOKENS], device=DEVICE.type, pool=pool)
     return target.logits(target.forward(ids, paged, caches(decoder, device=DEVICE.type), ()).hidden)
 
 

@@ -110,7 +110,7 @@ def load(directory: Path, ops: LayerOps = KERNELS, **options: Any) -> DecoderTar
 def logits(target: TargetModel) -> torch.Tensor:
     """Of the first tokens of some text: `[n, vocab_size]`."""
     ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    paged = context(block_tables(1), [0], [NUM_TOKENS], target.patterns, device=DEVICE.type)
+    paged = context(block_tables(1), [0], [NUM_TOKENS], device=DEVICE.type)
     kv = caches(target.spec.decoder, device=DEVICE.type)
     return target.logits(target.forward(ids, paged, kv, ()).hidden)
 

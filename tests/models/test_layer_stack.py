@@ -139,10 +139,9 @@ def test_a_pass_is_that_of_its_own_caches_slots_and_captures(tmp_path: Path, mon
         )
         positions = torch.tensor([*range(20), 6])
         slots = torch.tensor([*range(16, 36), 3 * 16 + 6])
-        context = PagedContext.prepare(
-            layout, positions, slots, CpuBackend(16), target.patterns, torch.float32,
-            windows=WindowSlots(slots + 3 * 16, of_windows),
-        )  # fmt: skip
+        context = PagedContext(
+            layout, positions, slots, CpuBackend(16), torch.float32, windows=WindowSlots(slots + 3 * 16, of_windows)
+        )
         caches = [KVLayer(torch.zeros(8, 16, 2, KV_HEADS, 16)) for _ in target.patterns]
         given = target.forward(torch.arange(21), context, caches, capture)
         assert given.features is not None

@@ -59,7 +59,7 @@ def two_passes(target: TargetModel) -> Outcome:
     rng, returned = np.random.default_rng(0), []
     for starts, lens in (([0, 0], [5, 2]), ([5, 2], [1, 4])):
         ids = torch.from_numpy(rng.integers(0, VOCAB_SIZE, sum(lens))).to(DEVICE)
-        paged = context(tables, starts, lens, target.patterns, device=DEVICE.type, pool=pool)
+        paged = context(tables, starts, lens, device=DEVICE.type, pool=pool)
         output = target.forward(ids, paged, kv, CAPTURE)
         if paged.states is not None:
             paged.states.commit(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
@@ -84,7 +84,7 @@ def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Pat
 def test_the_last_captured_feature_is_the_hidden_state_itself(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
     target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
-    paged = context(block_tables(1), [0], [3], target.patterns, device=DEVICE.type)
+    paged = context(block_tables(1), [0], [3], device=DEVICE.type)
     kv = caches(target.spec.decoder, device=DEVICE.type)
     output = target.forward(torch.tensor([5, 6, 7], device=DEVICE), paged, kv, (TARGET_LAYERS - 1,))
     assert output.features is not None
@@ -100,10 +100,10 @@ def inject_and_forward(model: DFlashModel) -> Outcome:
     """Context of seven positions, two of them padding, then a block of four queries over it."""
     kv, tables = caches(model.spec.decoder, device=DEVICE.type), block_tables(1)
     positions = torch.arange(7, device=DEVICE)
-    slots = context(tables, [0], [7], model.patterns, device=DEVICE.type).slots
+    slots = context(tables, [0], [7], device=DEVICE.type).slots
     slots[5:] = -1
     model.inject(random(7, model.fc.in_features), positions, slots, kv, padded=True)
-    paged = context(tables, [5], [4], model.patterns, device=DEVICE.type)
+    paged = context(tables, [5], [4], device=DEVICE.type)
     return Outcome([model.forward(random(4, model.fc.out_features, seed=1), paged, kv)], kv)
 
 
@@ -131,7 +131,7 @@ def with_padding(paged: PagedContext) -> tuple[PagedContext, set[int]]:
 def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
     target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
-    paged, slots = with_padding(context(block_tables(1), [0], [6], target.patterns, device=DEVICE.type))
+    paged, slots = with_padding(context(block_tables(1), [0], [6], device=DEVICE.type))
     kv = caches(target.spec.decoder, device=DEVICE.type)
     ids = torch.arange(6, device=DEVICE)
     assert written_slots(kv, lambda kv: target.forward(ids, paged, kv, ())) == [slots] * TARGET_LAYERS
@@ -140,7 +140,7 @@ def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path)
 @with_either
 def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     model = drafter(tmp_path, ops)
-    paged, slots = with_padding(context(block_tables(1), [0], [6], model.patterns, device=DEVICE.type))
+    paged, slots = with_padding(context(block_tables(1), [0], [6], device=DEVICE.type))
     features, queries = random(6, model.fc.in_features), random(6, model.fc.out_features)
     for run in (
         lambda kv: model.inject(features, paged.positions, paged.slots, kv, padded=True),

@@ -90,7 +90,7 @@ class Hybrid:
 
     def run(self, start: int, ids: torch.Tensor, kept: int | None = None) -> torch.Tensor:
         """Logits of one row, of which `kept` tokens are accepted."""
-        paged = context(self.tables, [start], [len(ids)], self.target.patterns, pool=self.pool)
+        paged = context(self.tables, [start], [len(ids)], pool=self.pool)
         assert paged.states is not None
         paged.states.check()
         output = self.target.forward(ids, paged, self.kv, ())
@@ -132,7 +132,7 @@ def test_a_forward_pass_changes_no_state(hybrid: Hybrid) -> None:
     hybrid.run(0, hybrid.ids[:20])
     before = [tensor.clone() for tensor in hybrid.pool.tensors]
     for start, end in ((20, 21), (20, 29), (20, 190)):
-        paged = context(hybrid.tables, [start], [end - start], hybrid.target.patterns, pool=hybrid.pool)
+        paged = context(hybrid.tables, [start], [end - start], pool=hybrid.pool)
         hybrid.target.forward(hybrid.ids[start:end], paged, hybrid.kv, ())
     assert all(torch.equal(now, then) for now, then in zip(hybrid.pool.tensors, before, strict=True))
 

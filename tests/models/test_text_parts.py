@@ -62,7 +62,7 @@ def check(directory: Path, model: PreTrainedModel) -> None:
     spec = read_target(directory)
     target = load_target(spec, 64, torch.float32, torch.device("cpu"))
     ids = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
-    paged = context(block_tables(1), [0], [40], target.patterns, pool=noisy_pool(spec.decoder))
+    paged = context(block_tables(1), [0], [40], pool=noisy_pool(spec.decoder))
     output = target.forward(ids, paged, caches(spec.decoder), ())
     torch.testing.assert_close(target.logits(output.hidden), model(ids[None]).logits[0], atol=1e-4, rtol=0.0)
 

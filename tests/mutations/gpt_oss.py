@@ -20,8 +20,8 @@ GPT_OSS_MUTANTS = (
     Mutant(
         "the model's sinks do not reach attention",
         "dflash_backend/models/layers.py",
-        "cache, context.metadata[self.pattern], w.sinks)",
-        "cache, context.metadata[self.pattern], None)",
+        "cache, context.metadata(self.pattern), w.sinks)",
+        "cache, context.metadata(self.pattern), None)",
         OF_FAMILY,
     ),
     Mutant(

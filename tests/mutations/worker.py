@@ -180,10 +180,10 @@ WORKER_MUTANTS = (
         (
             (
                 f"{WORKER}/step.py",
-                "        context = PagedContext.prepare(\n            step.attention, step.positions,",
+                "        context = PagedContext(\n            step.attention, step.positions,",
                 "        late = torch.tensor([self.state.resumed[i] for i in step.batch.req_idx.tolist()])\n"
                 "        late = (late & (step.batch.num_new == 1))[step.batch.token_row.long()].long()\n"
-                "        context = PagedContext.prepare(\n            step.attention, step.positions + late,",
+                "        context = PagedContext(\n            step.attention, step.positions + late,",
             ),
         ),
     ),

@@ -87,7 +87,7 @@ def target_features(target: Path, draft: Path, token_ids: torch.Tensor) -> torch
     spec = read_target(target)
     model = load_target(spec, MAX_POSITIONS, torch.float32, CPU)
     capture = captured_layers(read_draft(draft), spec.decoder.num_layers)
-    paged = context(block_tables(1), [0], [len(token_ids)], model.patterns)
+    paged = context(block_tables(1), [0], [len(token_ids)])
     features = model.forward(token_ids, paged, caches(spec.decoder), capture).features
     assert features is not None
     return features

@@ -104,11 +104,11 @@ def run(target: TargetModel, token_ids: torch.Tensor, dtype: torch.dtype) -> Tar
         kv, tables = caches(target.spec.decoder, dtype), block_tables(2)
         pool = noisy_pool(target.spec.decoder, dtype)
         first, second = token_ids[:40], token_ids[40:]
-        prompt = context(tables, [0, 0], [25, 15], target.patterns, dtype, pool=pool)
+        prompt = context(tables, [0, 0], [25, 15], dtype, pool=pool)
         target.forward(first, prompt, kv, ())
         if prompt.states is not None:
             prompt.states.commit(torch.tensor([25, 15], dtype=torch.int32))
-        chunk = context(tables, [25, 15], [3, 9], target.patterns, dtype, pool=pool)
+        chunk = context(tables, [25, 15], [3, 9], dtype, pool=pool)
         return target.forward(second, chunk, kv, (1, TARGET_LAYERS))
 
 

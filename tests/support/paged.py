@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
+from dflash_backend.attention import AttentionBatch, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
@@ -50,7 +49,6 @@ def context(
     tables: np.ndarray,
     starts: list[int],
     query_lens: list[int],
-    patterns: Iterable[AttentionPattern] = (AttentionPattern(True),),
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     pool: StatePool | None = None,
@@ -71,4 +69,4 @@ def context(
             for each in (range(len(lens)), starts, first.tolist(), query_lens)
         ]
         states = StateRows.of(pool, StateLayout(*numbers, widths=lens, num_tokens=len(positions)))
-    return PagedContext.prepare(layout, where, to, backend, patterns, dtype, states=states)
+    return PagedContext(layout, where, to, backend, dtype, states=states)

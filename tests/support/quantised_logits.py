@@ -32,7 +32,7 @@ def ours(directory: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
 def our_logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
     """Logits `[n, vocab]` of the target in a directory for token ids `[n]`."""
     target = ours(directory)
-    paged = context(block_tables(1), [0], [len(ids)], target.patterns)
+    paged = context(block_tables(1), [0], [len(ids)])
     hidden = target.forward(ids, paged, caches(target.spec.decoder), ()).hidden
     return target.logits(hidden)
 

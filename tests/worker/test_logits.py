@@ -53,9 +53,9 @@ class Rows:
 def apply_processors(
     logits: torch.Tensor, rows: Rows, requests: RequestStates, ops: HostStepOps | None = None
 ) -> torch.Tensor:
-    ones, yes = np.ones_like(rows.req_idx), np.ones(len(rows.names), dtype=bool)
-    start, none = rows.position - 1, np.zeros_like(rows.req_idx)
-    batch = HostBatch(rows.names, rows.req_idx, start, none, ones, rows.num_draft, none, yes, BatchTraits(False, False))
+    ones, none = np.ones_like(rows.req_idx), np.zeros_like(rows.req_idx)
+    columns = rows.req_idx, rows.position - 1, none, ones, rows.num_draft, none, ones
+    batch = HostBatch(rows.names, np.stack(columns, axis=1), BatchTraits(False, False))
     every = SpecialRows(batch, requests, None, np.arange(len(rows.names)))
     return every.processed(logits, ops or HostStepOps())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SchedulerOutput
-from dflash_backend.worker.batch import HostBatch
+from dflash_backend.worker.batch import BatchTraits, HostBatch
 from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.support.scale import SCALE
@@ -164,7 +164,7 @@ def test_the_shapes_of_an_engine() -> None:
     assert mixed_shapes(8, 207, 16) == [(4, 64), (8, 128), (8, 160)]
     assert mixed_shapes(256, 64, 1) == [(64, 64)]
     assert mixed_shapes(256, 8192, 64)[0] == (2, 128)
-    assert smallest_mixed([], HostBatch([], *(np.zeros(0, dtype=np.int64),) * 6, np.zeros(0, bool), None)) is None  # type: ignore[arg-type]
+    assert smallest_mixed([], HostBatch([], np.zeros((0, 7), np.int64), BatchTraits(False, False))) is None
 
 
 def test_up_to_the_last_size_every_number_of_tokens_has_a_step() -> None:

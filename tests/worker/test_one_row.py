@@ -12,36 +12,47 @@ from hypothesis import strategies as st
 
 from dflash_backend.attention import AttentionBatch, AttentionPattern
 from dflash_backend.attention.torch_backend import TorchBackend
-from dflash_backend.worker.batch import BatchTraits, HostBatch
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, HostBatch
 from dflash_backend.worker.step_ops import HostStepOps
 from dflash_backend.worker.transfers import share
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.worker.random_steps import random_step
 
 counts = st.integers(0, 9)
 
 
-@given(counts, counts, counts, st.integers(1, 9), counts, counts, st.booleans())
-def test_the_layout(
-    index: int, start: int, unverified: int, num_new: int, num_draft: int, num_next_draft: int, samples: bool
-) -> None:
-    num_draft = num_draft if samples else 0
-    columns = (np.array([number]) for number in (index, start, unverified, num_new, num_draft, num_next_draft))
-    batch = HostBatch(["a"], *columns, np.array([samples]), BatchTraits(False, num_next_draft > 0, samples))
-    alone, beside = batch.ragged(share, 0), batch.ragged(share, 0, row_multiple=2)
-    assert (alone.num_rows, beside.num_rows) == (1, 2)
-    assert alone.logits_row.tolist() == beside.logits_row.tolist()
-    for field in fields(alone.batch):
-        mine, theirs = getattr(alone.batch, field.name), getattr(beside.batch, field.name)
+@pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
+@given(st.integers(0, 1 << 30), st.integers(1, 6))
+def test_the_layout_in_cpp_is_that_of_numpy(seed: int, num_rows: int) -> None:
+    """Rows of every kind, with tokens past their blocks too."""
+    state, rng = random_step(seed % 1000, 5, num_rows=num_rows).state, np.random.default_rng(seed)
+    samples = rng.random(num_rows) < 0.7
+    start, num_new, num_draft = (
+        rng.integers(0, 14, num_rows),
+        rng.integers(1, 6, num_rows),
+        rng.integers(0, 5, num_rows),
+    )
+    unverified = rng.integers(0, 2, num_rows)
+    columns = rng.permutation(num_rows), start, unverified, num_new, num_draft * samples, rng.integers(0, 6, num_rows)
+    rows = np.stack([*columns, samples], axis=1).astype(np.int64)
+    batch = HostBatch(list("abcdef"[:num_rows]), rows, BatchTraits(False, True, bool(samples.any())))
+    ops = HostStepOps()
+    found, expected = ops.step_of(batch, state), batch.ragged(share, state.k)
+    ops.prepare(expected, state)
+    for field in fields(DeviceBatch):
+        mine, theirs = getattr(found.batch, field.name), getattr(expected.batch, field.name)
         assert mine.dtype == theirs.dtype
-        assert mine.tolist() == theirs.tolist()[: len(mine)], field.name
-    assert (alone.logits_token is None) == (beside.logits_token is None)
-    if alone.logits_token is not None and beside.logits_token is not None:
-        assert alone.logits_token.tolist() == beside.logits_token.tolist()
-    for name in ("query_lens", "seq_lens", "draft_lens"):
-        assert getattr(alone.bounds, name).tolist() == getattr(beside.bounds, name).tolist()[:1]
-    assert alone.bounds.max_overestimate == beside.bounds.max_overestimate
-    known = unverified == num_draft == 0
-    assert [each.bounds.exact.tolist() for each in (alone, beside)] == [[known], [known, False]]
+        assert mine.tolist() == theirs.tolist(), field.name
+    for name in ("logits_token", "logits_row", "token_ids", "positions", "slots", "starts", "seq_lens"):
+        mine, theirs = getattr(found, name), getattr(expected, name)
+        assert (mine is None) == (theirs is None), name
+        assert mine is None or (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist()), name
+    assert found.padded == expected.padded
+    mine, theirs = found.attention, expected.attention
+    assert mine.query_lens.tolist() == theirs.query_lens.tolist()
+    assert mine.seq_lens.tolist() == theirs.seq_lens.tolist()
+    width = theirs.block_tables.shape[1]
+    assert mine.block_tables[:, :width].tolist() == theirs.block_tables.tolist()
 
 
 @pytest.mark.parametrize("num_accepted", [0, 2, 5])
@@ -49,8 +60,7 @@ def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int) -> N
     step = random_step(3, 5, padding=False, zombies=False)
     state, index = step.state, 0
     state.num_blocks[index] = state.blocks.shape[1]
-    columns = (np.array([number]) for number in (index, 7, 0, 1, 5, 3))
-    inputs = HostBatch(["a"], *columns, np.array([True]), BatchTraits(False, True)).ragged(share, state.k)
+    inputs = HostBatch(["a"], np.array([[index, 7, 0, 1, 5, 3, 1]]), BatchTraits(False, True)).ragged(share, state.k)
     ops = HostStepOps()
     ops.prepare(inputs, state)
     drafts = state.tokens[index, 8:13].tolist()

@@ -172,7 +172,8 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets_token(ops: 
         req_idx, num_new = int(step.rows.req_idx[r]), int(step.rows.num_new[r])
         count, new_tokens = expected.get(r, (0, []))
         assert int(accepted.num_accepted[r]) == count
-        assert accepted.new_tokens[r].tolist() == new_tokens + [0] * (k + 1 - len(new_tokens))
+        num_verified = int(step.rows.num_draft[r])
+        assert accepted.results[r].tolist() == [count, num_verified, *new_tokens, *[0] * (k + 1 - len(new_tokens))]
         if req_idx >= 0:
             end = int(starts[r]) + num_new + count
             assert int(state.computed[req_idx]) == end
@@ -212,8 +213,8 @@ def test_accept_with_no_row_that_samples_advances_what_is_computed(ops: StepOps)
     step.rows.logits_start.fill_(-1)  # what drafts a row may have are not looked at
     state = step.copy_of_state()
     accepted = accepted_step(ops, step, state, torch.zeros(0, dtype=torch.int64, device=DEVICE))
-    assert not accepted.num_accepted.any()
-    assert not accepted.new_tokens.any()
+    assert accepted.results[:, 1].tolist() == step.rows.num_draft.tolist()
+    assert not accepted.results[:, [0, *range(2, 7)]].any()
     assert torch.equal(state.tokens, step.state.tokens)
     ends = real_starts(step) + host(step.rows.num_new)
     assert host(state.computed)[host(step.rows.req_idx)].tolist() == ends.tolist()
@@ -296,11 +297,11 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     ones = torch.ones(3, 3, dtype=torch.int64, device=DEVICE)
     ops.store_drafts(Drafts(ones, ones.float()), rows, state)
-    for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.num_accepted):
+    for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.results):
         assert not tensor.any()
     lens = queries.layout.device
     assert lens is not None
-    for tensor in (accepted.new_tokens, queries.token_ids, queries.positions, lens.query_lens, lens.seq_lens):
+    for tensor in (queries.token_ids, queries.positions, lens.query_lens, lens.seq_lens):
         assert not tensor.any()
     for tensor in (prepared.slots, slots, queries.slots):
         assert (tensor == -1).all()
@@ -333,8 +334,7 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
     found = [
         slots,
         drafts,
-        accepted.num_accepted,
-        accepted.new_tokens,
+        accepted.results,
         queries.token_ids,
         queries.positions,
         queries.slots,

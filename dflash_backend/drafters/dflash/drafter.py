@@ -100,9 +100,10 @@ class DFlashModel(DraftModel):
 
         The queries' KV goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
-        rotation = self.ops.rotation(self.rotary, context.positions)
         if self.stack is not None and (rows := self.stack.rows(context, embeddings.dtype)) is not None:
-            return self.stack.forward(rows, embeddings, caches, rotation, self.final_norm)[1]
+            hidden = embeddings.clone(memory_format=torch.contiguous_format)
+            return self.stack.forward(rows, hidden, caches, self.rotary, context.positions, self.final_norm)[0]
+        rotation = self.ops.rotation(self.rotary, context.positions)
         hidden = embeddings
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         next_norms = [layer.weights.input_norm for layer in self.layers[1:]] + [self.final_norm]
@@ -147,10 +148,9 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
         queries = batch.queries
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
-        context = PagedContext.prepare(
-            queries.layout, queries.positions, queries.slots, self.backend, self.model.patterns, embeddings.dtype,
-            queries.padded,
-        )  # fmt: skip
+        context = PagedContext(
+            queries.layout, queries.positions, queries.slots, self.backend, embeddings.dtype, queries.padded
+        )
         if self.reads_block_index:
             context = replace(context, row_index=queries.block_index())
         hidden = self.model.forward(embeddings, context, self.caches)

@@ -172,12 +172,11 @@ class Eagle3Drafter(ModelDrafter[Eagle3Spec]):
         for number, step in enumerate(queries.passes()):
             if step.rows is not None:
                 hidden, tokens = hidden[step.rows], tokens[step.rows]
-            context = PagedContext.prepare(
+            context = PagedContext(
                 step.layout,
                 step.positions,
                 step.slots,
                 self.backend,
-                self.model.patterns,
                 hidden.dtype,
                 padded=number == 0 or queries.padded,
             )
