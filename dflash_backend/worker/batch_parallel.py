@@ -10,6 +10,7 @@ so a core that is busy with something else costs its share and no more.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -40,6 +41,10 @@ INTRA_OP_TOKENS = 256
 GRAMMAR_WORK = 1
 # Rows whose numbers of drafts differ by less go by their contexts.
 DRAFTS_ALIKE = 8
+# Of the steps of a size so many run, in turn, with one thread in operations and with all, before the quicker is known;
+# later every so manieth runs with the other. A step counts for so much of what is known, and one that took long for no
+# more than so many times that.
+STEPS_TO_COMPARE, TRY_OTHER_EVERY, WEIGHT_OF_STEP, MAX_TIMES = 8, 32, 0.125, 8.0
 
 
 def num_batch_threads(weight_bytes: int, num_cores: int) -> int:
@@ -52,6 +57,33 @@ def num_op_threads(weight_bytes: int, num_cores: int) -> int:
     """How many threads an operation has in a process that shares a target with others and has `num_cores` for itself:
     for a small model 1."""
     return 1 if weight_bytes <= MAX_WEIGHT_BYTES else max(1, num_cores)
+
+
+class OpThreadChoice:
+    """How many threads the operations of a short step have: one, or all.
+
+    Threads that share an operation meet hundreds of times a step. Where another process takes one of their cores for a
+    moment, such as the server in front of this engine, all of them wait; with a small model that costs more than the
+    threads gain. Whether it does depends on the machine and its load, so steps of each size are timed both ways.
+    """
+
+    def __init__(self) -> None:
+        # By size of the step: how many have run, and seconds with one thread and with all.
+        self._seen: dict[int, tuple[int, list[float]]] = {}
+
+    def uses_one(self, num_tokens: int) -> bool:
+        """Whether the next step of so many tokens has one thread."""
+        count, (of_one, of_all) = self._seen.get(num_tokens.bit_length(), (0, (0.0, 0.0)))
+        if count < STEPS_TO_COMPARE:
+            return count % 2 == 0
+        return (of_one <= of_all) != (count % TRY_OTHER_EVERY == 0)
+
+    def observe(self, num_tokens: int, one: bool, seconds: float) -> None:
+        """Take in how long such a step has run."""
+        count, known = self._seen.get(num_tokens.bit_length(), (0, [0.0, 0.0]))
+        before = known[not one]
+        known[not one] = before + WEIGHT_OF_STEP * (min(seconds, MAX_TIMES * before) - before) if before else seconds
+        self._seen[num_tokens.bit_length()] = count + 1, known
 
 
 class BatchThreads:
@@ -72,6 +104,8 @@ class BatchThreads:
         self._min_part_work = max(MIN_WORK_OF_LARGE, few)
         self._batch_invariant = batch_invariant
         self._pool: ThreadPoolExecutor | None = None
+        # Of verification and of drafting.
+        self._choices = OpThreadChoice(), OpThreadChoice()
         if num_workers > 1:
             self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _prepare_thread)
 
@@ -98,18 +132,22 @@ class BatchThreads:
             before += size
         return [part for part in parts if part]
 
-    def run(self, work: Callable[[Part], Result], parts: Sequence[Part], num_tokens: int) -> list[Result]:
+    def run(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], num_tokens: int, drafts: bool = False
+    ) -> list[Result]:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
         ended. num_tokens: of all parts; many of them in a single part are better served by threads within operations.
+        drafts: whether the work is drafting.
         """
-        is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
         if self._op_threads is not None:
             with op_threads(self._op_threads):
                 return [work(part) for part in parts]
-        # Threads of the operations in C++ begin at once, so that a single part gains by them however short it is.
-        alone = is_long or (HAS_CPU_OPS and len(parts) == 1)
-        if self._pool is None or (alone and not self._batch_invariant):
+        is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
+        if self._pool is None or (is_long and not self._batch_invariant):
             return [work(part) for part in parts]
+        # Threads of the operations in C++ begin at once, so that a single part may gain by them however short it is.
+        if HAS_CPU_OPS and len(parts) == 1 and not self._batch_invariant:
+            return [self._run_alone(work, parts[0], num_tokens, self._choices[drafts])]
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:
             with op_threads(1):
@@ -117,6 +155,19 @@ class BatchThreads:
         finally:
             wait(futures)
         return [first] + [future.result() for future in futures]
+
+    @staticmethod
+    def _run_alone(work: Callable[[Part], Result], part: Part, num_tokens: int, choice: OpThreadChoice) -> Result:
+        """A single short part, with as many threads in operations as its choice says."""
+        number = torch.get_num_threads()
+        one = number == 1 or choice.uses_one(num_tokens)
+        torch.set_num_threads(1 if one else number)
+        began = time.perf_counter()
+        try:
+            return work(part)
+        finally:
+            torch.set_num_threads(number)
+            choice.observe(num_tokens, one, time.perf_counter() - began)
 
 
 def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:

@@ -295,7 +295,7 @@ class ModelRunner:
                     num_next_draft = part.step.batch.num_next_draft.numpy()
                     num_next_draft[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
                     part.step.traits = replace(part.step.traits, drafts=bool(num_next_draft.any()))
-                self.threads.run(self._draft_part, step.parts, step.plan.num_tokens)
+                self.threads.run(self._draft_part, step.parts, step.plan.num_tokens, drafts=True)
             for part in step.parts:
                 assert part.drafts is not None
                 seconds, numbers = self.step.unpacked_drafts(part.drafts.wait())
