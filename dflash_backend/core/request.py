@@ -305,16 +305,6 @@ def next_start(request: Request) -> int:
     return request.num_computed + (0 if row is None else row.num_new)
 
 
-def decode_tokens(request: Request) -> int:
-    """Tokens of the request's next row if that decodes; 0 while it is in prefill."""
-    row = request.row_in_flight
-    if row is None:
-        return 1 + request.num_pending_drafts if len(request.token_ids) - request.num_computed == 1 else 0
-    if request.in_prefill:
-        return 0
-    return 1 + (row.num_next_draft if row.sample else request.num_pending_drafts)
-
-
 def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> ScheduledRequest | None:
     """The decode row after `row`, which is in flight; None when it must wait for the result, or is sure not to come.
 

@@ -23,7 +23,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv import KVManager, KVTiers, share_prefixes
@@ -41,7 +41,6 @@ from dflash_backend.core.request import (
     chunk_end,
     decode_row,
     decode_row_ahead,
-    decode_tokens,
     next_start,
     positions_to_start,
     prefill_row,
@@ -102,14 +101,21 @@ class PlanBuilder:
 
     def count(self, running: Collection[Request], queue: FairQueue) -> list[Request]:
         """Count the requests that decode and those without a first token; returns the running ones in prefill."""
-        tokens = list(map(decode_tokens, running))
-        num_in_prefill = tokens.count(0)
-        self.num_decode_tokens = sum(tokens)
-        self.num_positions = sum(request.num_computed for request in running)
-        self.num_decoding = len(running) - num_in_prefill
-        self.num_without_token = num_in_prefill + len(queue.waiting)
-        pairs = zip(running, tokens, strict=True) if num_in_prefill else ()
-        in_prefill = [request for request, num_tokens in pairs if not num_tokens]
+        in_prefill: list[Request] = []
+        for request in running:
+            row, num_drafts = request.row_in_flight, request.num_pending_drafts
+            if row is None:
+                decodes = len(request.token_ids) - request.num_computed == 1
+            else:
+                decodes = not request.in_prefill
+                num_drafts = row.num_next_draft if row.sample else num_drafts
+            if decodes:
+                self.num_decode_tokens += 1 + num_drafts
+            else:
+                in_prefill.append(request)
+            self.num_positions += request.num_computed
+        self.num_decoding = len(running) - len(in_prefill)
+        self.num_without_token = len(in_prefill) + len(queue.waiting)
         self.num_prompt_tokens = sum(request.prefill_end - next_start(request) for request in in_prefill)
         self.num_prompt_tokens += queue.num_waiting_tokens
         return in_prefill
@@ -195,19 +201,6 @@ class PlanBuilder:
             row.new_window_block_ids[:0] = before.new_window_block_ids
         self.rows[row.request_id] = row
         self.num_prefill_tokens += row.num_new
-
-    def charge(self, queue: FairQueue, running: Mapping[str, Request]) -> None:
-        """Charge the step's tokens to their tenants. Those of new requests are charged already."""
-        queue.was_charged = True
-        if len(queue.tenants) == 1:
-            (tenant,) = queue.tenants.values()
-            num_tokens = self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens
-            tenant.service += num_tokens / tenant.weight
-        else:
-            new = {request.request_id for request in self.new_requests}
-            for request_id, row in self.rows.items():
-                if request_id not in new:
-                    queue.tenant_of(running[request_id]).charge(row.num_new + row.num_draft)
 
     def remove(self, request: Request) -> None:
         """Take out the row of a preempted request, if it has one."""
@@ -331,7 +324,6 @@ class Scheduler:
                 f"requests with {self.kv.pool.num_free} free KV blocks; this is a defect of the scheduler"
             )
         self._waits_since = None
-        builder.charge(self.queue, self.running)
         return self._finished_plan(builder)
 
     def _advance_tiers(self, tiers: KVTiers, in_flight: bool) -> None:
@@ -369,7 +361,18 @@ class Scheduler:
         return True
 
     def _finished_plan(self, builder: PlanBuilder) -> SchedulerOutput:
+        """The step with these rows, whose tokens are charged to their tenants; those of new requests are already."""
         self._step_id += 1
+        self.queue.was_charged = True
+        if len(self.queue.tenants) == 1:
+            (tenant,) = self.queue.tenants.values()
+            num_tokens = builder.num_decode_tokens + builder.num_prefill_tokens - builder.num_admitted_tokens
+            tenant.service += num_tokens / tenant.weight
+        else:
+            new = {request.request_id for request in builder.new_requests}
+            for request_id, row in builder.rows.items():
+                if request_id not in new:
+                    self.queue.tenant_of(self.running[request_id]).charge(row.num_new + row.num_draft)
         rows = list(builder.rows.values())
         shared: list[SharedPrefix] = []
         if self._config.min_shared_positions and not builder.num_prefill_tokens:

@@ -217,8 +217,8 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "a step is planned as if its rows had no positions",
         f"{CORE}/scheduler.py",
-        "self.num_positions = sum(request.num_computed for request in running)",
-        "self.num_positions = 0",
+        "self.num_positions += request.num_computed",
+        "self.num_positions += 0",
         STEP_TIME,
     ),
     Mutant(
