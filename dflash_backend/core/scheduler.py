@@ -385,7 +385,9 @@ class Scheduler:
             by_group = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
             writable = {request_id: blocks[0] for request_id, blocks in by_group.items()}
             writable_of_windows = {request_id: blocks[1] for request_id, blocks in by_group.items() if blocks[1:]}
-        budget = self.choose_budget(rows)
+        budget: DraftBudget | None = None
+        if self.speculation is not None:
+            budget = self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
         plan = SchedulerOutput(
             step_id=self._step_id,
             rows=rows,
@@ -402,12 +404,6 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.planned(plan)
         return plan
-
-    def choose_budget(self, rows: list[ScheduledRequest]) -> DraftBudget | None:
-        """Which drafts of the rows of the step that is planned are verified; None: all."""
-        if self.speculation is None:
-            return None
-        return self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
 
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float, draft_s: float) -> None:
         """Take in how long a step has run, and how much of that was drafting."""

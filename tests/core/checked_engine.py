@@ -20,6 +20,7 @@ from dflash_backend.messages import GenerationRequest, RequestRejected
 from tests.core.toy_engine import Engine, lookup
 from tests.core.toy_model import expected_output, prefix_states, root_state
 from tests.core.toy_mover import ToyMover
+from tests.support.budgets import choose_budgets
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the last
 # step, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.
@@ -38,7 +39,7 @@ def give_any_budget(scheduler: Scheduler) -> None:
             return None
         return DraftBudget(num_drafts, 0.5, [1.0] * 8, [hash((20, i)) % 3 - 1.0 for i in range(len(rows))])
 
-    scheduler.choose_budget = budget  # type: ignore[method-assign]
+    choose_budgets(scheduler, budget)
 
 
 def snapshot_of(groups: Sequence[KVGroup], block_hash: bytes) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ import pytest
 
 from dflash_backend.config import asset_path
 from dflash_backend.core.plan import DraftBudget, DraftOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.speculation.policy import SpeculatingRow
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker.step_ops import HostStepOps
 from load_tests.prompts import load_prompts
+from tests.support.budgets import choose_budgets
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -42,16 +42,17 @@ def prompts() -> list[list[int]]:
 
 
 class Watched:
-    """An engine with random budgets, whose worker's steps are kept."""
+    """An engine whose worker's steps are kept, with random budgets unless the policy shall choose them."""
 
-    def __init__(self, built: BuiltEngine, seed: int) -> None:
+    def __init__(self, built: BuiltEngine, seed: int, with_budgets: bool = True) -> None:
         self.built = built
         self._rng = random.Random(seed)
         self._plans: list[SchedulerOutput] = []
         self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.confidences: list[list[list[float]]] = []
         scheduler, runner = built.core.scheduler, built.runner
-        scheduler.choose_budget = self._budget  # type: ignore[method-assign]
+        if with_budgets:
+            choose_budgets(scheduler, self._budget)
         if (speculation := scheduler.speculation) is not None:
             # Not by the times of steps, which interpreted kernels take.
             speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
@@ -222,9 +223,7 @@ def test_only_steps_that_ask_for_confidences_compute_them(
     )
     monkeypatch.setitem(build.UNEVEN_COST, "cpu", 100.0)
     built = engine(adaptive_speculation=True, **SIZES)
-    watched = Watched(built, seed=0)
-    scheduler = built.core.scheduler
-    scheduler.choose_budget = partial(Scheduler.choose_budget, scheduler)  # type: ignore[method-assign]
+    watched = Watched(built, seed=0, with_budgets=False)
     assert run(watched).tokens == texts
     drafting = [step for step in watched.steps if any(row.num_next_draft for row in step[0].rows)]
     for (plan, _), confidences in zip(watched.steps, watched.confidences, strict=True):
