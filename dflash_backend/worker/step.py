@@ -128,22 +128,25 @@ class ModelStep:
                 assert context.token_row is not None
                 if guard is not None:
                     guard.check("inject", context.token_row, context.slots)
-                req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
-                self._write_context(drafter, context, req_idx)
+                if drafter.reads_next_tokens:
+                    req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
+                    context = self._with_next_tokens(context, req_idx)
+                drafter.inject(context)
         record(step.timestamps, 4)
 
     def inject_waiting(self) -> None:
         """Write the context KV that waits, as after a step in which all of it is needed."""
-        if self.pending is None or self.drafter is None or (context := self.pending.take_all(self.dtype)) is None:
+        drafter = self.drafter
+        if self.pending is None or drafter is None or (context := self.pending.take_all(self.dtype)) is None:
             return
-        assert context.token_row is not None
-        self._write_context(self.drafter, context, context.token_row.long())
-
-    def _write_context(self, drafter: Drafter, context: ContextBatch, req_idx: torch.Tensor) -> None:
-        """req_idx: int64 `[n]`, the request of each token."""
         if drafter.reads_next_tokens:
-            context = replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
+            assert context.token_row is not None
+            context = self._with_next_tokens(context, context.token_row.long())
         drafter.inject(context)
+
+    def _with_next_tokens(self, context: ContextBatch, req_idx: torch.Tensor) -> ContextBatch:
+        """The context with the token behind each position. req_idx: int64 `[n]`, the request of each token."""
+        return replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Inject, propose the next step's drafts and leave them in the state, after the anchor. Then bring the states
