@@ -289,14 +289,27 @@ def test_the_comparison_notices_a_wrong_injection(
     assert largest_difference(drafts_of(pair)) > 1e-2
 
 
-def test_an_anchor_that_is_the_mask_token_has_the_mask_embedding_and_no_other_token_has(tmp_path: Path) -> None:
+def test_an_anchor_that_is_the_mask_token_has_the_mask_embedding_and_no_other_token_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     drafter = make_pair(tmp_path, VARIANTS["mask embedding"]).drafter
     vector = torch.load(tmp_path / "draft" / "mask_embedding.pt", weights_only=True)[0]
-    ids = torch.arange(VOCAB_SIZE)
-    embeddings, table = drafter._embed(ids), drafter.target.embed(ids)
-    changed = (embeddings != table).any(dim=1).nonzero().flatten().tolist()
-    assert changed == [drafter.model.spec.mask_token_id]
-    assert torch.equal(embeddings[changed[0]], vector)
+    given: list[torch.Tensor] = []
+    forward = drafter.model.forward
+    monkeypatch.setattr(drafter.model, "forward", lambda each, *rest: (given.append(each), forward(each, *rest))[1])
+    ones, tables = np.ones(NUM_ROWS, dtype=np.int64), block_tables(NUM_ROWS)
+    tokens: list[torch.Tensor] = []
+    for first in range(0, VOCAB_SIZE, NUM_ROWS):
+        anchors = (first + np.arange(NUM_ROWS)) % VOCAB_SIZE
+        batch = draft_batch(anchors, ones, ones, tables, drafter.placeholder_id, drafter.lookahead_base)
+        drafter.propose(batch, KeepsLogits())
+        assert batch.queries is not None
+        tokens.append(batch.queries.token_ids)
+    ids, embeddings = torch.cat(tokens), torch.cat(given)
+    assert set(ids.tolist()) == set(range(VOCAB_SIZE))
+    changed = (embeddings != drafter.target.embed(ids)).any(dim=1)
+    assert torch.equal(changed, ids == drafter.model.spec.mask_token_id)
+    assert (embeddings[changed] == vector).all()
 
 
 def small_vocabulary_checkpoint(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> DFlashSpec:

@@ -223,10 +223,12 @@ def test_kernels_draft_what_the_references_draft(name: str, tmp_path: Path) -> N
     expected = blocks.pair.drafter.propose(batch, sampler)
     assert expected.token_ids.max() < VOCAB_SIZE
     assert isinstance(blocks.pair.drafter.model, DSparkModel)
-    outputs = torch.randn(len(batch.queries.token_ids), 32) if batch.queries is not None else torch.zeros(0)
-    drafter = blocks.pair.drafter
-    by_reference = drafter._choose(outputs, batch.queries, sampler)
+    assert batch.queries is not None
+    outputs, drafter = torch.randn(len(batch.queries.token_ids), 32), blocks.pair.drafter
+    hidden = batch.queries.of_drafts(outputs)
+    logits = drafter.lm_head(hidden)
+    by_reference = drafter._choose(outputs, hidden, logits, batch.queries, sampler)
     drafter.model.ops = TritonLayerOps()
-    by_kernel = drafter._choose(outputs, batch.queries, sampler)
+    by_kernel = drafter._choose(outputs, hidden, logits, batch.queries, sampler)
     assert torch.equal(by_kernel.token_ids, by_reference.token_ids)
     torch.testing.assert_close(by_kernel.confidence, by_reference.confidence)

@@ -102,8 +102,8 @@ DFLASH2_MUTANTS = (
     Mutant(
         "scales and soft cap are not the selector's",
         f"{DFLASH2}/drafter.py",
-        "logits = self._head(hidden)",
-        "logits = self.lm_head(hidden)",
+        "scores, candidates = sampler.top_candidates(logits,",
+        "logits = self.lm_head(hidden)\n        scores, candidates = sampler.top_candidates(logits,",
         ORACLE,
     ),
     Mutant(

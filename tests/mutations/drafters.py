@@ -70,8 +70,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "input_embedding_scale is read and not applied",
         DRAFTER,
-        "return embeddings if scale == 1 else embeddings * scale",
-        "return embeddings",
+        "if model.spec.input_embedding_scale != 1:",
+        "if False:",
         LOGITS,
     ),
     Mutant(

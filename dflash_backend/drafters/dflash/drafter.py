@@ -145,41 +145,43 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
         output is not used."""
-        queries = batch.queries
+        queries, model, form = batch.queries, self.model, self.model.spec.logits
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
+        if model.mask_embedding is not None:
+            # One that was trained apart stands in for the mask token's row, which is no other token's.
+            is_mask = queries.token_ids == model.spec.mask_token_id
+            embeddings = torch.where(is_mask[:, None], model.mask_embedding, embeddings)
+        if model.spec.input_embedding_scale != 1:
+            embeddings = embeddings * model.spec.input_embedding_scale
         context = PagedContext(
             queries.layout, queries.positions, queries.slots, self.backend, embeddings.dtype, queries.padded
         )
         if self.reads_block_index:
             context = replace(context, row_index=queries.block_index())
-        hidden = self.model.forward(embeddings, context, self.caches)
-        return self._choose(hidden, queries, sampler)
-
-    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
-        """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
-        logits = self._head(queries.of_drafts(outputs))
-        positions = None if sampler.temperature is None else queries.draft_positions()
-        return sampler.choose(logits, positions, self.model.id_map)
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
-        which is no other token's; the checkpoint's `input_embedding_scale` multiplies both."""
-        embeddings = super()._embed(token_ids)
-        vector = self.model.mask_embedding
-        if vector is not None:
-            embeddings = torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)
-        scale = self.model.spec.input_embedding_scale
-        return embeddings if scale == 1 else embeddings * scale
-
-    def _head(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
-        form, logits = self.model.spec.logits, self.lm_head(normed)
+        outputs = model.forward(embeddings, context, self.caches)
+        hidden = queries.of_drafts(outputs)
+        logits = self.lm_head(hidden)
         if form.multiplier != 1:
             logits = logits * form.multiplier
         if form.softcap is not None:
             logits = torch.tanh(logits / form.softcap) * form.softcap
-        return logits if form.scale == 1 else logits * form.scale
+        if form.scale != 1:
+            logits = logits * form.scale
+        return self._choose(outputs, hidden, logits, queries, sampler)
+
+    def _choose(
+        self,
+        outputs: torch.Tensor,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        queries: DraftQueries,
+        sampler: DraftSampler,
+    ) -> Drafts:
+        """The drafts. outputs: `[num_queries, hidden]`, final-normed, of all queries; hidden: `[num_drafts, hidden]`,
+        those of them that drafts come from; logits: `[num_drafts, draft vocab]`."""
+        positions = None if sampler.temperature is None else queries.draft_positions()
+        return sampler.choose(logits, positions, self.model.id_map)
 
 
 def captured_layers(spec: DFlashSpec, num_target_layers: int) -> tuple[int, ...]:
