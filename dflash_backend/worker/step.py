@@ -119,7 +119,9 @@ class ModelStep:
         """Write the drafter's context KV of positions that are final."""
         record(step.timestamps, 3)
         drafter, features, pending = self.drafter, step.features, self.pending
-        waits = pending is not None and features is not None and pending.keep_step(step, features, self.state)
+        waits = False
+        if pending is not None and features is not None and not step.traits.drafts:
+            waits = pending.keep_step(step, features, self.state)
         if drafter is not None and features is not None and not waits:
             context = self.ops.context(step, self.state, features)
             if pending is not None:

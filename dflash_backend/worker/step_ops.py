@@ -116,20 +116,17 @@ class PendingContext:
         self._counts[:] = 0
 
     def keep_step(self, step: Step, features: torch.Tensor, state: StateTensors) -> bool:
-        """Keep back the context of a whole step, after `accept`, if all of it can wait: what `exchange` would do, in a
-        fraction of the time."""
+        """Keep back the context of a whole step, none of whose rows drafts, if all of it can wait. After `accept`: what
+        `exchange` would do, in a fraction of the time."""
         batch, num_rows = step.batch, step.batch.req_idx.numel()
         if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
             return False
         if num_rows == 1:
             index = batch.req_idx.numpy().item()
-            full = state.computed.numpy().item(index) % state.block_size == 0
-            if full or batch.num_next_draft.numpy().item():
+            if state.computed.numpy().item(index) % state.block_size == 0:
                 return False
             self._keep_token(index, as_integers(features), step.positions.numpy().item(), step.slots.numpy().item())
             return True
-        if batch.num_next_draft.numpy().any():
-            return False
         req_idx = batch.req_idx.numpy()
         if not (state.computed.numpy()[req_idx] % state.block_size).all():
             return False

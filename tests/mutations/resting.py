@@ -121,16 +121,14 @@ RESTING_MUTANTS = (
         ),
         (
             "a single row's full block waits",
-            "full = state.computed.numpy().item(index) % state.block_size == 0",
-            "full = False",
+            "if state.computed.numpy().item(index) % state.block_size == 0:",
+            "if False:",
         ),
         (
             "where more rows run than may wait, what waited is forgotten",
             "if not may_wait and not counts.any():",
             "if not may_wait:",
         ),
-        ("rows of a token each wait though one drafts", "batch.num_next_draft.numpy().any()", "False"),
-        ("a single row waits though it drafts", "if full or batch.num_next_draft.numpy().item():", "if full:"),
         ("context waits though its request drafts", "(counts > 0) & (is_full | ~rests)", "(counts > 0) & is_full"),
         ("the last tokens of a full block wait", "(tokens.positions >= tail[tokens.rows])", "(tokens.positions >= 0)"),
         (
@@ -175,6 +173,15 @@ RESTING_MUTANTS = (
             "no context is written while drafting rests",
             "if drafter is not None and features is not None and not waits:",
             "if drafter is not None and features is not None and not waits and step.traits.drafts:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/step.py",
+        ("tests/worker/test_pending_context.py",),
+        (
+            "context waits though its step drafts",
+            "if pending is not None and features is not None and not step.traits.drafts:",
+            "if pending is not None and features is not None:",
         ),
     ),
 )
