@@ -44,7 +44,7 @@ DRAFTS_ALIKE = 8
 # Of the steps of a size so many run, in turn, with one thread in operations and with all, before the quicker is known;
 # later every so manieth runs with the other. A step counts for so much of what is known, and one that took long for no
 # more than so many times that.
-STEPS_TO_COMPARE, TRY_OTHER_EVERY, WEIGHT_OF_STEP, MAX_TIMES = 8, 32, 0.125, 8.0
+STEPS_TO_COMPARE, TRY_OTHER_EVERY, WEIGHT_OF_STEP, MAX_TIMES = 8, 32, 0.125, 4.0
 
 
 def num_batch_threads(weight_bytes: int, num_cores: int) -> int:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from dflash_backend.attention import KVLayer
+from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.drafters.dflash.drafter import DFlashModel
+from dflash_backend.drafters.base import ContextBatch
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter, DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
@@ -91,18 +93,22 @@ def test_the_last_captured_feature_is_the_hidden_state_itself(ops: LayerOps, tmp
     assert torch.equal(output.features, output.hidden)
 
 
-def drafter(directory: Path, ops: LayerOps) -> DFlashModel:
-    make_draft(directory)
-    return DFlashModel.load(read_draft(directory), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+def drafter(directory: Path, ops: LayerOps) -> DFlashDrafter:
+    """Over caches with noise."""
+    make_target(directory / "target")
+    make_draft(directory / "draft")
+    target = load_target(read_target(directory / "target"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    model = DFlashModel.load(read_draft(directory / "draft"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    return DFlashDrafter(model, target, caches(model.spec.decoder, device=DEVICE.type), TorchBackend(BLOCK_SIZE))
 
 
-def inject_and_forward(model: DFlashModel) -> Outcome:
+def inject_and_forward(drafter: DFlashDrafter) -> Outcome:
     """Context of seven positions, two of them padding, then a block of four queries over it."""
-    kv, tables = caches(model.spec.decoder, device=DEVICE.type), block_tables(1)
+    model, kv, tables = drafter.model, drafter.caches, block_tables(1)
     positions = torch.arange(7, device=DEVICE)
     slots = context(tables, [0], [7], device=DEVICE.type).slots
     slots[5:] = -1
-    model.inject(random(7, model.fc.in_features), positions, slots, kv, padded=True)
+    drafter.inject(ContextBatch(random(7, model.fc.in_features), positions, slots, padded=True))
     paged = context(tables, [5], [4], device=DEVICE.type)
     return Outcome([model.forward(random(4, model.fc.out_features, seed=1), paged, kv)], kv)
 
@@ -139,15 +145,15 @@ def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path)
 
 @with_either
 def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
-    model = drafter(tmp_path, ops)
+    own = drafter(tmp_path, ops)
     paged, slots = with_padding(context(block_tables(1), [0], [6], device=DEVICE.type))
-    features, queries = random(6, model.fc.in_features), random(6, model.fc.out_features)
+    features, queries = random(6, own.model.fc.in_features), random(6, own.model.fc.out_features)
     for run in (
-        lambda kv: model.inject(features, paged.positions, paged.slots, kv, padded=True),
-        lambda kv: model.forward(queries, paged, kv),
+        lambda kv: own.inject(ContextBatch(features, paged.positions, paged.slots, padded=True)),
+        lambda kv: own.model.forward(queries, paged, kv),
     ):
-        kv = caches(model.spec.decoder, device=DEVICE.type)
-        assert written_slots(kv, run) == [slots] * len(model.layers)
+        own.caches = caches(own.model.spec.decoder, device=DEVICE.type)
+        assert written_slots(own.caches, run) == [slots] * len(own.model.layers)
 
 
 def shape_of_drafter(directory: Path) -> DecoderSpec:

@@ -131,8 +131,8 @@ EAGLE3_MUTANTS = (
         ),
         (
             "context KV is made of the hidden state before its norm",
-            "normed, _ = self._layer_input(embeddings, self.combine(features))",
-            "normed, _ = self._layer_input(embeddings, self.fc(features))",
+            "model.layer_input(self._embed(batch.next_token_ids), model.combine(batch.features))",
+            "model.layer_input(self._embed(batch.next_token_ids), model.fc(batch.features))",
         ),
     ),
     *mutants_of(

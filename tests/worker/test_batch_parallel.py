@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker.batch_parallel import (
     INTRA_OP_TOKENS,
     MAX_WEIGHT_BYTES,
+    STEPS_TO_COMPARE,
+    TRY_OTHER_EVERY,
     BatchThreads,
+    OpThreadChoice,
     num_batch_threads,
 )
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
@@ -83,17 +87,51 @@ def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("batch_invariant", "threads"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_long_prompt_has_threads_within_operations_unless_its_bits_must_be_those_of_a_short_one(
-    batch_invariant: bool, threads: int
+    batch_invariant: bool,
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     pool = BatchThreads(2, batch_invariant)
-    ran = [pool.run(lambda part: torch.get_num_threads(), [[]], size)[0] for size in (INTRA_OP_TOKENS, 9)]
+
+    def of_steps(size: int, drafts: bool) -> list[int]:
+        return [pool.run(lambda part: torch.get_num_threads(), [[]], size, drafts)[0] for _ in range(4)]
+
+    long, short, drafting = of_steps(INTRA_OP_TOKENS, False), of_steps(9, False), of_steps(9, True)
+    assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
-    # A step of few tokens gains by threads that begin at once, which those of torch do not.
-    assert ran == [threads, threads if HAS_CPU_OPS else 1]
+    assert long == ([1] * 4 if batch_invariant else [2] * 4)
+    # Short ones are tried both ways, where threads begin at once, which those of torch do not.
+    both = [1, 2, 1, 2] if HAS_CPU_OPS and not batch_invariant else [1] * 4
+    assert short == drafting == both
+
+
+def test_operations_of_short_steps_have_as_many_threads_as_are_quickest_now() -> None:
+    choice = OpThreadChoice()
+
+    def share_of_one(number: int, seconds: Callable[[bool], float]) -> float:
+        ones = 0
+        for _ in range(number):
+            one = choice.uses_one(5)
+            choice.observe(5, one, seconds(one))
+            ones += one
+        return ones / number
+
+    assert share_of_one(STEPS_TO_COMPARE, lambda one: 2.0 if one else 1.5) == 0.5
+    tried = 1 / TRY_OTHER_EVERY
+    assert share_of_one(4 * TRY_OTHER_EVERY, lambda one: 2.0 if one else 1.5) == tried
+    # Another process takes a core now and then: threads that share an operation wait for one another.
+    share_of_one(8 * TRY_OTHER_EVERY, lambda one: 2.1 if one else 4.0)
+    assert share_of_one(4 * TRY_OTHER_EVERY, lambda one: 2.1 if one else 4.0) == 1 - tried
+    # And it is gone again.
+    share_of_one(32 * TRY_OTHER_EVERY, lambda one: 2.0 if one else 1.5)
+    assert share_of_one(4 * TRY_OTHER_EVERY, lambda one: 2.0 if one else 1.5) == tried
+    # A step that took very long, of a machine that stood still, says little.
+    choice.observe(5, False, 1000.0)
+    assert share_of_one(8 * TRY_OTHER_EVERY, lambda one: 2.0 if one else 1.5) < 0.3
+    # Steps of another size are compared by themselves.
+    assert [choice.uses_one(size) for size in (4, 7, 8, 100)] == [choice.uses_one(5), choice.uses_one(5), True, True]
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
+from dflash_backend.drafters.base import ContextBatch
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -63,7 +64,8 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
             slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
             features = reference_features(request.token_ids[:num_written], drafter.capture)
             expected = PagedKVCache.allocate(decoder, decoder, 1, len(positions), torch.float32, CPU).draft
-            drafter.model.inject(features, torch.from_numpy(positions), torch.from_numpy(positions), expected)
+            context = ContextBatch(features, torch.from_numpy(positions), torch.from_numpy(positions))
+            DFlashDrafter(drafter.model, drafter.target, expected, drafter.backend).inject(context)
             for cache, layer in zip(drafter.caches, expected, strict=True):
                 torch.testing.assert_close(cache.slots[slots], layer.slots, atol=1e-3, rtol=1e-3)
             checked += num_written

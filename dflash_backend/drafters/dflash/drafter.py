@@ -1,8 +1,8 @@
 """The DFlash drafter (arXiv 2602.06036): one forward over `[anchor, mask x k]` proposes k tokens for every row.
 
 Its model is a Qwen3-style stack that reads the context from the target's features. It has no token input for the
-context: `inject` writes what captured target features become as keys and values of every drafter layer, and `forward`
-runs the queries of a draft block over them.
+context: `inject` writes what captured target features become as keys and values of every drafter layer, and the model's
+`forward` runs the queries of a draft block over them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DFlashWeights(DraftWeights):
 
 
 class DFlashModel(DraftModel):
-    """The drafter's parameters and arithmetic. mask_embedding: `[hidden]`, where it was trained apart."""
+    """The drafter's parameters, and a pass of its layers. mask_embedding: `[hidden]`, where it was trained apart."""
 
     weights_class: ClassVar[type[DFlashWeights]] = DFlashWeights
     spec: DFlashSpec
@@ -75,25 +75,6 @@ class DFlashModel(DraftModel):
         """Layer `index` of the stack."""
         layer = weights.layers[index].with_product(self.ops.product_of)
         return DecoderLayer(self.spec.decoder, layer, pattern, self.ops)
-
-    def inject(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool = False,
-    ) -> None:
-        """Write the context KV of every drafter layer to `slots` of its cache.
-
-        features: `[n, L * target_hidden]`; positions: int64 `[n]`, the tokens' own; slots: int64 `[n]`, with `padded`
-        some of them below 0, for tokens that write nothing. No input norm here: `fc`, `hidden_norm`, then each layer's
-        k and v projection, k norm and rotation.
-        """
-        context = self.ops.rms_norm(self.fc(features), self.hidden_norm, self.eps)
-        projected = self.context_kv(context)
-        rotation = self.ops.rotation(self.rotary, positions)
-        self.ops.context_write(projected, self.context_k_norm, self.eps, rotation, slots, caches, padded)
 
     def forward(self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> torch.Tensor:
         """Run draft blocks: `[num_queries, hidden]` embeddings -> final-normed outputs of the same shape.
@@ -140,7 +121,12 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
         return headers
 
     def inject(self, batch: ContextBatch) -> None:
-        self.model.inject(batch.features, batch.positions, batch.slots, self.caches, batch.padded)
+        """Write the context KV of every layer. No input norm here: `fc`, `hidden_norm`, then each layer's k and v
+        projection, k norm and rotation."""
+        model, ops = self.model, self.model.ops
+        projected = model.context_kv(ops.rms_norm(model.fc(batch.features), model.hidden_norm, model.eps))
+        rotation = ops.rotation(model.rotary, batch.positions)
+        ops.context_write(projected, model.context_k_norm, model.eps, rotation, batch.slots, self.caches, batch.padded)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's

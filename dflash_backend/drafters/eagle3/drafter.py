@@ -2,8 +2,8 @@
 
 The model is a decoder layer over a token's embedding beside a hidden state. For a position of the context the hidden
 state is made of the target's features there (`combine`), and the token is the one after it. `inject` writes the layer's
-keys and values, which depend on these two alone. `forward` runs the layer: its output gives the token after next, and
-is the hidden state of the next pass.
+keys and values, which depend on these two alone. The model's `forward` runs the layer: its output gives the token after
+next, and is the hidden state of the next pass.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Eagle3Weights(DraftWeights):
 
 
 class Eagle3Model(DraftModel):
-    """The drafter's parameters and arithmetic."""
+    """The drafter's parameters, and a pass of its layer."""
 
     weights_class: ClassVar[type[Eagle3Weights]] = Eagle3Weights
     spec: Eagle3Spec
@@ -92,25 +92,6 @@ class Eagle3Model(DraftModel):
             features = torch.cat(normed, dim=1)
         return self.fc(features)
 
-    def inject(
-        self,
-        embeddings: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool = False,
-    ) -> None:
-        """Write the context KV to `slots` of the layer's cache.
-
-        embeddings: `[n, hidden]`, of the token behind each position. features: `[n, L * target_hidden]`. positions,
-        slots: int64 `[n]`, with `padded` some slots below 0, for which nothing is written.
-        """
-        normed, _ = self._layer_input(embeddings, self.combine(features))
-        projected = self.context_kv(normed)
-        rotation = self.ops.rotation(self.rotary, positions)
-        self.ops.context_write(projected, self.context_k_norm, self.eps, rotation, slots, caches, padded)
-
     def forward(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,12 +100,12 @@ class Eagle3Model(DraftModel):
         Returns the final-normed output, of which the logits are made, and the hidden state for the next pass.
         """
         rotation = self.ops.rotation(self.rotary, context.positions)
-        normed, residual = self._layer_input(embeddings, hidden)
+        normed, residual = self.layer_input(embeddings, hidden)
         added, residual = self.layer.forward(normed, residual, context, caches[0], rotation)
         output, hidden = self.ops.add_rms_norm(added, residual, self.final_norm, self.eps)
         return output, output if self.spec.norm_output else hidden
 
-    def _layer_input(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_input(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads, `[n, 2 * hidden]`, and what its output is added to, `[n, hidden]`."""
         token = self.ops.rms_norm(embeddings, self.layer.weights.input_norm, self.eps)
         normed = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
@@ -156,9 +137,14 @@ class Eagle3Drafter(ModelDrafter[Eagle3Spec]):
         self.capture = model.spec.target_layer_ids
 
     def inject(self, batch: ContextBatch) -> None:
+        """Write the context KV of the layer: of the features at each position, and of the token behind it."""
         assert batch.next_token_ids is not None
-        embeddings = self._embed(batch.next_token_ids)
-        self.model.inject(embeddings, batch.features, batch.positions, batch.slots, self.caches, batch.padded)
+        model, ops = self.model, self.model.ops
+        normed, _ = model.layer_input(self._embed(batch.next_token_ids), model.combine(batch.features))
+        rotation = ops.rotation(model.rotary, batch.positions)
+        ops.context_write(
+            model.context_kv(normed), model.context_k_norm, model.eps, rotation, batch.slots, self.caches, batch.padded
+        )
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """A pass for each draft of the longest row, over the rows that still draft."""
