@@ -41,9 +41,8 @@ INTRA_OP_TOKENS = 256
 GRAMMAR_WORK = 1
 # Rows whose numbers of drafts differ by less go by their contexts.
 DRAFTS_ALIKE = 8
-# Of the steps of a size so many run, in turn, with one thread in operations and with all, before the quicker is known;
-# later every so manieth runs with the other. A step counts for so much of what is known, and one that took long for no
-# more than so many times that.
+# The first steps of a size run in turn with one thread in operations and with all; later now and then one runs as the
+# others do not. What a step adds to the mean of its kind, and the most that it may take, as times of that mean.
 STEPS_TO_COMPARE, TRY_OTHER_EVERY, WEIGHT_OF_STEP, MAX_TIMES = 8, 32, 0.125, 4.0
 
 
@@ -72,7 +71,7 @@ class OpThreadChoice:
         self._seen: dict[int, tuple[int, list[float]]] = {}
 
     def uses_one(self, num_tokens: int) -> bool:
-        """Whether the next step of so many tokens has one thread."""
+        """Whether the next step of this many tokens has one thread."""
         count, (of_one, of_all) = self._seen.get(num_tokens.bit_length(), (0, (0.0, 0.0)))
         if count < STEPS_TO_COMPARE:
             return count % 2 == 0
@@ -147,7 +146,15 @@ class BatchThreads:
             return [work(part) for part in parts]
         # Threads of the operations in C++ begin at once, so that a single part may gain by them however short it is.
         if HAS_CPU_OPS and len(parts) == 1 and not self._batch_invariant:
-            return [self._run_alone(work, parts[0], num_tokens, self._choices[drafts])]
+            choice, number = self._choices[drafts], torch.get_num_threads()
+            one = number == 1 or choice.uses_one(num_tokens)
+            torch.set_num_threads(1 if one else number)
+            began = time.perf_counter()
+            try:
+                return [work(parts[0])]
+            finally:
+                torch.set_num_threads(number)
+                choice.observe(num_tokens, one, time.perf_counter() - began)
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:
             with op_threads(1):
@@ -155,19 +162,6 @@ class BatchThreads:
         finally:
             wait(futures)
         return [first] + [future.result() for future in futures]
-
-    @staticmethod
-    def _run_alone(work: Callable[[Part], Result], part: Part, num_tokens: int, choice: OpThreadChoice) -> Result:
-        """A single short part, with as many threads in operations as its choice says."""
-        number = torch.get_num_threads()
-        one = number == 1 or choice.uses_one(num_tokens)
-        torch.set_num_threads(1 if one else number)
-        began = time.perf_counter()
-        try:
-            return work(part)
-        finally:
-            torch.set_num_threads(number)
-            choice.observe(num_tokens, one, time.perf_counter() - began)
 
 
 def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:

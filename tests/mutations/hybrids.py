@@ -201,7 +201,7 @@ HYBRID_MUTANTS = (
     Mutant(
         "states are brought up to date without the accepted drafts",
         "dflash_backend/worker/step.py",
-        "self._commit(step.states, batch.num_new + step.num_accepted, copies)",
+        "self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)",
         "self._commit(step.states, batch.num_new, copies)",
         OF_ENGINE,
     ),

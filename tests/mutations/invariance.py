@@ -87,8 +87,8 @@ INVARIANCE_MUTANTS = (
     Mutant(
         "a long prompt has more threads within operations than a short one",
         "dflash_backend/worker/batch_parallel.py",
-        "(alone and not self._batch_invariant)",
-        "alone",
+        "(is_long and not self._batch_invariant)",
+        "is_long",
         ("tests/worker/test_batch_parallel.py",),
     ),
     Mutant(

@@ -140,8 +140,8 @@ WORKER_MUTANTS = (
     Mutant(
         "the logits of a chunk in which no row chooses a token are computed",
         f"{WORKER}/batch.py",
-        "drafts, chooses = any(row.num_next_draft for row in rows), any(row.sample for row in rows)",
-        "drafts, chooses = any(row.num_next_draft for row in rows), True",
+        "drafts, chooses = any(each[5] for each in numbers), any(each[6] for each in numbers)",
+        "drafts, chooses = any(each[5] for each in numbers), True",
         ("tests/worker/test_runner.py",),
     ),
     Mutant(
@@ -219,11 +219,35 @@ WORKER_MUTANTS = (
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
-        "one row: a single row's logits follow the wrong token",
-        f"{WORKER}/batch.py",
-        "first, num_logits = (num_new - 1, num_draft + 1) if samples else (0, 1)",
-        "first, num_logits = (0, num_draft + 1) if samples else (0, 1)",
-        ("tests/worker/test_one_row.py",),
+        "a sampled request's drafts are compared with the argmax",
+        f"{WORKER}/state.py",
+        "self.num_sampled += bool(self.temperature[index])",
+        "self.num_sampled += 0",
+        ("tests/invariants/test_filtered_sampling.py",),
+    ),
+    Mutant(
+        "operations never have the number of threads that is slower now",
+        f"{WORKER}/batch_parallel.py",
+        "return (of_one <= of_all) != (count % TRY_OTHER_EVERY == 0)",
+        "return of_one <= of_all",
+        ("tests/worker/test_batch_parallel.py",),
+    ),
+    *(
+        Mutant(name, "kernels/dflash_kernels/cpu_step.h", old, new, ("tests/worker/test_one_row.py",))
+        for name, old, new in (
+            (
+                "C++: a row's logits follow the wrong token",
+                "int32_t(token + row.num_new - 1 + i)",
+                "int32_t(token + i)",
+            ),
+            (
+                "C++: KV past the row's blocks is written",
+                "if (start + i < covered) out.set",
+                "if (start + i < s.max_len) out.set",
+            ),
+            ("C++: rows with unverified drafts begin as planned", "row.unverified > 0 ?", "row.unverified > 9 ?"),
+            ("C++: a row has the block table of another", "tables + r * table_width", "tables"),
+        )
     ),
     Mutant(
         "one row: queries see a position behind their own",
@@ -283,11 +307,6 @@ WORKER_MUTANTS = (
             "row[first + count - 1] = mine[count];",
         ),
         ("C++: rows that do not sample accept", "    if (samples) {\n", "    if (num_draft[r]) {\n"),
-        (
-            "C++: KV past the row's blocks is written",
-            "if (row >= 0 && position < s.covered(requests[row])) out.set",
-            "if (row >= 0) out.set",
-        ),
         ("C++: the anchor is a placeholder", "if (i > 0) out.ids[at] = placeholder;", "out.ids[at] = placeholder;"),
         (
             "C++: a drafter that drafts from the anchor is given a query too many",
@@ -296,11 +315,6 @@ WORKER_MUTANTS = (
         ),
         ("C++: confidences are kept one place too far", "sure[request * k + i] =", "sure[request * k + i - 1] ="),
         ("C++: drafts that lie side by side are taken for rows", "r * width : at,", "r * k : at,"),
-        (
-            "C++: rows with unverified drafts begin as planned",
-            "unverified[r] > 0 ?",
-            "unverified[r] > 9 ?",
-        ),
     ),
     Mutant(
         "TOGETHER: prefill chunks bring no drafter KV",
