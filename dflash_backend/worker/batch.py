@@ -115,6 +115,29 @@ class DeviceBatch:
         return cls(**dict(zip(_ROW_FIELDS, fields.unbind(0), strict=True)), token_row=buffer[num_fields:])
 
 
+class LaidOutBatch(DeviceBatch):
+    """The layout that C++ has written. A field becomes a tensor when it is asked for: to make all of them takes longer
+    than most of what reads them."""
+
+    layout: np.ndarray
+    size: int
+    num_tokens: int
+
+    def __init__(self, layout: np.ndarray, num_rows: int, num_tokens: int) -> None:
+        """layout: as of `cpu_step.RowsLaidOut`."""
+        self.__dict__.update(layout=layout, size=num_rows, num_tokens=num_tokens)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name == "token_row":
+            found = self.layout[11 * self.size :][: self.num_tokens]
+        elif name in _ROW_FIELDS:
+            found = self.layout[_ROW_FIELDS.index(name) * self.size :][: self.size]
+        else:
+            raise AttributeError(name)
+        tensor = self.__dict__[name] = torch.from_numpy(found)
+        return tensor
+
+
 @dataclass
 class Step:
     """A step of R rows, T tokens and D rows of logits, on the device: its layout, and what `ModelStep` finds.
@@ -161,7 +184,7 @@ class Step:
     attention: AttentionBatch = field(init=False)
     padded: bool = field(init=False)
     windows: WindowSlots | None = field(init=False, default=None)
-    timestamps: torch.Tensor = field(init=False)
+    timestamps: torch.Tensor | np.ndarray = field(init=False)
     features: torch.Tensor | None = field(init=False, default=None)
     logits: torch.Tensor | None = field(init=False, default=None)
     target_tokens: torch.Tensor = field(init=False)

@@ -403,7 +403,8 @@ class ModelRunner:
         before = StateSnapshot(self.step.state, part.step) if self.overlaps and part.runner is self.step else None
         try:
             part.runner.accept(part.step)
-            part.results = self._results.begin(part.step.results.flatten())
+            results = part.step.results
+            part.results = self._results.begin(results.flatten()) if self.overlaps else Download(results, None)
             if self.overlaps:
                 self._draft_part(part)
         except torch.OutOfMemoryError:
@@ -415,7 +416,8 @@ class ModelRunner:
 
     def _draft_part(self, part: PartInFlight) -> None:
         part.runner.draft(part.step, part.guard, part.copies)
-        part.drafts = self._drafts.begin(part.step.drafts)
+        drafts = part.step.drafts
+        part.drafts = self._drafts.begin(drafts) if self.overlaps else Download(drafts, None)
         if part.grammars is not None:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 

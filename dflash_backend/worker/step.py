@@ -76,7 +76,10 @@ class ModelStep:
         self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
     ) -> Step:
         """One target forward over all rows, and the tokens that their drafts are compared with; the same `step`."""
-        step.timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
+        on_host, size = self.ops.on_host, NUM_TIMESTAMPS
+        step.timestamps = (
+            np.zeros(size, np.int64) if on_host else torch.zeros(size, dtype=torch.int64, device=self.device)
+        )
         record(step.timestamps, 0)
         if step.budget is not None:
             self.ops.lay_out(step, step.budget, self.state)
@@ -174,10 +177,10 @@ class ModelStep:
         if step.states is not None:
             self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)
-        step.drafts = step.timestamps
+        step.drafts = torch.as_tensor(step.timestamps)
         if asked or not self.ops.on_host:  # a captured step has the same numbers each time
             confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
-            step.drafts = torch.cat([step.timestamps, confidence.view(torch.int32).flatten().long()])
+            step.drafts = torch.cat([step.drafts, confidence.view(torch.int32).flatten().long()])
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: StateCopies) -> None:
@@ -200,14 +203,14 @@ class ModelStep:
         return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(-1, max(1, self.state.k))
 
 
-def record(timestamps: torch.Tensor, index: int) -> None:
+def record(timestamps: torch.Tensor | np.ndarray, index: int) -> None:
     """Set `timestamps[index]` (int64, ns) when everything that was queued before has run.
 
     A time that the device writes down among its other work needs no event of the host's, works within a captured graph,
     and stays that step's own while the next one is queued, which events in a graph would not. Differences count: on a
     CPU the times are the host's.
     """
-    if timestamps.is_cuda:
+    if isinstance(timestamps, torch.Tensor) and timestamps.is_cuda:
         timestamp.timestamp(timestamps, index)
     else:
-        timestamps.numpy()[index] = time.perf_counter_ns()
+        timestamps[index] = time.perf_counter_ns()

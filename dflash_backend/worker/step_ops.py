@@ -28,6 +28,7 @@ from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, Dra
 from dflash_backend.worker.batch import (
     DeviceBatch,
     HostBatch,
+    LaidOutBatch,
     LayoutBuffer,
     Step,
     exact_layout,
@@ -257,9 +258,7 @@ class CommonStepOps:
     )
     _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
-    _accept: Callable[..., torch.Tensor] = staticmethod(
-        cpu_step.accept if cpu_ops.HAS_CPU_OPS else accept.accept_reference
-    )
+    _accept: Callable[..., torch.Tensor] = staticmethod(accept.accept_reference)
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
@@ -390,16 +389,29 @@ class HostStepOps(CommonStepOps):
         found = cpu_step.lay_out(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size, batch.rows
         )
-        every = len(found.logits_token) == len(found.slots) and batch.traits.chooses
-        logits_token = None if every else found.logits_token
-        step = Step(DeviceBatch(*found.batch), logits_token, found.logits_row, None, batch.traits, state.k)
-        step.token_ids, step.positions, step.slots = found.token_ids, found.positions, found.slots
-        step.starts, step.seq_lens = found.starts, found.ends
-        step.attention = AttentionBatch(found.query_lens, found.seq_lens, found.tables)
+        num_rows, num_tokens = len(found.starts), len(found.slots)
+        every = len(found.logits_token) == num_tokens and batch.traits.chooses
+        logits_token, logits_row, starts, ends, tables, ids, positions, slots = share(
+            (found.logits_token, found.logits_row, found.starts, found.ends, found.tables, found.token_ids,
+             found.positions, found.slots)
+        )  # fmt: skip
+        laid_out = LaidOutBatch(found.layout, num_rows, num_tokens)
+        step = Step(laid_out, None if every else logits_token, logits_row, None, batch.traits, state.k)
+        step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = ids, positions, slots, starts, ends
+        step.attention = AttentionBatch(found.query_lens, found.seq_lens, tables)
         step.padded, step.prepared = found.padded, True
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
         return step
+
+    def accept(self, step: Step, state: StateTensors) -> None:
+        """As `CommonStepOps.accept`."""
+        batch = step.batch
+        if not isinstance(batch, LaidOutBatch):
+            return super().accept(step, state)
+        step.results = cpu_step.accept(
+            step.target_tokens, state.tokens, state.computed, state.k, batch.layout, batch.size
+        )
 
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         batch = step.batch

@@ -235,9 +235,8 @@ int64_t dflash_layers(int threads, const Layers* all, const Rows* rows, const Pa
 int64_t dflash_lay_out(const State* state, const Row* rows, int64_t count, int64_t tokens, int64_t table_width, int32_t* narrow, int64_t* wide) {
   return lay_out(*state, rows, count, tokens, table_width, narrow, wide);
 }
-void dflash_accept(const State* state, const int64_t* own, int64_t k, const int32_t* requests, const int32_t* starts, const int32_t* num_new,
-                   const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int64_t* results) {
-  accept_drafts(*state, own, k, requests, starts, num_new, num_draft, logits_start, rows, results);
+void dflash_accept(const State* state, const int64_t* own, int64_t k, const int32_t* layout, int64_t rows, int64_t* results) {
+  accept_drafts(*state, own, k, layout, rows, results);
 }
 void dflash_prepare_draft(const State* state, const int32_t* requests, const int32_t* num_next, int64_t rows, int64_t width,
                           int64_t placeholder, int64_t lookahead_base, int64_t* tokens, int32_t* query_lens, int32_t* seq_lens) {

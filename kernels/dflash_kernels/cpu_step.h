@@ -55,9 +55,9 @@ static int64_t lay_out(const State& s, const Row* rows, int64_t count, int64_t t
   logits_token[0] = 0, logits_row[0] = -1;
   return 1;
 }
-// results: `[rows][k + 3]`: accepted drafts, verified ones, new tokens.
-static void accept_drafts(const State& s, const int64_t* own, int64_t k, const int32_t* requests, const int32_t* starts, const int32_t* num_new,
-                          const int32_t* num_draft, const int32_t* logits_start, int64_t rows, int64_t* results) {
+// layout: `narrow` of `lay_out`. results: `[rows][k + 3]`: accepted drafts, verified ones, new tokens.
+static void accept_drafts(const State& s, const int64_t* own, int64_t k, const int32_t* layout, int64_t rows, int64_t* results) {
+  const int32_t *requests = layout, *num_new = layout + 3 * rows, *num_draft = num_new + rows, *logits_start = layout + 8 * rows, *starts = logits_start + rows;
   std::fill_n(results, rows * (k + 3), 0);
   for (int64_t r = 0; r < rows; r++) {
     int64_t request = requests[r], first = int64_t(starts[r]) + num_new[r], count = 0;

@@ -34,20 +34,21 @@ def _call() -> ctypes.CDLL:
 
 
 class RowsLaidOut(NamedTuple):
-    """A step of R rows and T tokens. batch: what `DeviceBatch` has, in its order. starts, ends: int32 `[R]`, where rows
-    start and end. logits_token, logits_row: int32 `[D]`. tables: int32 `[R, W]`, the rows' block tables. token_ids,
-    positions, slots: int64 `[T]`. query_lens, seq_lens: int64 `[R]`, tokens and, again, where rows end. padded: whether
-    a slot is below 0."""
+    """A step of R rows and T tokens. layout: int32, what `DeviceBatch` has of rows, each field behind the one before,
+    then `starts` and `ends` `[R]`, where rows start and end, and `token_row` `[T]`. logits_token, logits_row: int32
+    `[D]`. tables: int32 `[R, W]`, the rows' block tables. token_ids, positions, slots: int64 `[T]`. query_lens,
+    seq_lens: int64 `[R]`, tokens and, again, where rows end. padded: whether a slot is below 0."""
 
-    batch: list[torch.Tensor]
-    starts: torch.Tensor
-    ends: torch.Tensor
-    logits_token: torch.Tensor
-    logits_row: torch.Tensor
-    tables: torch.Tensor
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    layout: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    token_row: np.ndarray
+    logits_token: np.ndarray
+    logits_row: np.ndarray
+    tables: np.ndarray
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
     padded: bool
@@ -64,41 +65,33 @@ def lay_out(
     """What a step of `rows` runs, as `prepare_reference` says. rows: int64 `[R, 7]`, contiguous, of each row its
     request, where it starts, drafts in flight, known tokens, drafts, drafts to propose, and whether it samples."""
     state = _state(tokens, computed, blocks, num_blocks, block_size)
-    count, num_tokens = len(rows), int(rows[:, 3:5].sum())
+    count, size = len(rows), int(rows[:, 3:5].sum())
     width = max(1, int(num_blocks.numpy()[rows[:, 0]].max()))
-    narrow = torch.empty(11 * count + 3 * num_tokens + count * width, dtype=torch.int32)
-    wide = torch.empty(1 + 3 * num_tokens + 2 * count, dtype=torch.int64)
+    narrow, wide = (
+        np.empty(11 * count + 3 * size + count * width, np.int32),
+        np.empty(1 + 3 * size + 2 * count, np.int64),
+    )
     num_logits = _call().dflash_lay_out(
-        state.ctypes.data, rows.ctypes.data, count, num_tokens, width, narrow.data_ptr(), wide.data_ptr()
+        state.ctypes.data, rows.ctypes.data, count, size, width, narrow.ctypes.data, wide.ctypes.data
     )
-    *batch, starts, ends, token_row, logits_token, logits_row, tables = narrow.split(
-        [*[count] * 11, *[num_tokens] * 3, count * width]
-    )
-    padded, token_ids, positions, slots, query_lens, seq_lens = wide.split([1, *[num_tokens] * 3, count, count])
+    tokens_at, logits_at, tables_at, lens_at = 11 * count, 11 * count + size, 11 * count + 3 * size, 1 + 3 * size
     return RowsLaidOut(
-        [*batch, token_row], starts, ends, logits_token[:num_logits], logits_row[:num_logits],
-        tables.view(count, width), token_ids, positions, slots, query_lens.numpy(), seq_lens.numpy(), bool(padded),
+        narrow, narrow[9 * count : 10 * count], narrow[10 * count : tokens_at], narrow[tokens_at:logits_at],
+        narrow[logits_at : logits_at + num_logits], narrow[logits_at + size : logits_at + size + num_logits],
+        narrow[tables_at:].reshape(count, width), wide[1 : 1 + size], wide[1 + size : 1 + 2 * size],
+        wide[1 + 2 * size : lens_at], wide[lens_at : lens_at + count], wide[lens_at + count :], wide.item(0) != 0,
     )  # fmt: skip
 
 
 def accept(
-    target_tokens: torch.Tensor,
-    tokens: torch.Tensor,
-    computed: torch.Tensor,
-    k: int,
-    req_idx: torch.Tensor,
-    starts: torch.Tensor,
-    num_new: torch.Tensor,
-    num_draft: torch.Tensor,
-    logits_start: torch.Tensor,
+    target_tokens: torch.Tensor, tokens: torch.Tensor, computed: torch.Tensor, k: int, layout: np.ndarray, num_rows: int
 ) -> torch.Tensor:
-    """As `accept_reference`, for contiguous tensors."""
-    state, num_rows = _state(tokens, computed), len(req_idx)
+    """As `accept_reference`, for contiguous tensors. layout: of `RowsLaidOut`."""
+    state = _state(tokens, computed)
     results = torch.empty((num_rows, k + 3), dtype=torch.int64)
     _call().dflash_accept(
-        state.ctypes.data, target_tokens.data_ptr(), k, req_idx.data_ptr(), starts.data_ptr(),
-        num_new.data_ptr(), num_draft.data_ptr(), logits_start.data_ptr(), num_rows, results.data_ptr(),
-    )  # fmt: skip
+        state.ctypes.data, target_tokens.data_ptr(), k, layout.ctypes.data, num_rows, results.data_ptr()
+    )
     return results
 
 

@@ -61,7 +61,7 @@ def assert_same(seed: int, *ways: Callable[[State], tuple[torch.Tensor, ...]]) -
 
 @given(seeds)
 def test_accept(seed: int) -> None:
-    def accepted(call: Callable[..., torch.Tensor]) -> Callable[[State], tuple[torch.Tensor, ...]]:
+    def accepted(in_cpp: bool) -> Callable[[State], tuple[torch.Tensor, ...]]:
         def of(state: State) -> tuple[torch.Tensor, ...]:
             num_draft = state.numbers(0, K + 1)
             num_own = num_draft.numpy() + 1
@@ -69,14 +69,20 @@ def test_accept(seed: int) -> None:
             logits_start = int32(np.where(state.rng.random(state.num_rows) < 0.2, -1, first))
             own = torch.from_numpy(state.rng.integers(0, 3, int(num_own.sum())))
             starts, num_new = state.numbers(0, MAX_LEN - 1), state.numbers(1, 3)
-            results = call(
-                own, state.tokens, state.computed, K, state.req_idx, starts, num_new, num_draft, logits_start
-            )
+            if in_cpp:
+                none = torch.zeros_like(starts)
+                fields = [state.req_idx, none, none, num_new, num_draft, none, none, none, logits_start, starts]
+                layout = torch.cat(fields).numpy()
+                results = cpu_step.accept(own, state.tokens, state.computed, K, layout, state.num_rows)
+            else:
+                results = accept_reference(
+                    own, state.tokens, state.computed, K, state.req_idx, starts, num_new, num_draft, logits_start
+                )
             return (results[state.req_idx >= 0],)  # what padding rows get has no meaning
 
         return of
 
-    assert_same(seed, accepted(cpu_step.accept), accepted(accept_reference))
+    assert_same(seed, accepted(True), accepted(False))
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
