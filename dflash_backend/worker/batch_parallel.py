@@ -67,22 +67,21 @@ class OpThreadChoice:
     """
 
     def __init__(self) -> None:
-        # By size of the step: how many have run, and seconds with one thread and with all.
+        self.next_has_one: dict[int, bool] = {}
+        """By size of a step, `num_tokens.bit_length()`: whether the next one has one thread. The first one has."""
+        # How many have run, and seconds with one thread and with all.
         self._seen: dict[int, tuple[int, list[float]]] = {}
 
-    def uses_one(self, num_tokens: int) -> bool:
-        """Whether the next step of this many tokens has one thread."""
-        count, (of_one, of_all) = self._seen.get(num_tokens.bit_length(), (0, (0.0, 0.0)))
-        if count < STEPS_TO_COMPARE:
-            return count % 2 == 0
-        return (of_one <= of_all) != (count % TRY_OTHER_EVERY == 0)
-
-    def observe(self, num_tokens: int, one: bool, seconds: float) -> None:
-        """Take in how long such a step has run."""
-        count, known = self._seen.get(num_tokens.bit_length(), (0, [0.0, 0.0]))
+    def observe(self, size: int, one: bool, seconds: float) -> None:
+        """Take in how long a step of this size has run, and choose for the next one."""
+        count, known = self._seen.get(size, (0, [0.0, 0.0]))
         before = known[not one]
         known[not one] = before + WEIGHT_OF_STEP * (min(seconds, MAX_TIMES * before) - before) if before else seconds
-        self._seen[num_tokens.bit_length()] = count + 1, known
+        self._seen[size] = count, known = count + 1, known
+        if count < STEPS_TO_COMPARE:
+            self.next_has_one[size] = count % 2 == 0
+        else:
+            self.next_has_one[size] = (known[0] <= known[1]) != (count % TRY_OTHER_EVERY == 0)
 
 
 class BatchThreads:
@@ -146,15 +145,15 @@ class BatchThreads:
             return [work(part) for part in parts]
         # Threads of the operations in C++ begin at once, so that a single part may gain by them however short it is.
         if HAS_CPU_OPS and len(parts) == 1 and not self._batch_invariant:
-            choice, number = self._choices[drafts], torch.get_num_threads()
-            one = number == 1 or choice.uses_one(num_tokens)
+            choice, size, number = self._choices[drafts], num_tokens.bit_length(), torch.get_num_threads()
+            one = number == 1 or choice.next_has_one.get(size, True)
             torch.set_num_threads(1 if one else number)
             began = time.perf_counter()
             try:
                 return [work(parts[0])]
             finally:
                 torch.set_num_threads(number)
-                choice.observe(num_tokens, one, time.perf_counter() - began)
+                choice.observe(size, one, time.perf_counter() - began)
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:
             with op_threads(1):

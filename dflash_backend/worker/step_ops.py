@@ -348,6 +348,11 @@ class CommonStepOps:
         Advances `state.tokens` by that token and `state.computed` of every row to its real start + num_new + accepted
         drafts."""
         batch = step.batch
+        if isinstance(batch, LaidOutBatch):
+            step.results = cpu_step.accept(
+                step.target_tokens, state.tokens, state.computed, state.k, batch.layout, batch.size
+            )
+            return
         step.results = self._accept(
             step.target_tokens, state.tokens, state.computed, state.k,
             batch.req_idx, step.starts, batch.num_new, batch.num_draft, batch.logits_start,
@@ -386,32 +391,19 @@ class HostStepOps(CommonStepOps):
         """As `ReferenceStepOps.step_of`; in C++ it is prepared at once."""
         if not cpu_ops.HAS_CPU_OPS:
             return batch.ragged(share, state.k)
-        found = cpu_step.lay_out(
+        found, query_lens, seq_lens, padded = cpu_step.lay_out(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size, batch.rows
         )
-        num_rows, num_tokens = len(found.starts), len(found.slots)
-        every = len(found.logits_token) == num_tokens and batch.traits.chooses
-        logits_token, logits_row, starts, ends, tables, ids, positions, slots = share(
-            (found.logits_token, found.logits_row, found.starts, found.ends, found.tables, found.token_ids,
-             found.positions, found.slots)
-        )  # fmt: skip
-        laid_out = LaidOutBatch(found.layout, num_rows, num_tokens)
+        laid_out = LaidOutBatch(found.layout, len(query_lens), len(found.slots))
+        every = len(found.logits_token) == len(found.slots) and batch.traits.chooses
+        logits_token, logits_row, starts, ends, tables, ids, positions, slots = map(torch.from_numpy, found[1:])
         step = Step(laid_out, None if every else logits_token, logits_row, None, batch.traits, state.k)
         step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = ids, positions, slots, starts, ends
-        step.attention = AttentionBatch(found.query_lens, found.seq_lens, tables)
-        step.padded, step.prepared = found.padded, True
+        step.attention = AttentionBatch(query_lens, seq_lens, tables)
+        step.padded, step.prepared = padded, True
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
         return step
-
-    def accept(self, step: Step, state: StateTensors) -> None:
-        """As `CommonStepOps.accept`."""
-        batch = step.batch
-        if not isinstance(batch, LaidOutBatch):
-            return super().accept(step, state)
-        step.results = cpu_step.accept(
-            step.target_tokens, state.tokens, state.computed, state.k, batch.layout, batch.size
-        )
 
     def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
         batch = step.batch

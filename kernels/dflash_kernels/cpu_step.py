@@ -35,23 +35,18 @@ def _call() -> ctypes.CDLL:
 
 class RowsLaidOut(NamedTuple):
     """A step of R rows and T tokens. layout: int32, what `DeviceBatch` has of rows, each field behind the one before,
-    then `starts` and `ends` `[R]`, where rows start and end, and `token_row` `[T]`. logits_token, logits_row: int32
-    `[D]`. tables: int32 `[R, W]`, the rows' block tables. token_ids, positions, slots: int64 `[T]`. query_lens,
-    seq_lens: int64 `[R]`, tokens and, again, where rows end. padded: whether a slot is below 0."""
+    then `starts` and `ends` `[R]`, where rows start and end, and the row of each token `[T]`. logits_token, logits_row:
+    int32 `[D]`. tables: int32 `[R, W]`, the rows' block tables. token_ids, positions, slots: int64 `[T]`."""
 
     layout: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    token_row: np.ndarray
     logits_token: np.ndarray
     logits_row: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
     tables: np.ndarray
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
-    query_lens: np.ndarray
-    seq_lens: np.ndarray
-    padded: bool
 
 
 def lay_out(
@@ -61,9 +56,10 @@ def lay_out(
     computed: torch.Tensor,
     block_size: int,
     rows: np.ndarray,
-) -> RowsLaidOut:
-    """What a step of `rows` runs, as `prepare_reference` says. rows: int64 `[R, 7]`, contiguous, of each row its
-    request, where it starts, drafts in flight, known tokens, drafts, drafts to propose, and whether it samples."""
+) -> tuple[RowsLaidOut, np.ndarray, np.ndarray, bool]:
+    """What a step of `rows` runs, as `prepare_reference` says; its rows' tokens and again where they end, int64 `[R]`;
+    and whether a slot is below 0. rows: int64 `[R, 7]`, contiguous, of each row its request, where it starts, drafts in
+    flight, known tokens, drafts, drafts to propose, and whether it samples."""
     state = _state(tokens, computed, blocks, num_blocks, block_size)
     count, size = len(rows), int(rows[:, 3:5].sum())
     width = max(1, int(num_blocks.numpy()[rows[:, 0]].max()))
@@ -74,13 +70,14 @@ def lay_out(
     num_logits = _call().dflash_lay_out(
         state.ctypes.data, rows.ctypes.data, count, size, width, narrow.ctypes.data, wide.ctypes.data
     )
-    tokens_at, logits_at, tables_at, lens_at = 11 * count, 11 * count + size, 11 * count + 3 * size, 1 + 3 * size
-    return RowsLaidOut(
-        narrow, narrow[9 * count : 10 * count], narrow[10 * count : tokens_at], narrow[tokens_at:logits_at],
-        narrow[logits_at : logits_at + num_logits], narrow[logits_at + size : logits_at + size + num_logits],
-        narrow[tables_at:].reshape(count, width), wide[1 : 1 + size], wide[1 + size : 1 + 2 * size],
-        wide[1 + 2 * size : lens_at], wide[lens_at : lens_at + count], wide[lens_at + count :], wide.item(0) != 0,
+    logits_at, rows_at, tables_at = (11 * count + times * size for times in (1, 2, 3))
+    lens_at = 1 + 3 * size
+    found = RowsLaidOut(
+        narrow, narrow[logits_at : logits_at + num_logits], narrow[rows_at : rows_at + num_logits],
+        narrow[9 * count : 10 * count], narrow[10 * count : 11 * count], narrow[tables_at:].reshape(count, width),
+        wide[1 : 1 + size], wide[1 + size : 1 + 2 * size], wide[1 + 2 * size : lens_at],
     )  # fmt: skip
+    return found, wide[lens_at : lens_at + count], wide[lens_at + count :], wide.item(0) != 0
 
 
 def accept(

@@ -228,8 +228,8 @@ WORKER_MUTANTS = (
     Mutant(
         "operations never have the number of threads that is slower now",
         f"{WORKER}/batch_parallel.py",
-        "return (of_one <= of_all) != (count % TRY_OTHER_EVERY == 0)",
-        "return of_one <= of_all",
+        "(known[0] <= known[1]) != (count % TRY_OTHER_EVERY == 0)",
+        "known[0] <= known[1]",
         ("tests/worker/test_batch_parallel.py",),
     ),
     *(
