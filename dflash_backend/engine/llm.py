@@ -225,9 +225,12 @@ class LLM:
             with whole:
                 self._feed(waiting, running)
             while core.has_unfinished():
+                finished: list[RequestState] = []
+                rejected: list[RequestRejected] = []
                 with whole:
-                    finished, rejected = self._step(running)
-                    self._feed(waiting, running)
+                    while core.has_unfinished() and not (finished or rejected or whole.came):
+                        finished, rejected = self._step(running)
+                        self._feed(waiting, running)
                 yield from finished
                 for failure in rejected:
                     raise RequestError(failure.status, failure.message)
@@ -314,10 +317,10 @@ class HeldInterrupt:
     """
 
     def __init__(self) -> None:
-        self._holds = self._came = False
+        self._holds = self.came = False
 
     def __enter__(self) -> None:
-        self._came = False
+        self.came = False
         self._holds = (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -331,11 +334,11 @@ class HeldInterrupt:
         if not self._holds:
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._came and error is None:
+        if self.came and error is None:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
+        if self.came:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
-        self._came = True
+        self.came = True
