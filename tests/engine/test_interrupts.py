@@ -55,6 +55,20 @@ def test_an_engine_that_was_interrupted_within_a_step_goes_on_as_before(
     assert after.token_ids == before.token_ids
 
 
+def test_an_interrupt_waits_for_the_end_of_its_step_and_for_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, ended = llm.engine.core.step, []
+
+    def watched() -> Any:
+        outputs = step()
+        ended.append(outputs)
+        return outputs
+
+    monkeypatch.setattr(llm.engine.core, "step", interrupting(watched, 3))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(QUESTION, max_tokens=64, temperature=0, ignore_eos=True)
+    assert len(ended) == 4
+
+
 def test_a_second_interrupt_ends_the_step_at_once() -> None:
     reached: list[int] = []
 
