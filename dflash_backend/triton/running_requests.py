@@ -29,7 +29,7 @@ from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMem
 MAX_SEPARATE_DELTAS = 32
 # `max_stream_responses_per_s` auto: from stub to client a response takes some 300 us of processor time, an eighth of
 # each core's at this rate; and one thread of Python sends them.
-RESPONSES_PER_CORE, MOST_RESPONSES = 400, 4000
+RESPONSES_PER_CORE, MOST_RESPONSES = 600, 6000
 # For no longer than this do tokens wait: readers see no difference.
 MAX_WAIT_S = 0.05
 

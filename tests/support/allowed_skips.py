@@ -11,6 +11,7 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/gpu/", "GPU", "`make test-gpu` runs these on a machine with an NVIDIA GPU"),
     ("tests/parallel/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
     ("tests/kernels/test_cpu_ops.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
+    ("tests/worker/test_one_row.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/attention/test_cpu_backend.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
