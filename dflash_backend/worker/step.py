@@ -121,28 +121,23 @@ class ModelStep:
     def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
         """Write the drafter's context KV of positions that are final."""
         record(step.timestamps, 3)
-        drafter, features, pending = self.drafter, step.features, self.pending
-        waits = False
-        if pending is not None and features is not None and not step.traits.drafts:
-            waits = pending.keep_step(step, features, self.state)
-        if drafter is not None and features is not None and not waits:
-            context = self.ops.context(step, self.state, features)
-            if pending is not None:
-                context = pending.exchange(context, step, self.state)
-            if len(context.positions):
-                assert context.token_row is not None
-                if guard is not None:
-                    guard.check("inject", context.token_row, context.slots)
-                if drafter.reads_next_tokens:
-                    req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
-                    context = self._with_next_tokens(context, req_idx)
-                drafter.inject(context)
+        drafter, features, context = self.drafter, step.features, None
+        if drafter is not None and features is not None:
+            context = self.ops.context(step, self.state, features, self.pending)
+        if drafter is not None and context is not None:
+            assert context.token_row is not None
+            if guard is not None:
+                guard.check("inject", context.token_row, context.slots)
+            if drafter.reads_next_tokens:
+                req_idx = step.batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
+                context = self._with_next_tokens(context, req_idx)
+            drafter.inject(context)
         record(step.timestamps, 4)
 
     def inject_waiting(self) -> None:
         """Write the context KV that waits, as after a step in which all of it is needed."""
         drafter = self.drafter
-        if self.pending is None or drafter is None or (context := self.pending.take_all(self.dtype)) is None:
+        if self.pending is None or drafter is None or (context := self.pending.take_all()) is None:
             return
         if drafter.reads_next_tokens:
             assert context.token_row is not None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,38 +53,6 @@ from dflash_kernels.dispatch import use_triton
 
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
 MAX_WAITING_ROWS = 16
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
-class _Tokens(NamedTuple):
-    """Tokens as arrays: features as integers of their size, `[n, L * hidden]`, since NumPy has no bfloat16 and takes a
-    fraction of torch's time for a few rows; the rows, positions and slots `[n]`."""
-
-    features: np.ndarray
-    rows: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-
-    @classmethod
-    def of(cls, context: ContextBatch) -> _Tokens:
-        """Those of a context; memory is shared."""
-        assert context.token_row is not None
-        rows = context.token_row.numpy()
-        return cls(as_integers(context.features), rows, context.positions.numpy(), context.slots.numpy())
-
-    def part(self, index: np.ndarray) -> _Tokens:
-        """Those at these places."""
-        return _Tokens(*(each[index] for each in self))
-
-    def context(self, dtype: torch.dtype) -> ContextBatch:
-        """As a context, of features in this dtype."""
-        features, rows, positions, slots = map(torch.from_numpy, self)
-        return ContextBatch(features.view(dtype), positions, slots, token_row=rows)
-
-
-def as_integers(features: torch.Tensor) -> np.ndarray:
-    """The same memory as integers of the same size."""
-    return features.view(_INTEGERS[features.dtype.itemsize]).numpy()
 
 
 class PendingContext:
@@ -101,7 +68,7 @@ class PendingContext:
         self._slots = np.zeros(num_requests, dtype=np.int64)
         self._block_size = block_size
         # `[num_requests, block_size, L * hidden]`, once the width is known.
-        self._features: np.ndarray | None = None
+        self._features: torch.Tensor | None = None
         self._lock = threading.Lock()
 
     def num_waiting(self, req_idx: int) -> int:
@@ -116,101 +83,39 @@ class PendingContext:
         """Drop everything."""
         self._counts[:] = 0
 
-    def keep_step(self, step: Step, features: torch.Tensor, state: StateTensors) -> bool:
-        """Keep back the context of a whole step, none of whose rows drafts, if all of it can wait. After `accept`: what
-        `exchange` would do, in a fraction of the time."""
-        batch, num_rows = step.batch, step.batch.req_idx.numel()
-        if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
-            return False
-        if num_rows == 1:
-            index = batch.req_idx.numpy().item()
-            if state.computed.numpy().item(index) % state.block_size == 0:
-                return False
-            self._keep_token(index, as_integers(features), step.positions.numpy().item(), step.slots.numpy().item())
-            return True
-        req_idx = batch.req_idx.numpy()
-        if not (state.computed.numpy()[req_idx] % state.block_size).all():
-            return False
-        self._keep_one_each(req_idx, as_integers(features), step.positions.numpy(), step.slots.numpy())
-        return True
-
-    def exchange(self, context: ContextBatch, step: Step, state: StateTensors) -> ContextBatch:
-        """Keep back what can wait of a step's `context`, and add what has waited and is needed now. After `accept`."""
-        batch, req_idx = step.batch, step.batch.req_idx.numpy()
-        counts = self._counts[req_idx]
-        may_wait = len(req_idx) <= MAX_WAITING_ROWS
-        if not may_wait and not counts.any():
-            return context
-        rests = (batch.num_next_draft.numpy() == 0) & (batch.num_new.numpy() == 1) & may_wait
-        if not rests.any() and not counts.any():
-            return context
-        # Where the block begins that is not full yet.
-        tail = state.computed.numpy()[req_idx] // state.block_size * state.block_size
-        is_full = self._positions[req_idx] < tail
-        needed = [
-            self._take(int(req_idx[row]), row) for row in ((counts > 0) & (is_full | ~rests)).nonzero()[0].tolist()
-        ]
-        tokens = _Tokens.of(context)
-        keeps = rests[tokens.rows] & (tokens.positions >= tail[tokens.rows])
-        if keeps.any():
-            waits, tokens = tokens.part(keeps), tokens.part(~keeps)
-            self._keep(waits, req_idx[waits.rows])
-        elif not needed:
-            return context
-        joined = [np.concatenate(parts) for parts in zip(*needed, tokens, strict=True)] if needed else tokens
-        return _Tokens(*joined).context(context.features.dtype)
-
-    def take_all(self, dtype: torch.dtype) -> ContextBatch | None:
-        """What waits of all requests, in this dtype, `token_row` the requests' indices; None where nothing does."""
-        waiting = [self._take(index, index) for index in self._counts.nonzero()[0].tolist()]
-        if not waiting:
-            return None
-        return _Tokens(*(np.concatenate(parts) for parts in zip(*waiting, strict=True))).context(dtype)
-
-    def _take(self, req_idx: int, row: int) -> _Tokens:
-        """What a request has waiting, at least a token, as tokens of this row."""
-        count, self._counts[req_idx] = self._counts.item(req_idx), 0
-        assert self._features is not None
-        steps = np.arange(count)
-        positions, slots = self._positions[req_idx] + steps, self._slots[req_idx] + steps
-        return _Tokens(self._features[req_idx, :count], np.full(count, row, dtype=np.int32), positions, slots)
-
-    def _keep(self, tokens: _Tokens, req_idx: np.ndarray) -> None:
-        """Keep tokens of the requests `req_idx`; those of one request follow each other."""
-        if len(set(req_idx.tolist())) == len(req_idx):
-            self._keep_one_each(req_idx, tokens.features, tokens.positions, tokens.slots)
-            return
-        for token, index in enumerate(req_idx.tolist()):
-            self._keep_token(
-                index, tokens.features[token : token + 1], tokens.positions.item(token), tokens.slots.item(token)
-            )
-
-    def _keep_token(self, req_idx: int, features: np.ndarray, position: int, slot: int) -> None:
-        """Keep one token of one request; features `[1, L * hidden]`."""
-        count = self._counts.item(req_idx)
-        self._space(features)[req_idx, count] = features[0]
-        if count == 0:
-            self._positions[req_idx], self._slots[req_idx] = position, slot
-        self._counts[req_idx] = count + 1
-
-    def _keep_one_each(
-        self, req_idx: np.ndarray, features: np.ndarray, positions: np.ndarray, slots: np.ndarray
-    ) -> None:
-        """Keep a token each of the requests `req_idx`, all distinct."""
-        counts = self._counts[req_idx]
-        self._space(features)[req_idx, counts] = features
-        self._positions[req_idx] = np.where(counts == 0, positions, self._positions[req_idx])
-        self._slots[req_idx] = np.where(counts == 0, slots, self._slots[req_idx])
-        self._counts[req_idx] = counts + 1
-
-    def _space(self, features: np.ndarray) -> np.ndarray:
-        """Where features of this width wait. The system gives its memory as it is written."""
+    def take(self, step: Step, batch: LaidOutBatch, features: torch.Tensor, state: StateTensors) -> ContextBatch | None:
+        """The context of a step that is written now, after `accept`: the tokens whose positions are final, without
+        those that can wait, and what has waited and is needed now. None where there is nothing to write."""
+        features = features.contiguous()
         if self._features is None:
             with self._lock:
                 if self._features is None:
-                    shape = len(self._counts), self._block_size, features.shape[1]
-                    self._features = np.empty(shape, features.dtype)
-        return self._features
+                    # The system gives its memory as it is written.
+                    self._features = features.new_empty((len(self._counts), self._block_size, features.shape[1]))
+        waiting = self._counts, self._positions, self._slots, self._features
+        found = cpu_step.take_context(
+            state.computed, state.block_size, waiting, batch.layout, batch.size, batch.size <= MAX_WAITING_ROWS,
+            step.positions, step.slots, features,
+        )  # fmt: skip
+        if found is None:
+            return ContextBatch(features, step.positions, step.slots, token_row=batch.token_row)
+        now, positions, slots, rows = found
+        return ContextBatch(now, positions, slots, token_row=rows) if len(rows) else None
+
+    def take_all(self) -> ContextBatch | None:
+        """What waits of all requests, `token_row` the requests' indices; None where nothing does."""
+        waiting = self._counts.nonzero()[0].tolist()
+        if not waiting or self._features is None:
+            return None
+        counts = self._counts[waiting]
+        steps = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        rows, positions, slots = (
+            torch.from_numpy(first.repeat(counts) + steps * moves)
+            for first, moves in ((np.array(waiting), 0), (self._positions[waiting], 1), (self._slots[waiting], 1))
+        )
+        features = torch.cat([self._features[index, :count] for index, count in zip(waiting, counts, strict=True)])
+        self.clear()
+        return ContextBatch(features, positions, slots, token_row=rows.int())
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -415,21 +320,20 @@ class HostStepOps(CommonStepOps):
         return counts
 
     def pending_context(self, state: StateTensors) -> PendingContext | None:
-        return PendingContext(len(state.tokens), state.block_size)
+        return PendingContext(len(state.tokens), state.block_size) if cpu_ops.HAS_CPU_OPS else None
 
-    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
-        token_row = step.batch.token_row
-        if len(step.batch.req_idx) == 1 and not step.padded:
-            end = state.computed.numpy().item(step.batch.req_idx.numpy().item())
-            final = slice(end - step.starts.numpy().item())
-            return ContextBatch(features[final], step.positions[final], step.slots[final], token_row=token_row[final])
-        slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
-        is_final = slots.numpy() >= 0
-        if is_final.all():
-            return ContextBatch(features, step.positions, slots, token_row=token_row)
-        # By numpy: torch would begin threads for it, which then wait in a loop beside those of the next layers.
-        every = _Tokens(as_integers(features), token_row.numpy(), step.positions.numpy(), slots.numpy())
-        return every.part(is_final.nonzero()[0]).context(features.dtype)
+    def context(
+        self, step: Step, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
+    ) -> ContextBatch | None:
+        """As `ReferenceStepOps.context`, without padding, and without what waits in `pending`."""
+        batch = step.batch
+        if pending is not None and isinstance(batch, LaidOutBatch):
+            return pending.take(step, batch, features, state)
+        slots = self._inject_slots(step.slots, step.positions, batch.req_idx, state.computed, batch.token_row)
+        final = torch.from_numpy((slots.numpy() >= 0).nonzero()[0])
+        if not len(final):
+            return None
+        return ContextBatch(features[final], step.positions[final], slots[final], token_row=batch.token_row[final])
 
     def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
         """As `ReferenceStepOps.features_before_anchors`, of the rows that draft."""
@@ -517,9 +421,12 @@ class ReferenceStepOps(CommonStepOps):
         """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
         return None
 
-    def context(self, step: Step, state: StateTensors, features: torch.Tensor) -> ContextBatch:
+    def context(
+        self, step: Step, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
+    ) -> ContextBatch | None:
         """The tokens whose positions are final, after `accept`: rejected drafts must not write context KV. features:
-        `[T, L * hidden]`, of the step."""
+        `[T, L * hidden]`, of the step. pending: where context may wait, as of `pending_context`. None where there is
+        nothing to write."""
         token_row = step.batch.token_row
         slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
         return ContextBatch(features, step.positions, slots, padded=True, token_row=token_row)

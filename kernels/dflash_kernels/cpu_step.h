@@ -75,6 +75,48 @@ static void accept_drafts(const State& s, const int64_t* own, int64_t k, const i
     s.computed[request] = int32_t(first + count);
   }
 }
+// The features that wait until they are needed, of each request: how many tokens, consecutive ones, where the first lies, and the
+// features of `room` tokens, of so many bytes each.
+struct Waiting { int64_t *counts, *positions, *slots; char* features; int64_t room, bytes; };
+// Tokens of a context, one behind the other.
+struct Context { char* features; int64_t *positions, *slots; int32_t* rows; };
+// After `accept_drafts`: the tokens of a step whose positions are final go to `out`, but those that wait: in a row that has one known
+// token and proposes nothing, where rows may wait, those whose block is not full. What has waited goes there once its block is full or
+// its row goes on otherwise. Returns how many went there; -1, and does nothing, where these are all tokens of the step as they are.
+static int64_t take_context(const State& s, const Waiting& w, const int32_t* layout, int64_t rows, int64_t tokens, bool may_wait,
+                            const int64_t* positions, const int64_t* slots, const char* features, const Context& out) {
+  const int32_t *requests = layout, *num_new = layout + 3 * rows, *num_next = layout + 5 * rows, *first = layout + 6 * rows, *lens = first + rows;
+  auto rests = [&](int64_t r) { return may_wait && num_next[r] == 0 && num_new[r] == 1; };
+  auto tail = [&](int64_t r) { return s.computed[requests[r]] / s.block_size * s.block_size; };  // where the block begins that is not full
+  auto is_final = [&](int64_t r, int64_t t) { return positions[t] < s.computed[requests[r]] && slots[t] >= 0; };
+  bool as_they_are = true;
+  for (int64_t r = 0; r < rows && as_they_are; r++) {
+    as_they_are = w.counts[requests[r]] == 0;
+    for (int64_t t = first[r]; t < first[r] + lens[r] && as_they_are; t++) as_they_are = is_final(r, t) && !(rests(r) && positions[t] >= tail(r));
+  }
+  if (as_they_are) return -1;
+  int64_t count = 0;
+  auto put = [&](const char* from, int64_t position, int64_t slot, int64_t r) {
+    std::copy_n(from, w.bytes, out.features + count * w.bytes);
+    out.positions[count] = position, out.slots[count] = slot, out.rows[count++] = int32_t(r);
+  };
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t request = requests[r], &waiting = w.counts[request];
+    char* kept = w.features + request * w.room * w.bytes;
+    if (waiting && (w.positions[request] < tail(r) || !rests(r))) {
+      for (int64_t i = 0; i < waiting; i++) put(kept + i * w.bytes, w.positions[request] + i, w.slots[request] + i, r);
+      waiting = 0;
+    }
+    for (int64_t t = first[r]; t < first[r] + lens[r]; t++) {
+      if (!is_final(r, t)) continue;
+      const char* from = features + t * w.bytes;
+      if (!rests(r) || positions[t] < tail(r)) { put(from, positions[t], slots[t], r); continue; }
+      if (!waiting) w.positions[request] = positions[t], w.slots[request] = slots[t];
+      std::copy_n(from, w.bytes, kept + waiting++ * w.bytes);
+    }
+  }
+  return count;
+}
 // Queries of the rows that draft, `[rows][width]`.
 static void prepare_drafts(const State& s, const int32_t* requests, const int32_t* num_next, int64_t rows, int64_t width, int64_t placeholder,
                            int64_t lookahead_base, const Tokens& out, int32_t* query_lens, int32_t* seq_lens) {

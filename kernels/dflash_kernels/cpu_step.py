@@ -92,6 +92,51 @@ def accept(
     return results
 
 
+def take_context(
+    computed: torch.Tensor,
+    block_size: int,
+    waiting: tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor],
+    layout: np.ndarray,
+    num_rows: int,
+    may_wait: bool,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    features: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Of a step's tokens whose positions are final, after `accept`, and of what waits of its requests, those whose
+    context KV is to be written now: features `[n, width]`, positions, slots int64 `[n]` and rows int32 `[n]`. None:
+    all tokens of the step, as they are.
+
+    waiting: int64 `[S]` each, how many tokens of a request wait, and position and slot of the first; and their
+    features, `[S, block_size, width]`. layout: of `RowsLaidOut`, of `num_rows` rows. may_wait: whether the token of a
+    row that drafts nothing may wait until its block is full. positions, slots: int64 `[T]`. features: `[T, width]`,
+    contiguous.
+    """
+    counts, first_positions, first_slots, kept = waiting
+    num_tokens, width = features.shape
+    state = np.array([0, 0, 0, computed.data_ptr(), 0, 0, block_size], np.int64)
+    of_waiting = np.array(
+        [
+            counts.ctypes.data, first_positions.ctypes.data, first_slots.ctypes.data, kept.data_ptr(), kept.shape[1],
+            width * kept.element_size(),
+        ],
+        np.int64,
+    )  # fmt: skip
+    most = num_tokens + num_rows * kept.shape[1]
+    found, written_at = features.new_empty((most, width)), torch.empty((2, most), dtype=torch.int64)
+    rows = torch.empty(most, dtype=torch.int32)
+    out = np.array(
+        [found.data_ptr(), written_at.data_ptr(), written_at.data_ptr() + 8 * most, rows.data_ptr()], np.int64
+    )
+    count = _call().dflash_take_context(
+        state.ctypes.data, of_waiting.ctypes.data, layout.ctypes.data, num_rows, num_tokens, may_wait,
+        positions.data_ptr(), slots.data_ptr(), features.data_ptr(), out.ctypes.data,
+    )  # fmt: skip
+    if count < 0:
+        return None
+    return found[:count], written_at[0, :count], written_at[1, :count], rows[:count]
+
+
 def prepare_draft(
     tokens: torch.Tensor,
     blocks: torch.Tensor,

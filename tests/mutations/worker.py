@@ -212,10 +212,10 @@ WORKER_MUTANTS = (
         ),
     ),
     Mutant(
-        "one row: context of the first rejected draft is injected",
-        f"{WORKER}/step_ops.py",
-        "final = slice(end - step.starts.numpy().item())",
-        "final = slice(end - step.starts.numpy().item() + 1)",
+        "context of the first rejected draft is injected",
+        "kernels/dflash_kernels/cpu_step.h",
+        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] <= s.computed[requests[r]] && slots[t] >= 0;",
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
@@ -318,18 +318,16 @@ WORKER_MUTANTS = (
     ),
     Mutant(
         "TOGETHER: prefill chunks bring no drafter KV",
-        f"{WORKER}/step_ops.py",
-        "is_final = slots.numpy() >= 0",
-        "is_final = (slots.numpy() >= 0) & (step.batch.logits_start.numpy() >= 0)[token_row.numpy()]",
+        "kernels/dflash_kernels/cpu_step.h",
+        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] < s.computed[requests[r]] && slots[t] >= 0 && layout[8 * rows + r] >= 0;",
         ("tests/worker/test_context_kv.py",),
     ),
     Mutant(
         "requests without speculation leave no drafter KV in the blocks that they publish",
-        f"{WORKER}/step_ops.py",
-        "is_final = slots.numpy() >= 0",
-        "plain = (step.batch.num_next_draft.numpy() == 0) & (step.batch.logits_start.numpy() "
-        ">= 0)\n"
-        "        is_final = (slots.numpy() >= 0) & ~plain[token_row.numpy()]",
+        "kernels/dflash_kernels/cpu_step.h",
+        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] < s.computed[requests[r]] && slots[t] >= 0 && (num_next[r] || layout[8 * rows + r] < 0);",
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(

@@ -18,10 +18,10 @@ from dflash_backend.worker.transfers import share
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.worker.random_steps import random_step
 
-counts = st.integers(0, 9)
+needs_cpp = pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
 
 
-@pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler")
+@needs_cpp
 @given(st.integers(0, 1 << 30), st.integers(1, 6))
 def test_the_layout_in_cpp_is_that_of_numpy(seed: int, num_rows: int) -> None:
     """Rows of every kind, with tokens past their blocks too."""
@@ -55,22 +55,27 @@ def test_the_layout_in_cpp_is_that_of_numpy(seed: int, num_rows: int) -> None:
     assert mine.block_tables[:, :width].tolist() == theirs.block_tables.tolist()
 
 
+@pytest.mark.parametrize("in_cpp", [False, pytest.param(True, marks=needs_cpp)])
 @pytest.mark.parametrize("num_accepted", [0, 2, 5])
-def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int) -> None:
+def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int, in_cpp: bool) -> None:
     step = random_step(3, 5, padding=False, zombies=False)
     state, index = step.state, 0
     state.num_blocks[index] = state.blocks.shape[1]
-    inputs = HostBatch(["a"], np.array([[index, 7, 0, 1, 5, 3, 1]]), BatchTraits(False, True)).ragged(share, state.k)
+    batch = HostBatch(["a"], np.array([[index, 7, 0, 1, 5, 3, 1]]), BatchTraits(False, True))
     ops = HostStepOps()
-    ops.prepare(inputs, state)
+    inputs = ops.step_of(batch, state) if in_cpp else batch.ragged(share, state.k)
+    if not in_cpp:
+        ops.prepare(inputs, state)
     drafts = state.tokens[index, 8:13].tolist()
     own = torch.tensor([*drafts[:num_accepted], -5, *[0] * (5 - num_accepted)])
     inputs.target_tokens = own
     ops.accept(inputs, state)
-    final = ops.context(inputs, state, torch.arange(6))
+    pending = ops.pending_context(state) if in_cpp else None
+    final = ops.context(inputs, state, torch.arange(6)[:, None], pending)
+    assert final is not None
     assert final.positions.tolist() == list(range(7, 8 + num_accepted))
     assert final.slots.tolist() == inputs.slots.tolist()[: 1 + num_accepted]
-    assert final.features.tolist() == list(range(1 + num_accepted))
+    assert final.features[:, 0].tolist() == list(range(1 + num_accepted))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())

@@ -131,3 +131,31 @@ def test_a_reset_drops_what_waits(prompts: list[list[int]]) -> None:
     assert outputs.pending.num_waiting(0) > 0
     outputs.runner.reset()
     assert outputs.pending.num_waiting(0) == 0
+
+
+def test_all_that_waits_can_be_taken(prompts: list[list[int]]) -> None:
+    """As before another drafter is put in: the tokens of each request, where they lie, with their own features."""
+    outputs = Engine(max_num_seqs=3)
+    for index, prompt in enumerate(prompts):
+        outputs.add_resting(str(index), prompt, 40)
+    for _ in range(9):
+        outputs.step()
+    outputs.core.finish_step()
+    waiting = {
+        outputs.runner.requests.records[name].index: request for name, request in outputs.core.scheduler.running.items()
+    }
+    expected = [
+        (index, position, waiting[index].block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        for index in sorted(waiting)
+        for position in range(
+            waiting[index].num_computed - outputs.pending.num_waiting(index), waiting[index].num_computed
+        )
+    ]
+    context = outputs.pending.take_all()
+    assert context is not None
+    assert context.token_row is not None
+    found = zip(context.token_row.tolist(), context.positions.tolist(), context.slots.tolist(), strict=True)
+    assert list(found) == expected
+    assert len(expected) > 3
+    assert len(context.features.unique(dim=0)) == len(expected)
+    assert outputs.pending.take_all() is None

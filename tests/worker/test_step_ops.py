@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_backend.drafters.base import Drafts
-from dflash_backend.worker.batch import DeviceBatch, spans
+from dflash_backend.worker.batch import DeviceBatch, Step, spans
 from dflash_backend.worker.state import SamplingTensors, StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
@@ -183,6 +183,13 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets_token(ops: 
     assert torch.equal(state.tokens, step.state.tokens)
 
 
+def context_slots(ops: StepOps, step: Step, state: StateTensors) -> torch.Tensor:
+    """Where the context of a step goes."""
+    context = ops.context(step, state, step.positions[:, None])
+    assert context is not None
+    return context.slots
+
+
 def verified(step: RandomStep, target_tokens: torch.Tensor) -> dict[int, tuple[int, list[int]]]:
     """Accepted drafts and new tokens of each row that samples."""
     rows, state, own = step.rows, step.state, target_tokens.tolist()
@@ -225,7 +232,7 @@ def test_context_of_positions_that_are_final_is_injected_and_no_other(ops: StepO
     step = random_step(seed, k)
     rows, state = step.rows, step.state
     prepared = accepted_step(ops, step, state, random_target(step, seed))
-    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
+    slots = context_slots(ops, prepared, state)
     for t, row in enumerate(host(rows.token_row).tolist()):
         final = row >= 0 and int(prepared.positions[t]) < int(state.computed[rows.req_idx[row]])
         assert int(slots[t]) == (int(prepared.slots[t]) if final else -1)
@@ -293,7 +300,7 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
     for name in DeviceBatch.__dataclass_fields__:
         getattr(rows, name).fill_(-1 if name in ("req_idx", "logits_start", "token_row") else 0)
     prepared = accepted = accepted_step(ops, step, state, torch.zeros(12, dtype=torch.int64, device=DEVICE))
-    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
+    slots = context_slots(ops, prepared, state)
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     ones = torch.ones(3, 3, dtype=torch.int64, device=DEVICE)
     ops.store_drafts(Drafts(ones, ones.float()), rows, state)
@@ -325,7 +332,7 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
     rows, state, k = step.rows, step.copy_of_state(), step.state.k
     count, device = len(rows.req_idx), target_tokens.device
     prepared = accepted = accepted_step(ops, step, state, target_tokens)
-    slots = ops.context(prepared, state, prepared.positions[:, None]).slots
+    slots = context_slots(ops, prepared, state)
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     drafts = ops.argmax(torch.sin(torch.arange(count * k * VOCAB, device=device)).view(-1, VOCAB))
     ops.store_drafts(Drafts(drafts), rows, state)
