@@ -12,6 +12,8 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/parallel/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
     ("tests/kernels/test_cpu_ops.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/worker/test_one_row.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
+    ("tests/worker/test_pending_context.py::", "needs a C\\+\\+ compiler", "no context waits where none is"),
+    ("tests/kernels/test_cpu_step.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/attention/test_cpu_backend.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_quantised_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),

@@ -11,10 +11,14 @@ from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.worker import step_ops
 from dflash_backend.worker.step_ops import PendingContext
+from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from load_tests.prompts import load_prompts
 from tests.worker.engines import Outputs, engine
 
-pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
+pytestmark = [
+    pytest.mark.usefixtures("single_thread", "inference_mode"),
+    pytest.mark.skipif(not HAS_CPU_OPS, reason="needs a C++ compiler"),
+]
 BLOCK_SIZE = 16
 
 
