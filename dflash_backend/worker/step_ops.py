@@ -9,7 +9,8 @@ lengths.
 On a CPU a request that does not draft needs its context KV only when a block is full, or when it drafts, and injecting
 one token costs nearly as much as injecting sixteen, since the operations are small. So `PendingContext` keeps the
 features of such a request until its tokens fill a block, which the prefix cache may then publish (PUBLISH), or until it
-drafts again; then they go to the drafter together. A request keeps less than a block. Without operations in C++ nothing waits.
+drafts again; then they go to the drafter together. A request keeps less than a block. Without operations in C++
+nothing waits.
 """
 
 from __future__ import annotations
