@@ -83,7 +83,7 @@ struct Context { char* features; int64_t *positions, *slots; int32_t* rows; };
 // After `accept_drafts`: the tokens of a step whose positions are final go to `out`, but those that wait: in a row that has one known
 // token and proposes nothing, where rows may wait, those whose block is not full. What has waited goes there once its block is full or
 // its row goes on otherwise. Returns how many went there; -1, and does nothing, where these are all tokens of the step as they are.
-static int64_t take_context(const State& s, const Waiting& w, const int32_t* layout, int64_t rows, int64_t tokens, bool may_wait,
+static int64_t take_context(const State& s, const Waiting& w, const int32_t* layout, int64_t rows, bool may_wait,
                             const int64_t* positions, const int64_t* slots, const char* features, const Context& out) {
   const int32_t *requests = layout, *num_new = layout + 3 * rows, *num_next = layout + 5 * rows, *first = layout + 6 * rows, *lens = first + rows;
   auto rests = [&](int64_t r) { return may_wait && num_next[r] == 0 && num_new[r] == 1; };

@@ -129,7 +129,7 @@ def take_context(
         [found.data_ptr(), written_at.data_ptr(), written_at.data_ptr() + 8 * most, rows.data_ptr()], np.int64
     )
     count = _call().dflash_take_context(
-        state.ctypes.data, of_waiting.ctypes.data, layout.ctypes.data, num_rows, num_tokens, may_wait,
+        state.ctypes.data, of_waiting.ctypes.data, layout.ctypes.data, num_rows, may_wait,
         positions.data_ptr(), slots.data_ptr(), features.data_ptr(), out.ctypes.data,
     )  # fmt: skip
     if count < 0:
