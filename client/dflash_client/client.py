@@ -210,11 +210,20 @@ class DFlashClient(_Client[Stream]):
 
 
 class AsyncDFlashClient(_Client[AsyncStream]):
-    """As `DFlashClient`, for one event loop; an asynchronous context manager."""
+    """As `DFlashClient`, for one event loop; an asynchronous context manager.
+
+    With `share_deltas`, for many requests at once: over gRPC, what is new in all of them comes together, in one message
+    in place of one for each request, from servers that have delta streams (docs/clients.md).
+    """
 
     _transports: ClassVar = {"grpc": AsyncGrpcTransport, "http": AsyncHttpTransport}
     _stream_type = AsyncStream
     _transport: AsyncTransport
+
+    def __init__(self, *args: Any, share_deltas: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if share_deltas and isinstance(self._transport, AsyncGrpcTransport):
+            self._transport.share_deltas(self.model)
 
     async def generate(
         self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]

@@ -67,10 +67,11 @@ def remaining_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
 
-def encode(request: Request) -> Any:
-    """The `ModelInferRequest` of a request."""
+def encode(request: Request, delta_stream: str = "") -> Any:
+    """The `ModelInferRequest` of a request. delta_stream: what it names, where it names one."""
     message = service_pb2.ModelInferRequest(model_name=request.model)
-    for name, text in request.strings().items():
+    strings = request.strings() | ({"delta_stream": delta_stream} if delta_stream else {})
+    for name, text in strings.items():
         data = text.encode("utf-8")
         _add_input(message, name, "BYTES", [1], struct.pack("<I", len(data)) + data)
     if request.token_ids is not None:

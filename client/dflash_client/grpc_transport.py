@@ -19,6 +19,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
+from dflash_client.delta_stream import DeltaStreams, Inbox
 from dflash_client.errors import ClientError, cancelled_here, not_ready
 from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, encode, read_response, remaining_s, translate
 from dflash_client.request import Request
@@ -42,10 +43,11 @@ class _GrpcCall:
         self._stream: Any = None
         self._cancelled = False
 
-    def _open(self) -> Any:
-        """Send the request and return the iterator over its responses."""
+    def _open(self, delta_stream: str = "") -> Any:
+        """Send the request and return the iterator over its responses. delta_stream: what it names."""
         headers = self._connection.headers + self._request.headers
-        self._stream = self._stream_infer(encode(self._request), timeout=remaining_s(self._deadline), metadata=headers)
+        message = encode(self._request, delta_stream)
+        self._stream = self._stream_infer(message, timeout=remaining_s(self._deadline), metadata=headers)
         # `cancel` sets the flag before it looks for the stream: one of the two sees the other.
         if self._cancelled:
             self._stream.cancel()
@@ -82,14 +84,19 @@ class GrpcCall(_GrpcCall):
 
 
 class AsyncGrpcCall(_GrpcCall):
-    """An `AsyncCall`."""
+    """An `AsyncCall`. delta_streams: where there are some, those that may carry what comes between the first response
+    and the last."""
+
+    delta_streams: DeltaStreams | None = None
 
     async def responses(self) -> AsyncGenerator[Outputs, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
-        stream = self._open()
+        streams = self.delta_streams if self._request.stream else None
+        inbox = None if streams is None else streams.join()
+        stream = self._open("" if inbox is None else inbox.name)
         try:
-            async for data in stream:
-                yield await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)
+            async for outputs in _read(stream) if inbox is None else _read_both(stream, inbox):
+                yield outputs
         except grpc.RpcError as error:
             raise self._error(error) from error
         except asyncio.CancelledError:
@@ -102,6 +109,48 @@ class AsyncGrpcCall(_GrpcCall):
             raise
         finally:
             stream.cancel()
+            if inbox is not None:
+                inbox.stream.leave(inbox)
+
+
+async def _read(stream: Any) -> AsyncGenerator[Outputs, None]:
+    """The responses of a request."""
+    async for data in stream:
+        yield await _outputs(data)
+
+
+async def _read_both(stream: Any, inbox: Inbox) -> AsyncGenerator[Outputs, None]:
+    """The responses of a request, and between them what comes to its inbox. `delta_batches` in a response says which
+    batches come before it."""
+    reading: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            if reading is None:
+                reading = asyncio.ensure_future(stream.read())
+                reading.add_done_callback(inbox.wake)
+            if not reading.done() and not inbox:
+                await inbox.wait()
+            if inbox:
+                yield inbox.take()
+            if not reading.done():
+                continue
+            if (data := reading.result()) is grpc.aio.EOF:
+                return
+            reading, outputs = None, await _outputs(data)
+            (num_before,) = outputs.get("delta_batches", (0,))
+            while inbox or inbox.stream.num_batches < num_before:
+                if not inbox:
+                    await inbox.stream.next_batch()
+                if inbox:
+                    yield inbox.take()
+            yield outputs
+    finally:
+        if reading is not None and not reading.cancel() and not reading.cancelled():
+            reading.exception()  # which asyncio would log where no one has asked
+
+
+async def _outputs(data: bytes) -> Outputs:
+    return await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)
 
 
 class _GrpcTransport:
@@ -161,10 +210,22 @@ class AsyncGrpcTransport(_GrpcTransport):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection, grpc.aio)
+        self._delta_streams: dict[str, DeltaStreams] = {}
 
     def call(self, request: Request, deadline: float) -> AsyncGrpcCall:
         """A call that ends at `deadline` at the latest; nothing is sent yet."""
-        return AsyncGrpcCall(self._stream_infer, self._connection, request, deadline)
+        call = AsyncGrpcCall(self._stream_infer, self._connection, request, deadline)
+        call.delta_streams = self._delta_streams.get(request.model)
+        return call
+
+    def share_deltas(self, model: str) -> None:
+        """Let one stream carry the deltas of all requests for a model."""
+
+        def open_stream(name: str) -> Any:
+            message = encode(Request.of_delta_stream(model, name))
+            return self._stream_infer(message, metadata=self._connection.headers)
+
+        self._delta_streams[model] = DeltaStreams(open_stream)
 
     async def probe(self, model: str, timeout_s: float) -> ClientError | None:
         """Why the model cannot take requests, or None."""
@@ -175,4 +236,6 @@ class AsyncGrpcTransport(_GrpcTransport):
 
     async def close(self) -> None:
         """Close the channel."""
+        for streams in self._delta_streams.values():
+            await streams.close()
         await self._channel.close()

@@ -24,7 +24,7 @@ RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 @dataclass(frozen=True, slots=True)
 class Request:
     """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set, or `describe`,
-    or `swap_drafter` (JSON).
+    or `swap_drafter` (JSON), or `delta_stream`, the name of one that it opens.
 
     `sampling` is the JSON object of the sampling parameters, or None where there are none. `headers` go with this
     request, beside those of the connection.
@@ -41,12 +41,18 @@ class Request:
     wants_stop_reason: bool = False
     describe: bool = False
     swap_drafter: str | None = None
+    delta_stream: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def description(cls, model: str) -> Request:
         """The request for a description of the model; nothing is generated."""
         return cls(model, stream=False, describe=True)
+
+    @classmethod
+    def of_delta_stream(cls, model: str, name: str) -> Request:
+        """The request that opens a delta stream of this name; nothing is generated."""
+        return cls(model, stream=True, delta_stream=name)
 
     @classmethod
     def swap(cls, model: str, wanted: Mapping[str, Any]) -> Request:
@@ -92,7 +98,7 @@ class Request:
         """The boolean inputs. The prompt is never wanted back; when streaming, the server leaves it out by itself."""
         if self.describe:
             return {"describe": True}
-        if self.swap_drafter is not None:
+        if self.swap_drafter is not None or self.delta_stream is not None:
             return {}
         names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
         flags = dict.fromkeys(names, True)
@@ -112,6 +118,7 @@ class Request:
             "messages": self.messages,
             "sampling_parameters": self.sampling,
             "swap_drafter": self.swap_drafter,
+            "delta_stream": self.delta_stream,
         }
         return {name: value for name, value in strings.items() if value is not None}
 

@@ -46,6 +46,8 @@ RETURN_FLAGS = (
     "return_steps",
     "return_stop_reason",
 )
+DELTA_STREAM = "delta_stream"
+FEWEST_NAME_CHARS, MOST_NAME_CHARS, MAX_DELTA_STREAM_CHARS = 16, 64, 128
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
 MAX_PARAMETERS_BRACKETS = 5000
@@ -89,7 +91,8 @@ class ReturnFlags:
 class ParsedRequest:
     """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing.
     `stream_interval`: tokens of a completion that one response of a stream waits for, as vLLM's parameter.
-    `may_wait`: a response may wait longer where very many would leave, since the request has not said an interval."""
+    `may_wait`: a response may wait longer where very many would leave, since the request has not said an interval.
+    `delta_stream`: the stream that may carry its deltas, and the request's key there."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
@@ -98,6 +101,7 @@ class ParsedRequest:
     returns: ReturnFlags
     stream_interval: int = 1
     may_wait: bool = False
+    delta_stream: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,37 @@ def parse_request(
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
-    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, may_wait=asked is None)
+    deltas = _delta_stream(inputs) if DELTA_STREAM in inputs else None
+    if asked is not None or not _is_plain(sampling, returns):
+        deltas = None
+    return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, asked is None, deltas)
+
+
+def _is_plain(sampling: SamplingParams, returns: ReturnFlags) -> bool:
+    """Whether a delta has no more than text, token ids and steps, as the batches of a delta stream have them."""
+    has_logprobs = returns.logprobs or returns.cumulative_logprob or sampling.prompt_logprobs is not None
+    return sampling.n == 1 and not has_logprobs
+
+
+def _delta_stream(inputs: Mapping[str, Array]) -> tuple[str, str]:
+    """The stream that a request names, and its key there."""
+    name, slash, key = _string(inputs, DELTA_STREAM, MAX_DELTA_STREAM_CHARS).partition("/")
+    if not slash or not key:
+        raise InputError(
+            f"input '{DELTA_STREAM}' of a request with a prompt is a stream's name, '/' and the request's key there; "
+            f"it has no {'key' if slash else chr(39) + '/' + chr(39)}"
+        )
+    return delta_stream_name(name), key
+
+
+def delta_stream_name(name: str) -> str:
+    """The name of a delta stream. Raises `InputError` for one that others could guess."""
+    if not FEWEST_NAME_CHARS <= len(name) <= MOST_NAME_CHARS:
+        raise InputError(
+            f"input '{DELTA_STREAM}' names a stream by {len(name)} characters; allowed: {FEWEST_NAME_CHARS} to "
+            f"{MOST_NAME_CHARS}, drawn by chance: who knows a name could read along"
+        )
+    return name
 
 
 def _is_given(name: str, value: Any) -> bool:

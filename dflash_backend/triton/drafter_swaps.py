@@ -13,7 +13,6 @@ import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -46,15 +45,6 @@ class _Waiting:
     wanted: SwapDrafter
     engines: set[int]
     said: dict[int, DrafterSwapped] = field(default_factory=dict)
-
-
-def swap_text(tensor: Any) -> str:
-    """The text of the input, a tensor of Triton's. Raises `Refused` where it is none."""
-    values = tensor.as_numpy().reshape(-1).tolist()
-    try:
-        return values[0].decode() if isinstance(values[0], bytes) else str(values[0])
-    except (UnicodeDecodeError, IndexError):
-        raise Refused("INVALID_ARGUMENT", f"the input {INPUT} is no text; it is one JSON object") from None
 
 
 def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:

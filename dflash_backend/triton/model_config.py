@@ -32,6 +32,7 @@ INPUTS: dict[str, tuple[str, int]] = {
     "return_steps": ("TYPE_BOOL", 1),
     "return_stop_reason": ("TYPE_BOOL", 1),
     "describe": ("TYPE_BOOL", 1),
+    "delta_stream": ("TYPE_STRING", 1),
     "swap_drafter": ("TYPE_STRING", 1),
     "image": ("TYPE_STRING", -1),
     "embedding_request": ("TYPE_STRING", 1),
@@ -49,6 +50,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "steps": ("TYPE_STRING", -1),
     "stop_reason": ("TYPE_STRING", -1),
     "kv_transfer_params": ("TYPE_STRING", 1),
+    "delta_batches": ("TYPE_INT64", 1),
 }
 
 # Arguments of vLLM's engine in a model.json that are settings here.

@@ -7,6 +7,7 @@ the free shared memory first, while an error can still be sent in its place.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -64,12 +65,15 @@ class Responder:
         try:
             self._sender.send(self._error(status, message), flags=self._final)
         except Exception:  # noqa: BLE001 - the request can only be closed
-            try:
-                self._sender.send(flags=self._final)
-            except Exception:  # noqa: BLE001 - Triton has closed it, or cannot be reached at all
-                return False
+            self.end()
             return False
         return True
+
+    def end(self) -> None:
+        """End the request without another response. Raises nothing: where Triton cannot be reached there is no one to
+        tell."""
+        with contextlib.suppress(Exception):
+            self._sender.send(flags=self._final)
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled, or has gone."""

@@ -38,8 +38,10 @@ class ResponseBuilder:
         self._report_cached_tokens = report_cached_tokens
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-    def output(self, state: RequestState) -> Response:
+    def output(self, state: RequestState, delta_batches: int | None = None) -> Response:
         """A response with the new output of a request: text, and the outputs that were asked for.
+
+        delta_batches: how many batches its delta stream was sent before, where some of them had output of it.
 
         Outputs have an element for each of the n completions. Token counts and ids are those of the new tokens:
         `token_ids` holds the ids of all completions, concatenated; `num_output_tokens` has their lengths. Only the last
@@ -75,6 +77,8 @@ class ResponseBuilder:
             outputs["spec_stats"] = _texts(stats)
         if state.finished and (asked_for := state.parsed.sampling.kv_transfer_params) and asked_for.do_remote_decode:
             outputs["kv_transfer_params"] = _texts([msgspec.json.encode(state.kv_transfer_params).decode()])
+        if delta_batches is not None:
+            outputs["delta_batches"] = np.array([delta_batches], dtype=np.int64)
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
         return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
 

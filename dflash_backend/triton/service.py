@@ -30,13 +30,13 @@ from dflash_backend.engine_client.replicas import make_engines
 from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.text.output import RequestState
-from dflash_backend.text.request import RequestRules
+from dflash_backend.text.request import DELTA_STREAM, RequestRules, delta_stream_name
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.traffic import TrafficError, TrafficWriter
 from dflash_backend.triton.description import describe_model
 from dflash_backend.triton.drafter_swaps import INPUT as SWAP_DRAFTER
-from dflash_backend.triton.drafter_swaps import DrafterSwaps, swap_text
+from dflash_backend.triton.drafter_swaps import DrafterSwaps
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metric_specs import CACHE_CONFIG
@@ -46,7 +46,7 @@ from dflash_backend.triton.responder import Responder, SendFailed, one_line, sha
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.running_requests import RunningRequests, TritonRequest
 from dflash_backend.triton.server_memory import ServerMemory, private_memory
-from dflash_backend.triton.submission import Refused, RequestReader
+from dflash_backend.triton.submission import Refused, RequestReader, input_text
 
 # How long the output thread waits for outputs when there is no request to ask about.
 IDLE_S = 0.25
@@ -82,7 +82,8 @@ class TritonService:
 
         `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
         with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or the
-        server has ended. `as_vllm`: as in `Log`. Raises `ConfigError`, `CheckpointError` or `EngineError`.
+        server has ended. `as_vllm`: the model stands in for one of Triton's vLLM backend. Raises `ConfigError`,
+        `CheckpointError` or `EngineError`.
         """
         self._log = Log(pb_utils, config.log_level, as_vllm)
         self._config = config
@@ -107,7 +108,15 @@ class TritonService:
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._publishers = make_publishers(config, self._log.warning)
         self._requests = RunningRequests(
-            config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory, self._traffic
+            config,
+            self._engines,
+            self._responses,
+            self._metrics,
+            self._reporter,
+            self._log,
+            memory,
+            self._traffic,
+            as_vllm,
         )
         self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log)
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
@@ -182,18 +191,15 @@ class TritonService:
             request.get_response_sender(), self._responses.error, self._responses.final, self._fits_shared_memory
         )
         special = special_input(request)
-        describes = special is not None and special.name() != SWAP_DRAFTER
+        counted = special is None or special.name() == SWAP_DRAFTER
         # The output thread may not have noticed yet that an engine is dead.
         if (refusal := self._refusal()) is not None or not self._engines.any_alive:
             # Who asks whether requests are taken, over and over, has had none refused.
-            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=not describes)
-            return
-        if describes:
-            self._describe(responder)
+            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=counted)
             return
         try:
             if special is not None:
-                self._swaps.begin(swap_text(special), responder)
+                self._take_special(special, responder)
                 return
             parsed, full = self._reader.read(request, self._engines)
             state = RequestState(next(self._ids), parsed, self._tokenizer)
@@ -207,6 +213,15 @@ class TritonService:
             self._requests.refuse(responder, "UNAVAILABLE", str(error))
         else:
             self._start(state, responder, placement)
+
+    def _take_special(self, tensor: Any, responder: Responder) -> None:
+        """Take a request that generates nothing. Raises `Refused` or `InputError`."""
+        if tensor.name() == SWAP_DRAFTER:
+            self._swaps.begin(input_text(tensor), responder)
+        elif tensor.name() == DELTA_STREAM:
+            self._requests.delta_streams.open(delta_stream_name(input_text(tensor)), responder)
+        else:
+            self._describe(responder)
 
     def _describe(self, responder: Responder) -> None:
         """Answer with what a front end must know of the model."""
@@ -263,6 +278,7 @@ class TritonService:
         self._ended = True
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
+        self._requests.delta_streams.close_all()
         self._swaps.fail_all(BROKEN if failure is not None else SHUT_DOWN)
         closers = [publisher.close for publisher in self._publishers]
         if self._traffic is not None:
@@ -274,6 +290,7 @@ class TritonService:
                 self._log_failure(error)
         # Requests that arrived as the engine was closed.
         self._requests.fail_all("INTERNAL", SHUT_DOWN)
+        self._requests.delta_streams.close_all()
         self._swaps.fail_all(SHUT_DOWN)
         self._drained.set()
         if failure is not None and not self._closing:
@@ -338,8 +355,11 @@ class TritonService:
 
 def special_input(request: Any) -> Any | None:
     """The input of a Triton request that asks for something else than tokens, if there is one: `describe`, where it is
-    true, or `swap_drafter`."""
-    for tensor in request.inputs():
-        if (name := tensor.name()) == SWAP_DRAFTER or (name == "describe" and tensor.as_numpy().any()):
+    true, `swap_drafter`, or `delta_stream` where there is no other."""
+    tensors = request.inputs()
+    for tensor in tensors:
+        name = tensor.name()
+        is_alone = name == DELTA_STREAM and len(tensors) == 1
+        if is_alone or name == SWAP_DRAFTER or (name == "describe" and tensor.as_numpy().any()):
             return tensor
     return None

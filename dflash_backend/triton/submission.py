@@ -24,6 +24,15 @@ class Refused(Exception):
         self.status = status
 
 
+def input_text(tensor: Any) -> str:
+    """The text of an input, a tensor of Triton's. Raises `Refused` where it is none."""
+    values = tensor.as_numpy().reshape(-1).tolist()
+    try:
+        return values[0].decode() if isinstance(values[0], bytes) else str(values[0])
+    except (UnicodeDecodeError, IndexError):
+        raise Refused("INVALID_ARGUMENT", f"the input {tensor.name()} is no text; it is one text in UTF-8") from None
+
+
 class RequestReader:
     """Turns Triton requests into `ParsedRequest`s. Any thread may use it."""
 

@@ -62,7 +62,10 @@ class TritonPool:
         """Nothing is connected yet. In the event loop that it serves."""
         files = dataclasses.asdict(config.triton_tls)
         self._clients, self._prefill_clients = (
-            [AsyncDFlashClient(url, "grpc", config.model_name, config.request_timeout_s, **files) for url in urls]
+            [
+                AsyncDFlashClient(url, "grpc", config.model_name, config.request_timeout_s, share_deltas=True, **files)
+                for url in urls
+            ]
             for urls in (config.triton_urls, config.prefill_urls)
         )
         self._num_running = dict.fromkeys([*self._clients, *self._prefill_clients], 0)

@@ -82,7 +82,7 @@ DEPLOYMENT_MUTANTS = (
     *mutants_of(
         "dflash_backend/triton/service.py",
         ("tests/triton/test_service.py::test_a_question_whether_requests_are_taken_is_none_that_was_refused",),
-        ("a probe is a request that was refused", ", counted=not describes)", ")"),
+        ("a probe is a request that was refused", ", counted=counted)", ")"),
     ),
     *mutants_of(
         "frontend/dflash_openai/middleware/browser_guard.py",

@@ -6,6 +6,7 @@ from tests.mutations.budget_cost import BUDGET_COST_MUTANTS
 from tests.mutations.continued import CONTINUED_MUTANTS
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.cpu_ops import CPU_OPS_MUTANTS
+from tests.mutations.delta_streams import DELTA_STREAM_MUTANTS
 from tests.mutations.deployment import DEPLOYMENT_MUTANTS
 from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafter_swap import DRAFTER_SWAP_MUTANTS
@@ -103,7 +104,7 @@ MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
 MUTANTS += PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
-MUTANTS += KV_TIER_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
+MUTANTS += KV_TIER_MUTANTS + DELTA_STREAM_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -38,7 +38,9 @@ SERVING_MUTANTS = (
         "dflash_backend/triton/running_requests.py",
         ("tests/triton/test_settings.py",),
         ("requests that say an interval wait", " and request.state.parsed.may_wait and", " and"),
-        ("one stream alone waits", "(len(self._waiting) - 1) / self._responses_per_s", "1 / self._responses_per_s"),
+        ("a stream that is slow enough waits", "num_waiting / self._responses_per_s", "1.0"),
+        ("one stream alone never waits", "len(self._waiting) - self._as_vllm", "len(self._waiting) - 1"),
+        ("one stream alone waits as vLLM's do not", "len(self._waiting) - self._as_vllm", "len(self._waiting)"),
         (
             "tokens that wait are lost with the engine",
             "        self._send_waiting(at_once=True)\n        for request in",
@@ -341,7 +343,7 @@ SERVING_MUTANTS = (
         ("a stream that does not end after its error is waited for", "ended.wait(END_S)", "ended.wait()"),
         (
             "large responses are read on the event loop",
-            "yield await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)",
+            "return await asyncio.to_thread(read_response, data) if len(data) > LARGE_BYTES else read_response(data)",
             "yield read_response(data)",
         ),
     ),

@@ -83,8 +83,9 @@ def test_streamed_completions_have_one_response_a_step_and_one_end(service, monk
 
 
 @pytest.mark.parametrize(("at_once", "shared"), [(MAX_SEPARATE_DELTAS, False), (MAX_SEPARATE_DELTAS + 1, True)])
-def test_steps_that_arrive_together_have_a_response_each_unless_they_are_many(service, monkeypatch, at_once, shared):
+def test_steps_that_arrive_together_have_a_response_each_unless_they_are_many(serve, monkeypatch, at_once, shared):
     """vLLM's own test of its streams counts a response for each token."""
+    service = serve(as_vllm=True)
     waiting, sizes, process = [], [], service._requests.process
 
     def process_later(outputs):

@@ -80,7 +80,7 @@ def test_a_config_without_inputs_and_outputs_is_completed() -> None:
         ({"model_transaction_policy": {"decoupled": False}}, "has no `model_transaction_policy"),
         ({"model_transaction_policy": {}}, "has no `model_transaction_policy"),
         ({"max_batch_size": 8}, "max_batch_size above 0"),
-        ({"input": [{"name": "text_input"}]}, "has no input describe, embedding_request, exclude_input_in_output"),
+        ({"input": [{"name": "text_input"}]}, "has no input delta_stream, describe, embedding_request"),
         ({"output": []}, "has no output cumulative_logprob"),
     ],
 )

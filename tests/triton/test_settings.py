@@ -75,7 +75,7 @@ def test_max_response_mb_ends_an_answer_that_grows_past_it(served: Any) -> None:
 def test_stream_interval_is_for_requests_that_ask_for_none(serve: Any) -> None:
     """The toy yields three tokens a step. The first response has what came first, the last what is left."""
     for setting, asked, expected in ((1, {}, {3}), (7, {}, {9}), (7, {"stream_interval": 4}, {6})):
-        service = serve(stream_interval=setting)
+        service = serve(stream_interval=setting, max_stream_responses_per_s=10**9)
         flags = {"stream": True, "exclude_input_in_output": True, "return_num_output_tokens": True}
         sent = submit(service, "ab", max_tokens=3 * 13, sampling=asked, **flags).all()
         counts = [response.outputs["num_output_tokens"][0] for response in sent]
@@ -85,19 +85,32 @@ def test_stream_interval_is_for_requests_that_ask_for_none(serve: Any) -> None:
 
 
 COUNTED = {"stream": True, "exclude_input_in_output": True, "return_num_output_tokens": True}
-STEPS = 40
+STEPS = 20
 
 
 @pytest.mark.parametrize(
-    ("rate", "num_streams", "asked", "waits"),
-    [(10**9, 2, {}, False), (1, 1, {}, False), (1, 2, {}, True), (1, 2, {"stream_interval": 1}, False)],
+    ("rate", "num_streams", "asked", "as_vllm", "waits"),
+    [
+        (10**9, 2, {}, False, False),
+        (200, 1, {}, False, False),  # a step takes longer than a response may wait
+        (1, 1, {}, False, True),
+        (1, 1, {}, True, False),
+        (1, 2, {}, True, True),
+        (1, 2, {"stream_interval": 1}, False, False),
+    ],
 )
-def test_max_stream_responses_per_s_has_tokens_of_several_streams_wait(
-    serve: Any, monkeypatch: pytest.MonkeyPatch, rate: int, num_streams: int, asked: dict[str, Any], waits: bool
+def test_max_stream_responses_per_s_has_tokens_of_streams_wait(
+    serve: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: int,
+    num_streams: int,
+    asked: dict[str, Any],
+    as_vllm: bool,
+    waits: bool,
 ) -> None:
     """A step takes 10 ms here, or more, and tokens wait half a second at most."""
     monkeypatch.setattr(running_requests, "MAX_WAIT_S", 0.5)
-    service = serve(max_stream_responses_per_s=rate)
+    service = serve(max_stream_responses_per_s=rate, as_vllm=as_vllm)
     streams = [
         submit(service, [SLOW, 98], TOKENS_PER_STEP * STEPS, sampling=asked, **COUNTED) for _ in range(num_streams)
     ]
@@ -115,7 +128,7 @@ def tokens_before_the_end(monkeypatch: pytest.MonkeyPatch, serve: Any, number: i
     tokens the next response of one of them has, 0 for an error."""
     monkeypatch.setattr(running_requests, "MAX_WAIT_S", 60.0)
     service = serve(max_stream_responses_per_s=1)
-    stream, _ = (submit(service, [SLOW, 98], 30_000, **COUNTED) for _ in range(2))
+    stream, other = (submit(service, [SLOW, 98], 30_000, **COUNTED) for _ in range(2))
     for _ in range(2):  # the first one, and the first that might have waited
         assert stream.next().error is None
     until = time.monotonic() + 30
@@ -129,6 +142,7 @@ def tokens_before_the_end(monkeypatch: pytest.MonkeyPatch, serve: Any, number: i
     finally:
         if number == signal.SIGSTOP:
             os.kill(engine, signal.SIGCONT)
+            stream.cancelled = other.cancelled = True
 
 
 def test_tokens_that_wait_leave_before_the_error_of_an_engine_that_is_lost(

@@ -1,0 +1,166 @@
+"""A delta stream: one gRPC stream on which the server sends what is new in many requests together.
+
+A message costs server, network and client the same whether it has the delta of one request or of all. The stream is
+opened with the first request, and requests that come after the server has acknowledged it name it. Their first and last
+responses and errors come on streams of their own, so cancelling one, deadlines and errors are as without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from dflash_client.errors import ClientError, ConnectionLost
+from dflash_client.grpc_messages import read_response
+from dflash_client.responses import Outputs
+
+# A server without delta streams is not asked again for so long.
+REFUSED_S = 60.0
+
+
+class Inbox:
+    """What has come for one request and was not read yet. However much that is, it is read as one delta."""
+
+    def __init__(self, stream: DeltaStream, key: str) -> None:
+        self.stream, self.key = stream, key
+        self._entries: list[list[Any]] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def name(self) -> str:
+        """The input of the request that has this inbox."""
+        return f"{self.stream.name}/{self.key}"
+
+    def put(self, entry: list[Any]) -> None:
+        """Add an entry of a batch: key, text, token ids, and steps where they were asked for."""
+        self._entries.append(entry)
+        self.wake()
+
+    def wake(self, _: Any = None) -> None:
+        """End `wait`."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def wait(self) -> None:
+        """Until there is an entry or `wake` is called."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+    def take(self) -> Outputs:
+        """The outputs of all entries that are here, at least one."""
+        entries, self._entries = self._entries, []
+        ids = [token_id for entry in entries for token_id in entry[2]]
+        outputs: dict[str, list[Any]] = {
+            "text_output": ["".join([entry[1] for entry in entries])],
+            "num_output_tokens": [len(ids)],
+            "token_ids": ids,
+        }
+        if len(entries[0]) > 3:
+            outputs["steps"] = [json.dumps([step for entry in entries for step in entry[3]])]
+        return outputs
+
+
+class DeltaStream:
+    """One delta stream, in one event loop. is_open: the server has acknowledged it. has_ended: no batch comes any more.
+    num_batches: those that have come."""
+
+    def __init__(self, call: Callable[[str], Any]) -> None:
+        """call: opens a stream of a name at the server, and returns the iterator over its responses as bytes."""
+        # By chance: who knew a name could read what others are answered.
+        self.name = secrets.token_urlsafe(24)
+        self.num_batches = 0
+        self.is_open = self.has_ended = False
+        self._keys = map(str, itertools.count())
+        self._inboxes: dict[str, Inbox] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+        self._reading = asyncio.create_task(self._read(call))
+
+    def join(self) -> Inbox:
+        """An inbox for a request that begins."""
+        inbox = Inbox(self, next(self._keys))
+        self._inboxes[inbox.key] = inbox
+        return inbox
+
+    def leave(self, inbox: Inbox) -> None:
+        """Drop the inbox of a request that has ended."""
+        self._inboxes.pop(inbox.key, None)
+
+    async def next_batch(self) -> None:
+        """Wait for a batch. Raises `ConnectionLost` when the stream has ended or ends before."""
+        before = self.num_batches
+        while self.num_batches == before:
+            if self.has_ended:
+                raise ConnectionLost("the stream that carried the deltas of this request broke; send it again")
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            await waiting
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+    async def _read(self, call: Callable[[str], Any]) -> None:
+        # Requests have errors of their own, and a server without such streams answers as it always has.
+        with contextlib.suppress(grpc.RpcError, ClientError):
+            responses = call(self.name)
+            try:
+                async for data in responses:
+                    self._take(json.loads(read_response(data)["text_output"][0]))
+            finally:
+                responses.cancel()
+                self.has_ended = True
+                self._wake()
+
+    def _take(self, batch: list[list[Any]]) -> None:
+        """The first one, which is empty, is the acknowledgement."""
+        if not self.is_open:
+            self.is_open = True
+            return
+        self.num_batches += 1
+        for entry in batch:
+            if (inbox := self._inboxes.get(entry[0])) is not None:
+                inbox.put(entry)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)
+
+
+class DeltaStreams:
+    """The delta streams of one connection, one at a time: the server ends one that no request has named for a while."""
+
+    def __init__(self, call: Callable[[str], Any]) -> None:
+        self._call = call
+        self._refused_at = -REFUSED_S
+        self._stream: DeltaStream | None = None
+
+    def join(self) -> Inbox | None:
+        """An inbox for a request that begins; None while the server has acknowledged no stream."""
+        now, stream = time.monotonic(), self._stream
+        if stream is not None and stream.has_ended:
+            if not stream.is_open:
+                self._refused_at = now
+            self._stream = stream = None
+        if stream is None and now - self._refused_at >= REFUSED_S:
+            self._stream = DeltaStream(self._call)
+        return stream.join() if stream is not None and stream.is_open else None
+
+    async def close(self) -> None:
+        """End the stream that there is."""
+        if self._stream is not None:
+            await self._stream.close()

@@ -1,0 +1,125 @@
+"""Delta streams: one stream of responses that carries what steps add to many requests of one client.
+
+A response costs stub, server, gRPC and client some hundred microseconds, whatever it holds. A client with many
+requests, such as a front end, opens a stream by a request whose only input is `delta_stream`, a name of its choice, and
+sends that name with its other requests. What a step adds to all of these then leaves as one batch. First and last
+responses and errors travel as without it; `delta_batches` says in them how many batches come before, since two streams
+have no order.
+
+A stream ends when no request has named it for a while: Triton waits for it when it unloads the model. Requests whose
+stream is not there, or no more, are answered on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dflash_backend.text.output import RequestState
+from dflash_backend.triton.log import Log
+from dflash_backend.triton.responder import Responder, SendFailed
+from dflash_backend.triton.responses import ResponseBuilder
+from dflash_backend.triton.submission import Refused
+
+IDLE_S = 1.0
+LOOK_S = 0.25
+MOST_STREAMS = 1024
+_ENCODER = msgspec.json.Encoder()
+
+
+class DeltaStream:
+    """One that is open. num_batches: those that were sent."""
+
+    def __init__(self, name: str, responder: Responder) -> None:
+        self.name, self.responder = name, responder
+        self.num_batches = 0
+        self.idle_since: float | None = None
+
+
+def entry(key: str, state: RequestState) -> list[Any]:
+    """What is new in a request of one completion, for a batch: the request's key, text, token ids or their number where
+    no ids were asked for, and steps where they were."""
+    completion, returns = state.completions[0], state.parsed.returns
+    ids = completion.token_ids if returns.token_ids else len(completion.token_ids)
+    fields = [key, "".join(completion.text), ids]
+    return [*fields, completion.steps] if returns.steps else fields
+
+
+class DeltaStreams:
+    """Those that are open. Triton's thread calls `open`, the output thread all else."""
+
+    def __init__(self, responses: ResponseBuilder, log: Log) -> None:
+        self._responses, self._log = responses, log
+        self._streams: dict[str, DeltaStream] = {}
+        self._looked_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, name: str, responder: Responder) -> None:
+        """Open a stream. Raises `Refused` for a name that is in use, and where very many are open."""
+        if len(self._streams) >= MOST_STREAMS:
+            raise Refused("UNAVAILABLE", f"{MOST_STREAMS} delta streams are open already; try again later")
+        if self._streams.setdefault(name, stream := DeltaStream(name, responder)) is not stream:
+            raise Refused("INVALID_ARGUMENT", "a delta stream of this name is open; choose another name, by chance")
+        try:
+            # An empty batch tells the client that it may name the stream.
+            responder.send(self._responses.description("[]"), final=False)
+        except SendFailed as error:
+            self._log.error(str(error))
+            self.close(stream)
+
+    def of(self, state: RequestState) -> DeltaStream | None:
+        """The stream of a request's next deltas; None where it names none that is open."""
+        named = state.parsed.delta_stream
+        return None if named is None else self._streams.get(named[0])
+
+    def send(self, stream: DeltaStream, states: Sequence[RequestState]) -> int:
+        """Send what is new in these requests as one batch; the bytes of its text. Raises `SendFailed`, after which the
+        stream is closed."""
+        entries = [entry(state.parsed.delta_stream[1], state) for state in states if state.parsed.delta_stream]
+        response = self._responses.description(_ENCODER.encode(entries).decode())
+        try:
+            stream.responder.send(response, final=False)
+        except SendFailed:
+            self.close(stream)
+            raise
+        stream.num_batches += 1
+        return response.num_bytes
+
+    def look(self, now: float, running: Iterable[RequestState]) -> None:
+        """Close the streams whose client has gone, and those that no running request names."""
+        if not self._streams or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        named = {state.parsed.delta_stream[0] for state in running if state.parsed.delta_stream}
+        for stream in list(self._streams.values()):
+            if stream.name in named:
+                stream.idle_since = None
+            elif stream.idle_since is None:
+                stream.idle_since = now
+            if (stream.idle_since is not None and now - stream.idle_since >= IDLE_S) or self._has_gone(stream):
+                self.close(stream)
+
+    def _has_gone(self, stream: DeltaStream) -> bool:
+        try:
+            return stream.responder.is_cancelled()
+        except SendFailed as error:
+            self._log.error(str(error))
+            return True
+
+    def largest(self) -> DeltaStream | None:
+        """The one that was sent the most; None where none is open."""
+        return max(list(self._streams.values()), key=lambda stream: stream.responder.num_bytes_sent, default=None)
+
+    def close(self, stream: DeltaStream) -> None:
+        """End a stream. What it was sent arrives."""
+        self._streams.pop(stream.name, None)
+        stream.responder.end()
+
+    def close_all(self) -> None:
+        """End all of them."""
+        for stream in list(self._streams.values()):
+            self.close(stream)

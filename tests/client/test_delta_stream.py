@@ -1,0 +1,314 @@
+"""The client's side of delta streams, against a server that sends what the test says, in the order that it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from dflash_client import AsyncDFlashClient, delta_stream
+from dflash_client.errors import ClientError, ConnectionLost, Internal
+
+LIMIT_S = 20.0
+
+
+def response(text: str = "", ids: tuple[int, ...] = (), batches: int | None = None, end: str = "") -> Any:
+    """A response of the server."""
+    message = service_pb2.ModelStreamInferResponse()
+    infer = message.infer_response
+
+    def add(name: str, datatype: str, data: bytes) -> None:
+        infer.outputs.add(name=name, datatype=datatype, shape=[1])
+        infer.raw_output_contents.append(data)
+
+    def texts(name: str, value: str) -> None:
+        add(name, "BYTES", len(value.encode()).to_bytes(4, "little") + value.encode())
+
+    texts("text_output", text)
+    texts("finish_reason", end or "None")
+    add("token_ids", "INT32", b"".join(token_id.to_bytes(4, "little") for token_id in ids))
+    add("num_output_tokens", "UINT32", len(ids).to_bytes(4, "little"))
+    if batches is not None:
+        add("delta_batches", "INT64", batches.to_bytes(8, "little"))
+    return message
+
+
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """What a test sends by `send` and `batch`. names: of the requests, what they named. known: whether it has delta
+    streams."""
+
+    def __init__(self) -> None:
+        self.known = True
+        self.names: list[str | None] = []
+        self.opened: list[str] = []
+        self.own: list[asyncio.Queue[Any]] = []
+        self.together: asyncio.Queue[Any] = asyncio.Queue()
+        self.cancelled = 0
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        request = await anext(requests)
+        inputs = dict(zip((one.name for one in request.inputs), request.raw_input_contents, strict=True))
+        named = inputs["delta_stream"][4:].decode() if "delta_stream" in inputs else None
+        if len(inputs) == 1 and named is not None:
+            self.opened.append(named)
+            if not self.known:
+                yield service_pb2.ModelStreamInferResponse(error_message="unexpected inference input 'delta_stream'")
+                return
+            source = self.together = asyncio.Queue()
+            yield response("[]")
+        else:
+            self.names.append(named)
+            source = asyncio.Queue()
+            self.own.append(source)
+        try:
+            while (message := await source.get()) is not None:
+                if isinstance(message, str):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+                yield message
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    def key(self, number: int) -> str:
+        """The key of the request of this number."""
+        named = self.names[number]
+        assert named is not None
+        assert named.startswith(f"{self.opened[-1]}/")
+        return named.partition("/")[2]
+
+    def batch(self, *entries: list[Any]) -> None:
+        """Send a batch."""
+        self.together.put_nowait(response(json.dumps(entries)))
+
+
+def run(test: Callable[[Server, AsyncDFlashClient], Awaitable[None]], opens: bool = True) -> Server:
+    """Run a test with a server and a client. opens: the client's delta stream is there when the test begins."""
+
+    async def main() -> Server:
+        service, server = Server(), grpc.aio.server()
+        service.known = opens
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        client = AsyncDFlashClient(f"127.0.0.1:{port}", timeout_s=LIMIT_S, share_deltas=True)
+        try:
+            async with asyncio.timeout(LIMIT_S), client:
+                await begin(service, client)
+                await test(service, client)
+        finally:
+            await server.stop(0)
+        return service
+
+    return asyncio.run(main())
+
+
+async def begin(service: Server, client: AsyncDFlashClient) -> None:
+    """The request that has the client open its stream; it comes alone."""
+    number = len(service.own)
+    asking = asyncio.create_task(texts(client))
+    await until(lambda: len(service.own) > number and service.opened)
+    service.own[number].put_nowait(response("alone", (1,), end="stop"))
+    service.own[number].put_nowait(None)
+    assert await asking == ["alone"]
+    assert service.names[number] is None
+    await until(lambda: not service.known or client._transport._delta_streams["dflash"]._stream.is_open)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def texts(client: AsyncDFlashClient, got: list[Any] | None = None, **sampling: Any) -> list[str]:
+    """The texts of a stream's deltas; they are also put into `got` as they come."""
+    got = [] if got is None else got
+    async for delta in client.stream("Hello", **sampling):
+        got.append(delta)
+    return [delta.text for delta in got]
+
+
+async def begun(
+    service: Server, client: AsyncDFlashClient, **sampling: Any
+) -> tuple[Any, list[Any], asyncio.Queue[Any]]:
+    """A request that names the stream: its task, its deltas, and what it is answered by."""
+    number, got = len(service.own), list[Any]()
+    task = asyncio.create_task(texts(client, got, **sampling))
+    await until(lambda: len(service.own) > number)
+    return task, got, service.own[number]
+
+
+def test_deltas_of_two_requests_come_in_one_batch_between_their_own_responses() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        (a, of_a, own_a), (b, _, own_b) = await begun(service, client), await begun(service, client)
+        own_a.put_nowait(response("a1", (1,)))
+        own_b.put_nowait(response("b1", (1,)))
+        await until(lambda: len(of_a) == 1)
+        service.batch([service.key(1), "a2", [2]], [service.key(2), "b2", [2, 3]])
+        await until(lambda: len(of_a) == 2)
+        assert (of_a[1].token_ids, of_a[1].num_output_tokens, of_a[1].steps) == ((2,), 1, None)
+        for own, text in ((own_a, "a3"), (own_b, "b3")):
+            own.put_nowait(response(text, (9,), 1, end="length"))
+            own.put_nowait(None)
+        assert await a == ["a1", "a2", "a3"]
+        assert "".join(await b) == "b1b2b3"
+        assert of_a[-1].finish_reason == "length"
+
+    service = run(test)
+    assert len(set(service.names)) == 3
+    assert len(service.opened) == 1
+
+
+def test_a_last_response_waits_for_the_batches_before_it() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        own.put_nowait(response("4", (4,), 2, end="stop"))
+        own.put_nowait(None)
+        await asyncio.sleep(0.1)
+        assert [delta.text for delta in got] == ["1"]
+        service.batch([service.key(1), "2", [2]])
+        await until(lambda: len(got) == 2)
+        service.batch([service.key(1), "3", [3]])
+        assert await a == ["1", "2", "3", "4"]
+
+    run(test)
+
+
+def test_what_waits_for_its_reader_is_one_delta() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        stream = client.stream("Hello", return_steps=True)
+        number = len(service.own)
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(service.own) > number)
+        service.own[number].put_nowait(response("1"))
+        assert (await reading).text == "1"
+        for text in "abc":
+            service.batch([service.key(1), text, [ord(text)], [[1, 2, 1]]])
+        await asyncio.sleep(0.1)
+        delta = await anext(stream)
+        assert (delta.text, delta.token_ids, len(delta.steps)) == ("abc", (97, 98, 99), 3)
+        await stream.aclose()
+
+    assert run(test).cancelled >= 1, "the request that was left"
+
+
+def test_batches_of_requests_that_have_ended_are_passed_over() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        a.cancel()
+        await asyncio.wait([a])
+        b, got_b, own_b = await begun(service, client)
+        own_b.put_nowait(response("1"))
+        await until(lambda: got_b)
+        service.batch([service.key(1), "late", [1]], [service.key(2), "2", [1]])
+        own_b.put_nowait(response("3", (), 1, end="stop"))
+        own_b.put_nowait(None)
+        assert await b == ["1", "2", "3"]
+
+    run(test)
+
+
+def test_an_error_comes_after_what_came_before_it() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        service.batch([service.key(1), "2", [1]])
+        await until(lambda: len(got) == 2)
+        own.put_nowait(service_pb2.ModelStreamInferResponse(error_message="INTERNAL: it broke"))
+        own.put_nowait(None)
+        with pytest.raises(Internal, match="it broke"):
+            await a
+
+    run(test)
+
+
+def test_a_stream_that_breaks_with_deltas_ends_what_waits_for_them() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        own.put_nowait(response("3", (), 2, end="stop"))
+        await until(lambda: got)
+        service.batch([service.key(1), "2", [1]])
+        service.together.put_nowait("it broke")
+        with pytest.raises(ConnectionLost, match="carried the deltas of this request broke; send it again"):
+            await a
+        assert [delta.text for delta in got] == ["1", "2"]
+
+    run(test)
+
+
+def test_a_stream_that_the_server_ends_takes_nothing_along_and_is_opened_anew() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        service.batch([service.key(1), "2", [1]])
+        service.together.put_nowait(None)
+        await until(lambda: client._transport._delta_streams["dflash"]._stream.has_ended)
+        own.put_nowait(response("3", (), 1))
+        own.put_nowait(response("4", (), 1, end="stop"))
+        own.put_nowait(None)
+        assert await a == ["1", "2", "3", "4"]
+        await begin(service, client)
+        assert len(set(service.opened)) == 2
+        _, _, own = await begun(service, client)
+        assert service.names[-1].startswith(service.opened[-1])
+
+    run(test)
+
+
+def test_a_server_without_delta_streams_is_asked_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        await until(lambda: client._transport._delta_streams["dflash"]._stream.has_ended)
+        for _ in range(2):
+            await begin(service, client)
+        assert len(service.opened) == 1
+        monkeypatch.setattr(delta_stream, "REFUSED_S", 0.0)
+        await begin(service, client)
+        await until(lambda: len(service.opened) == 2)
+
+    assert run(test, opens=False).names == [None] * 4
+
+
+def test_what_does_not_stream_names_no_stream() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        number = len(service.own)
+        asking = asyncio.create_task(client.generate("Hello"))
+        await until(lambda: len(service.own) > number)
+        service.own[number].put_nowait(response("whole", end="stop"))
+        service.own[number].put_nowait(None)
+        assert (await asking).text == "whole"
+        assert service.names[-1] is None
+
+    run(test)
+
+
+def test_closing_the_client_ends_stream_and_requests() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        await client.close()
+        with pytest.raises(ClientError):
+            await a
+        await until(lambda: service.cancelled == 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("protocol", ["http"])
+def test_over_http_it_changes_nothing(protocol: str) -> None:
+    async def main() -> None:
+        async with AsyncDFlashClient("127.0.0.1:1", protocol, share_deltas=True):
+            pass
+
+    asyncio.run(main())

@@ -1,0 +1,121 @@
+"""Defects of delta streams, in Triton's package and in the client."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+SERVER = ("tests/triton/test_delta_streams.py",)
+CLIENT = ("tests/client/test_delta_stream.py",)
+
+DELTA_STREAM_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/triton/delta_streams.py",
+        SERVER,
+        ("a second client of a name has the first one's deltas", " is not stream:", " is stream:"),
+        ("a stream is not acknowledged", 'responder.send(self._responses.description("[]"), final=False)', "pass"),
+        ("batches are not counted", "stream.num_batches += 1", "stream.num_batches += 0"),
+        (
+            "a stream that failed is tried again",
+            "            self.close(stream)\n            raise\n",
+            "            raise\n",
+        ),
+        ("a stream that is named ends", "if stream.name in named:", "if stream.name not in named:"),
+        ("a stream whose client has gone stays", " or self._has_gone(stream):", ":"),
+        ("a stream that Triton cannot be asked about stays", "            return True\n", "            return False\n"),
+        ("a stream ends without telling Triton", "        stream.responder.end()\n", ""),
+        ("entries have ids that no one asked for", "if returns.token_ids else len(completion.token_ids)", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/running_requests.py",
+        SERVER,
+        (
+            "a batch has requests that have nothing new",
+            "in self._requests and each.state.has_output]",
+            "in self._requests]",
+        ),
+        (
+            "what a failed batch had is lost",
+            "            for request in requests:\n                self._answer(request)\n",
+            "",
+        ),
+        (
+            "what a batch had is sent again",
+            "            request.state.clear()\n        self._metrics",
+            "        self._metrics",
+        ),
+        (
+            "batches do not count for the largest answer",
+            "            request.responder.num_bytes_sent += request.state.num_bytes\n",
+            "",
+        ),
+        (
+            "tokens of batches are not counted",
+            'count("dflash:generation_tokens_total", num_tokens)',
+            'count("dflash:generation_tokens_total", 0)',
+        ),
+        ("last responses do not say what comes before", "            request.delta_stream = stream\n", ""),
+        ("a stream is never the one that holds memory", "            self.delta_streams.close(together)\n", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/service.py",
+        SERVER,
+        (
+            "streams outlive the service",
+            "        self._requests.delta_streams.close_all()\n        self._swaps.fail_all(BROKEN",
+            "        self._swaps.fail_all(BROKEN",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/request.py",
+        SERVER,
+        (
+            "what a batch cannot hold is left out of it",
+            "    if asked is not None or not _is_plain(sampling, returns):\n        deltas = None\n",
+            "",
+        ),
+        ("names that can be guessed", "if not FEWEST_NAME_CHARS <= len(name) <= MOST_NAME_CHARS:", "if not name:"),
+    ),
+    *mutants_of(
+        "client/dflash_client/delta_stream.py",
+        CLIENT,
+        ("all clients draw one name", "secrets.token_urlsafe(24)", '"a-name-of-all-clients"'),
+        (
+            "a stream is named before it is open",
+            "if stream is not None and stream.is_open else None",
+            "if stream is not None else None",
+        ),
+        ("a server without streams is asked each time", "                self._refused_at = now\n", ""),
+        (
+            "deltas are lost without a word",
+            "            if self.has_ended:\n                raise",
+            "            if False:\n                raise",
+        ),
+        (
+            "the acknowledgement is a batch",
+            "            self.is_open = True\n            return\n",
+            "            self.is_open = True\n",
+        ),
+        ("a reader gets the last of several deltas", "for entry in entries])],", "for entry in entries[-1:]])],"),
+        (
+            "requests that wait for a stream that ends wait on",
+            "                self.has_ended = True\n                self._wake()\n",
+            "                self.has_ended = True\n",
+        ),
+    ),
+    *mutants_of(
+        "client/dflash_client/grpc_transport.py",
+        CLIENT,
+        (
+            "a last response does not wait for batches",
+            "while inbox or inbox.stream.num_batches < num_before:",
+            "while inbox:",
+        ),
+        ("a stream stays open with a closed client", "            await streams.close()\n", "            pass\n"),
+        ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
+        (
+            "requests that have ended keep their inbox",
+            "                inbox.stream.leave(inbox)\n",
+            "                pass\n",
+        ),
+    ),
+)

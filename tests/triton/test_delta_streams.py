@@ -1,0 +1,242 @@
+"""Delta streams: what steps add to many requests leaves as one response, and nothing of an answer is lost, doubled or
+out of order, however the stream ends."""
+
+from __future__ import annotations
+
+import json
+import queue
+from typing import Any
+
+import pytest
+
+from dflash_backend.triton import delta_streams
+from dflash_backend.triton.service import TritonService
+from tests.support.waiting import eventually
+from tests.triton.fake_triton import FINAL, FakeTriton, InferenceResponse, Request, Sender
+from tests.triton.serving import TEXT, returning, submit
+
+NAME = "a-name-drawn-by-chance"
+NUM_TOKENS = 90
+ASKED = returning("finish_reason", "num_output_tokens", "token_ids", "spec_stats")
+SLOW_PROMPT = [1008, *TEXT.encode()]  # of the toy engine: a step takes a hundredth of a second
+
+
+def opened(service: TritonService, name: Any = NAME) -> Sender:
+    """Open a delta stream."""
+    request = Request(delta_stream=name)
+    service.submit(request)
+    return request.sender
+
+
+def ask(service: TritonService, key: str, tokens: int = NUM_TOKENS, **inputs: Any) -> Sender:
+    """Stream an answer whose deltas may come by the delta stream."""
+    return submit(service, SLOW_PROMPT, tokens, stream=True, delta_stream=f"{NAME}/{key}", **{**ASKED, **inputs})
+
+
+def sent(sender: Sender) -> list[InferenceResponse]:
+    """What was sent so far."""
+    responses = []
+    while True:
+        try:
+            response, _ = sender._responses.get_nowait()
+        except queue.Empty:
+            return responses
+        if response is not None:
+            responses.append(response)
+
+
+def batches(sender: Sender) -> list[list[list[Any]]]:
+    """The batches of a delta stream, the acknowledgement first."""
+    return [json.loads(response.outputs["text_output"]) for response in sent(sender)]
+
+
+def answer(key: str, own: list[InferenceResponse], together: list[list[list[Any]]]) -> list[int]:
+    """The token ids of a request in the order that a client has: its own responses, each after the batches that it
+    names."""
+    ids: list[int] = []
+    num_read = 0
+    for response in own:
+        count = response.outputs.get("delta_batches", [num_read])[0]
+        for batch in together[1 + num_read : 1 + count]:
+            ids += [token_id for entry in batch if entry[0] == key for token_id in entry[2]]
+        num_read = count
+        ids += response.outputs["token_ids"]
+    return ids
+
+
+def repeated(count: int) -> list[int]:
+    """The toy's answer."""
+    return (SLOW_PROMPT * (count // len(SLOW_PROMPT) + 1))[:count]
+
+
+@pytest.fixture
+def slow_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_streams, "IDLE_S", 0.3)
+    monkeypatch.setattr(delta_streams, "LOOK_S", 0.05)
+
+
+def test_a_stream_is_acknowledged_and_carries_all_but_first_and_last_responses(service: TritonService) -> None:
+    stream = opened(service)
+    assert stream.next().outputs["text_output"] == "[]"
+    senders = {key: ask(service, key) for key in "abc"}
+    own = {key: sender.all() for key, sender in senders.items()}
+    together = [[], *batches(stream)]
+    for key, responses in own.items():
+        assert answer(key, responses, together) == repeated(NUM_TOKENS)
+        assert len(responses) == 2, "the first one and the last"
+        assert "delta_batches" not in responses[0].outputs
+        assert responses[-1].outputs["delta_batches"][0] > 0
+        assert responses[-1].outputs["finish_reason"] == "length"
+        assert "spec_stats" in responses[-1].outputs
+    assert max(map(len, together)) == 3, "a batch has what a step added to all"
+
+
+def test_entries_have_texts_that_join_and_steps_where_they_were_asked_for(service: TritonService) -> None:
+    stream = opened(service)
+    senders = {"plain": ask(service, "plain"), "steps": ask(service, "steps", return_steps=True)}
+    own = {key: sender.all() for key, sender in senders.items()}
+    together = batches(stream)
+    entries = {key: [entry for batch in together for entry in batch if entry[0] == key] for key in senders}
+    assert {len(entry) for entry in entries["plain"]} == {3}
+    assert {len(entry) for entry in entries["steps"]} == {4}
+    assert all(sum(step[0] for step in entry[3]) == len(entry[2]) for entry in entries["steps"])
+    for key, (first, last) in own.items():
+        text = first.outputs["text_output"] + "".join(entry[1] for entry in entries[key]) + last.outputs["text_output"]
+        assert text == bytes(id for id in repeated(NUM_TOKENS) if id < 256).decode(errors="replace")
+
+
+def test_without_token_ids_an_entry_has_their_number(service: TritonService) -> None:
+    stream = opened(service)
+    first, last = ask(service, "a", return_token_ids=False).all()
+    counts = [entry[2] for batch in batches(stream) for entry in batch]
+    assert first.outputs["num_output_tokens"][0] + sum(counts) + last.outputs["num_output_tokens"][0] == NUM_TOKENS
+
+
+def test_what_a_batch_cannot_hold_comes_alone(service: TritonService) -> None:
+    stream = opened(service)
+    for inputs in (
+        {"sampling": {"n": 2}},
+        {"sampling": {"logprobs": 0}, "return_logprobs": True},
+        {"sampling": {"logprobs": 0}, "return_cumulative_logprob": True},
+        {"sampling": {"prompt_logprobs": 0}},
+        {"sampling": {"stream_interval": 1}},
+    ):
+        responses = ask(service, "a", 60, **inputs).all()
+        assert len(responses) > 2, inputs
+        assert all("delta_batches" not in response.outputs for response in responses), inputs
+    assert batches(stream) == [[]]
+
+
+def test_a_request_whose_stream_is_not_there_is_answered_alone(service: TritonService) -> None:
+    responses = ask(service, "a", 60).all()
+    assert [token for response in responses for token in response.outputs["token_ids"]] == repeated(60)
+
+
+def test_odd_names_are_refused(service: TritonService) -> None:
+    for inputs, message in (
+        ({"delta_stream": "short"}, "names a stream by 5 characters; allowed: 16 to 64, drawn by chance"),
+        ({"delta_stream": "x" * 65}, "by 65 characters"),
+        ({"delta_stream": b"\xff" * 20}, "the input delta_stream is no text; it is one text in UTF-8"),
+        ({"delta_stream": NAME, "text_input": "a"}, "a stream's name, '/' and the request's key there; it has no '/'"),
+        ({"delta_stream": f"{NAME}/", "text_input": "a"}, "it has no key"),
+        ({"delta_stream": "short/1", "text_input": "a"}, "by 5 characters"),
+        ({"delta_stream": f"{NAME}/{'k' * 200}", "text_input": "a"}, "bytes; allowed: at most 128"),
+    ):
+        request = Request(**inputs)
+        service.submit(request)
+        (response,) = request.sender.all()
+        assert response.error is not None
+        assert message in response.error.message
+        assert response.error.code == "INVALID_ARG"
+
+
+def test_a_name_is_one_clients(service: TritonService, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = opened(service)
+    (refused,) = opened(service).all()
+    assert "a delta stream of this name is open" in refused.error.message
+    monkeypatch.setattr(delta_streams, "MOST_STREAMS", 1)
+    (full,) = opened(service, NAME + "-2").all()
+    assert full.error.code == "UNAVAILABLE"
+    assert "1 delta streams are open already" in full.error.message
+    assert not stream.answered
+
+
+def test_a_stream_that_cannot_be_sent_to_loses_nothing(service: TritonService, triton: FakeTriton) -> None:
+    stream = opened(service)
+    sender = ask(service, "a")
+    first = sender.next()
+    eventually(lambda: stream._responses.qsize() > 3)
+    stream.failures = 1
+    own = [first, *sender.all()]
+    assert stream.answered
+    assert len(own) > 2, "the rest comes alone"
+    assert answer("a", own, batches(stream)) == repeated(NUM_TOKENS)
+    assert any("its requests go on without it" in line for line in triton.lines)
+
+
+def test_one_that_cannot_even_be_acknowledged_is_none(service: TritonService) -> None:
+    request = Request(delta_stream=NAME)
+    request.sender.failures = 1
+    service.submit(request)
+    assert request.sender.answered
+    assert len(ask(service, "a", 60).all()) > 2
+
+
+@pytest.mark.parametrize("how", ["cancelled", "unreachable"])
+def test_a_stream_whose_client_has_gone_ends(service: TritonService, slow_toy: None, how: str) -> None:
+    stream = opened(service)
+    sender = ask(service, "a", 150)
+    setattr(stream, how, True)
+    eventually(lambda: stream.answered)
+    own = sender.all()
+    assert answer("a", own, batches(stream)) == repeated(150)
+    assert len(own) > 2
+
+
+def test_a_stream_that_no_request_names_ends_and_its_name_is_free(service: TritonService, slow_toy: None) -> None:
+    stream = opened(service)
+    ask(service, "a", NUM_TOKENS).all()
+    assert not stream.answered, "only after a while"
+    eventually(lambda: stream.answered)
+    assert stream._responses.queue[-1] == (None, FINAL), "without an error"
+    assert not opened(service).answered
+
+
+def test_a_stream_ends_with_the_service(serve: Any) -> None:
+    service = serve()
+    stream = opened(service)
+    service.close()
+    assert stream.answered
+    (refused,) = opened(service).all()
+    assert refused.error.code == "UNAVAILABLE"
+
+
+def test_what_a_batch_has_counts_for_the_largest_answer(serve: Any) -> None:
+    service = serve(max_response_mb=0.002)
+    opened(service)
+    assert "max_response_mb" in ask(service, "a", 3000).all()[-1].error.message
+
+
+def test_tokens_are_counted_once(service: TritonService, triton: FakeTriton) -> None:
+    opened(service)
+    ask(service, "a").all()
+    service._metrics.flush()
+    assert triton.values["dflash:generation_tokens_total",] == NUM_TOKENS
+
+
+def test_for_memory_of_the_server_the_stream_is_closed_before_a_request(
+    service: TritonService, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = opened(service)
+    sender = ask(service, "a", 150)
+    memory = service._requests._server_memory
+    monkeypatch.setattr("dflash_backend.triton.running_requests.SMALLEST_STREAM_BYTES", 1)
+    eventually(lambda: stream._responses.qsize() > 3)
+    over = iter([True])
+    monkeypatch.setattr(memory, "is_over", lambda now: next(over, False))
+    monkeypatch.setattr(type(memory), "is_of_requests", property(lambda self: False))
+    monkeypatch.setattr(type(memory), "is_of_responses", property(lambda self: True))
+    own = sender.all()
+    assert stream.answered
+    assert answer("a", own, batches(stream)) == repeated(150)
+    assert any("a delta stream is closed" in line for line in triton.lines)
