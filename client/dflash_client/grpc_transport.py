@@ -120,29 +120,31 @@ async def _read(stream: Any) -> AsyncGenerator[Outputs, None]:
 
 
 async def _read_both(stream: Any, inbox: Inbox) -> AsyncGenerator[Outputs, None]:
-    """The responses of a request, and between them what comes to its inbox. `delta_batches` in a response says which
-    batches come before it."""
+    """The responses of a request, and what comes to its inbox after the first of them. `delta_batches` in a response
+    says how many batches come before it."""
     reading: asyncio.Future[Any] | None = None
+    has_begun = False
     try:
         while True:
             if reading is None:
                 reading = asyncio.ensure_future(stream.read())
                 reading.add_done_callback(inbox.wake)
-            if not reading.done() and not inbox:
-                await inbox.wait()
-            if inbox:
+            while not reading.done():
+                if has_begun and inbox:
+                    yield inbox.take()
+                else:
+                    await inbox.wait()
+            if has_begun and inbox:
                 yield inbox.take()
-            if not reading.done():
-                continue
             if (data := reading.result()) is grpc.aio.EOF:
                 return
             reading, outputs = None, await _outputs(data)
             (num_before,) = outputs.get("delta_batches", (0,))
-            while inbox or inbox.stream.num_batches < num_before:
-                if not inbox:
-                    await inbox.stream.next_batch()
+            while inbox.stream.num_batches < num_before:
+                await inbox.stream.next_batch()
                 if inbox:
                     yield inbox.take()
+            has_begun = True
             yield outputs
     finally:
         if reading is not None and not reading.cancel() and not reading.cancelled():

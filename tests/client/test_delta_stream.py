@@ -180,6 +180,22 @@ def test_a_last_response_waits_for_the_batches_before_it() -> None:
     run(test)
 
 
+def test_a_first_response_comes_before_batches_that_were_faster() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        service.batch([service.key(1), "2", [2]])
+        service.batch([service.key(1), "3", [3]])
+        await asyncio.sleep(0.1)
+        assert not got
+        own.put_nowait(response("1", (1,)))
+        await until(lambda: len(got) == 2)
+        own.put_nowait(response("4", (4,), 2, end="stop"))
+        own.put_nowait(None)
+        assert await a == ["1", "23", "4"]
+
+    run(test)
+
+
 def test_what_waits_for_its_reader_is_one_delta() -> None:
     async def test(service: Server, client: AsyncDFlashClient) -> None:
         stream = client.stream("Hello", return_steps=True)

@@ -107,9 +107,11 @@ DELTA_STREAM_MUTANTS = (
         CLIENT,
         (
             "a last response does not wait for batches",
-            "while inbox or inbox.stream.num_batches < num_before:",
-            "while inbox:",
+            "while inbox.stream.num_batches < num_before:",
+            "while False:",
         ),
+        ("batches overtake the first response", "    has_begun = False\n", "    has_begun = True\n"),
+        ("an error overtakes batches", "            if has_begun and inbox:\n", "            if False:\n"),
         ("a stream stays open with a closed client", "            await streams.close()\n", "            pass\n"),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
         (

@@ -160,6 +160,24 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, grpc_
     assert texts == [native(grpc_client, prompt=prompt, temperature=0, max_tokens=20) for prompt in prompts]
 
 
+def test_many_streams_at_once_are_each_whole_and_in_order(client: openai.OpenAI, grpc_client: DFlashClient) -> None:
+    """Their deltas come from the model together, their first and last responses do not."""
+    prompts = [f"Sam fills {number} bags" for number in range(2, 18)]
+    asked = {"temperature": 0, "max_tokens": 120}
+
+    def ask(prompt: str) -> tuple[str, list[int]]:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        stream = client.completions.create(model="dflash", prompt=prompt, stream=True, extra_body=extra, **asked)
+        choices = [chunk.choices[0] for chunk in stream if chunk.choices]
+        return "".join(choice.text for choice in choices), [id for choice in choices for id in choice.token_ids or ()]
+
+    expected = [grpc_client.generate(prompt, ignore_eos=True, **asked) for prompt in prompts]
+    for _ in range(3):
+        with concurrent.futures.ThreadPoolExecutor(16) as threads:
+            got = list(threads.map(ask, prompts))
+        assert got == [(one.text, list(one.token_ids)) for one in expected]
+
+
 def test_metrics_have_the_front_ends_and_tritons(frontend: FrontendProcess) -> None:
     page = httpx.get(f"{frontend.url}/metrics", trust_env=False, verify=False).text
     assert "dflash_openai:requests_total{" in page
