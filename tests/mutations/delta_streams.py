@@ -111,7 +111,7 @@ DELTA_STREAM_MUTANTS = (
             "while False:",
         ),
         ("batches overtake the first response", "    has_begun = False\n", "    has_begun = True\n"),
-        ("an error overtakes batches", "            if has_begun and inbox:\n", "            if False:\n"),
+        ("an error overtakes batches", "            if has_begun and inbox:\n                yield inbox.take()\n            if (data", "            if (data"),
         ("a stream stays open with a closed client", "            await streams.close()\n", "            pass\n"),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
         (
