@@ -1,7 +1,7 @@
 """A delta stream: one gRPC stream on which the server sends what is new in many requests together.
 
 A message costs server, network and client the same whether it has the delta of one request or of all. The stream is
-opened with the first request, and requests that come after the server has acknowledged it name it. Their first and last
+opened with the first request, and once the server has acknowledged one, requests name it. Their first and last
 responses and errors come on streams of their own, so cancelling one, deadlines and errors are as without it.
 """
 
@@ -124,8 +124,8 @@ class DeltaStream:
                 self._wake()
 
     def _take(self, batch: list[list[Any]]) -> None:
-        """The first one, which is empty, is the acknowledgement."""
-        if not self.is_open:
+        """An empty one is the acknowledgement."""
+        if not batch:
             self.is_open = True
             return
         self.num_batches += 1
@@ -147,18 +147,23 @@ class DeltaStreams:
     def __init__(self, call: Callable[[str], Any]) -> None:
         self._call = call
         self._refused_at = -REFUSED_S
+        self._is_known = False
         self._stream: DeltaStream | None = None
 
     def join(self) -> Inbox | None:
-        """An inbox for a request that begins; None while the server has acknowledged no stream."""
+        """An inbox for a request that begins; None while the server has acknowledged no stream yet. A later stream may
+        be named before it is open: the server looks for it when it has something to send."""
         now, stream = time.monotonic(), self._stream
+        if stream is not None and (stream.is_open or stream.has_ended):
+            self._is_known = stream.is_open
         if stream is not None and stream.has_ended:
             if not stream.is_open:
                 self._refused_at = now
-            self._stream = stream = None
+            stream = None
         if stream is None and now - self._refused_at >= REFUSED_S:
-            self._stream = DeltaStream(self._call)
-        return stream.join() if stream is not None and stream.is_open else None
+            stream = DeltaStream(self._call)
+        self._stream = stream
+        return stream.join() if stream is not None and self._is_known else None
 
     async def close(self) -> None:
         """End the stream that there is."""

@@ -62,14 +62,16 @@ class DeltaStreams:
         """Open a stream. Raises `Refused` for a name that is in use, and where very many are open."""
         if len(self._streams) >= MOST_STREAMS:
             raise Refused("UNAVAILABLE", f"{MOST_STREAMS} delta streams are open already; try again later")
-        if self._streams.setdefault(name, stream := DeltaStream(name, responder)) is not stream:
+        if name in self._streams:
             raise Refused("INVALID_ARGUMENT", "a delta stream of this name is open; choose another name, by chance")
         try:
-            # An empty batch tells the client that it may name the stream.
+            # An empty batch, before all others, tells the client that there are such streams here.
             responder.send(self._responses.description("[]"), final=False)
         except SendFailed as error:
             self._log.error(str(error))
-            self.close(stream)
+            responder.end()
+            return
+        self._streams[name] = DeltaStream(name, responder)
 
     def of(self, state: RequestState) -> DeltaStream | None:
         """The stream of a request's next deltas; None where it names none that is open."""

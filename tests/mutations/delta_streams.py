@@ -11,7 +11,7 @@ DELTA_STREAM_MUTANTS = (
     *mutants_of(
         "dflash_backend/triton/delta_streams.py",
         SERVER,
-        ("a second client of a name has the first one's deltas", " is not stream:", " is stream:"),
+        ("a second client of a name has the first one's deltas", "if name in self._streams:", "if False:"),
         ("a stream is not acknowledged", 'responder.send(self._responses.description("[]"), final=False)', "pass"),
         ("batches are not counted", "stream.num_batches += 1", "stream.num_batches += 0"),
         (
@@ -80,11 +80,20 @@ DELTA_STREAM_MUTANTS = (
         CLIENT,
         ("all clients draw one name", "secrets.token_urlsafe(24)", '"a-name-of-all-clients"'),
         (
-            "a stream is named before it is open",
-            "if stream is not None and stream.is_open else None",
-            "if stream is not None else None",
+            "requests name a stream of a server that may have none",
+            "is not None and self._is_known else None",
+            "is not None else None",
         ),
-        ("a server without streams is asked each time", "                self._refused_at = now\n", ""),
+        (
+            "a stream is not named until it is open",
+            "self._is_known = stream.is_open",
+            "self._is_known = stream.is_open and not stream.has_ended",
+        ),
+        (
+            "a server without streams is asked each time",
+            "                self._refused_at = now\n",
+            "                pass\n",
+        ),
         (
             "deltas are lost without a word",
             "            if self.has_ended:\n                raise",
@@ -111,7 +120,11 @@ DELTA_STREAM_MUTANTS = (
             "while False:",
         ),
         ("batches overtake the first response", "    has_begun = False\n", "    has_begun = True\n"),
-        ("an error overtakes batches", "            if has_begun and inbox:\n                yield inbox.take()\n            if (data", "            if (data"),
+        (
+            "an error overtakes batches",
+            "            if has_begun and inbox:\n                yield inbox.take()\n            if (data",
+            "            if (data",
+        ),
         ("a stream stays open with a closed client", "            await streams.close()\n", "            pass\n"),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
         (
