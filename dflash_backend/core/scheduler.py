@@ -387,7 +387,9 @@ class Scheduler:
             writable_of_windows = {request_id: blocks[1] for request_id, blocks in by_group.items() if blocks[1:]}
         budget: DraftBudget | None = None
         if self.speculation is not None:
-            budget = self.speculation.choose_budget(rows, [self.running[row.request_id].speculation for row in rows])
+            has_drafts = any(row.num_draft for row in rows)
+            speculating = [self.running[row.request_id].speculation for row in rows] if has_drafts else []
+            budget = self.speculation.choose_budget(rows, speculating)
         plan = SchedulerOutput(
             step_id=self._step_id,
             rows=rows,

@@ -173,7 +173,8 @@ class ModelStep:
             self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)
         step.drafts = torch.as_tensor(step.timestamps)
-        if asked or not self.ops.on_host:  # a captured step has the same numbers each time
+        # A captured step has the same numbers each time.
+        if (asked and step.traits.drafts) or not self.ops.on_host:
             confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
             step.drafts = torch.cat([step.drafts, confidence.view(torch.int32).flatten().long()])
 
@@ -192,9 +193,12 @@ class ModelStep:
         return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
 
     def unpacked_drafts(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
-        """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`."""
+        """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`; none
+        of a step on a CPU that drafts nothing."""
         times = numbers[:NUM_TIMESTAMPS].tolist()
         seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]
+        if len(numbers) == NUM_TIMESTAMPS:
+            return seconds, np.empty((0, 0), np.float32)
         return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(-1, max(1, self.state.k))
 
 

@@ -64,38 +64,34 @@ class PendingContext:
     """
 
     def __init__(self, num_requests: int, block_size: int) -> None:
-        self._counts = np.zeros(num_requests, dtype=np.int64)
-        self._positions = np.zeros(num_requests, dtype=np.int64)  # of the first token that waits
-        self._slots = np.zeros(num_requests, dtype=np.int64)
-        self._block_size = block_size
-        # `[num_requests, block_size, L * hidden]`, once the width is known.
-        self._features: torch.Tensor | None = None
+        self._num_requests, self._block_size = num_requests, block_size
+        self._waiting: cpu_step.WaitingContext | None = None  # once the width of features is known
         self._lock = threading.Lock()
 
     def num_waiting(self, req_idx: int) -> int:
         """Tokens of a request that wait."""
-        return self._counts.item(req_idx)
+        return 0 if self._waiting is None else self._waiting.counts.item(req_idx)
 
     def drop(self, req_idx: int) -> None:
         """Drop what waits of a request: its index goes to another."""
-        self._counts[req_idx] = 0
+        if self._waiting is not None:
+            self._waiting.counts[req_idx] = 0
 
     def clear(self) -> None:
         """Drop everything."""
-        self._counts[:] = 0
+        if self._waiting is not None:
+            self._waiting.counts[:] = 0
 
     def take(self, step: Step, batch: LaidOutBatch, features: torch.Tensor, state: StateTensors) -> ContextBatch | None:
         """The context of a step that is written now, after `accept`: the tokens whose positions are final, without
         those that can wait, and what has waited and is needed now. None where there is nothing to write."""
         features = features.contiguous()
-        if self._features is None:
+        if self._waiting is None:
             with self._lock:
-                if self._features is None:
-                    # The system gives its memory as it is written.
-                    self._features = features.new_empty((len(self._counts), self._block_size, features.shape[1]))
-        waiting = self._counts, self._positions, self._slots, self._features
+                if self._waiting is None:
+                    self._waiting = cpu_step.WaitingContext(self._num_requests, self._block_size, features)
         found = cpu_step.take_context(
-            state.computed, state.block_size, waiting, batch.layout, batch.size, batch.size <= MAX_WAITING_ROWS,
+            state.computed, self._waiting, batch.layout, batch.size, batch.size <= MAX_WAITING_ROWS,
             step.positions, step.slots, features,
         )  # fmt: skip
         if found is None:
@@ -105,16 +101,16 @@ class PendingContext:
 
     def take_all(self) -> ContextBatch | None:
         """What waits of all requests, `token_row` the requests' indices; None where nothing does."""
-        waiting = self._counts.nonzero()[0].tolist()
-        if not waiting or self._features is None:
+        kept = self._waiting
+        if kept is None or not (waiting := kept.counts.nonzero()[0].tolist()):
             return None
-        counts = self._counts[waiting]
+        counts = kept.counts[waiting]
         steps = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         rows, positions, slots = (
             torch.from_numpy(first.repeat(counts) + steps * moves)
-            for first, moves in ((np.array(waiting), 0), (self._positions[waiting], 1), (self._slots[waiting], 1))
+            for first, moves in ((np.array(waiting), 0), (kept.positions[waiting], 1), (kept.slots[waiting], 1))
         )
-        features = torch.cat([self._features[index, :count] for index, count in zip(waiting, counts, strict=True)])
+        features = torch.cat([kept.features[index, :count] for index, count in zip(waiting, counts, strict=True)])
         self.clear()
         return ContextBatch(features, positions, slots, token_row=rows.int())
 

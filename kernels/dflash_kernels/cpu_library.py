@@ -185,7 +185,7 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_unpack_rows": [I, P, P, L, P],
     "dflash_layers": [I, P, P, P],
     "dflash_lay_out": [P, P, L, L, L, P, P],
-    "dflash_take_context": [P, P, P, L, L, P, P, P, P],
+    "dflash_take_context": [P, L, P, P, L, L, P, P, P, P, L],
     "dflash_has_pairs": [],
 }
 

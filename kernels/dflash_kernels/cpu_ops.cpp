@@ -238,9 +238,9 @@ int64_t dflash_lay_out(const State* state, const Row* rows, int64_t count, int64
 void dflash_accept(const State* state, const int64_t* own, int64_t k, const int32_t* layout, int64_t rows, int64_t* results) {
   accept_drafts(*state, own, k, layout, rows, results);
 }
-int64_t dflash_take_context(const State* state, const Waiting* waiting, const int32_t* layout, int64_t rows, int64_t may_wait,
-                            const int64_t* positions, const int64_t* slots, const void* features, const Context* out) {
-  return take_context(*state, *waiting, layout, rows, may_wait != 0, positions, slots, (const char*)features, *out);
+int64_t dflash_take_context(const int32_t* computed, int64_t block_size, const Waiting* waiting, const int32_t* layout, int64_t rows, int64_t may_wait,
+                            const int64_t* positions, const int64_t* slots, const void* features, const Context* out, int64_t room) {
+  return take_context(computed, block_size, *waiting, layout, rows, may_wait != 0, positions, slots, (const char*)features, *out, room);
 }
 void dflash_prepare_draft(const State* state, const int32_t* requests, const int32_t* num_next, int64_t rows, int64_t width,
                           int64_t placeholder, int64_t lookahead_base, int64_t* tokens, int32_t* query_lens, int32_t* seq_lens) {

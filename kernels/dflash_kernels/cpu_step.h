@@ -82,20 +82,27 @@ struct Waiting { int64_t *counts, *positions, *slots; char* features; int64_t ro
 struct Context { char* features; int64_t *positions, *slots; int32_t* rows; };
 // After `accept_drafts`: the tokens of a step whose positions are final go to `out`, but those that wait: in a row that has one known
 // token and proposes nothing, where rows may wait, those whose block is not full. What has waited goes there once its block is full or
-// its row goes on otherwise. Returns how many went there; -1, and does nothing, where these are all tokens of the step as they are.
-static int64_t take_context(const State& s, const Waiting& w, const int32_t* layout, int64_t rows, bool may_wait,
-                            const int64_t* positions, const int64_t* slots, const char* features, const Context& out) {
+// its row goes on otherwise. Returns how many went there; -1, and does nothing, where these are all tokens of the step as they are; and
+// -2 less their number, and does nothing, where they are more than `room`.
+static int64_t take_context(const int32_t* computed, int64_t block_size, const Waiting& w, const int32_t* layout, int64_t rows, bool may_wait,
+                            const int64_t* positions, const int64_t* slots, const char* features, const Context& out, int64_t room) {
   const int32_t *requests = layout, *num_new = layout + 3 * rows, *num_next = layout + 5 * rows, *first = layout + 6 * rows, *lens = first + rows;
   auto rests = [&](int64_t r) { return may_wait && num_next[r] == 0 && num_new[r] == 1; };
-  auto tail = [&](int64_t r) { return s.computed[requests[r]] / s.block_size * s.block_size; };  // where the block begins that is not full
-  auto is_final = [&](int64_t r, int64_t t) { return positions[t] < s.computed[requests[r]] && slots[t] >= 0; };
+  auto tail = [&](int64_t r) { return computed[requests[r]] / block_size * block_size; };  // where the block begins that is not full
+  auto is_final = [&](int64_t r, int64_t t) { return positions[t] < computed[requests[r]] && slots[t] >= 0; };
   bool as_they_are = true;
   for (int64_t r = 0; r < rows && as_they_are; r++) {
     as_they_are = w.counts[requests[r]] == 0;
     for (int64_t t = first[r]; t < first[r] + lens[r] && as_they_are; t++) as_they_are = is_final(r, t) && !(rests(r) && positions[t] >= tail(r));
   }
   if (as_they_are) return -1;
-  int64_t count = 0;
+  auto leaves = [&](int64_t r) { int64_t q = requests[r]; return w.counts[q] && (w.positions[q] < tail(r) || !rests(r)); };  // what waits
+  int64_t needed = 0, count = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    if (leaves(r)) needed += w.counts[requests[r]];
+    for (int64_t t = first[r]; t < first[r] + lens[r]; t++) needed += is_final(r, t) && (!rests(r) || positions[t] < tail(r));
+  }
+  if (needed > room) return -2 - needed;
   auto put = [&](const char* from, int64_t position, int64_t slot, int64_t r) {
     std::copy_n(from, w.bytes, out.features + count * w.bytes);
     out.positions[count] = position, out.slots[count] = slot, out.rows[count++] = int32_t(r);
@@ -103,7 +110,7 @@ static int64_t take_context(const State& s, const Waiting& w, const int32_t* lay
   for (int64_t r = 0; r < rows; r++) {
     int64_t request = requests[r], &waiting = w.counts[request];
     char* kept = w.features + request * w.room * w.bytes;
-    if (waiting && (w.positions[request] < tail(r) || !rests(r))) {
+    if (leaves(r)) {
       for (int64_t i = 0; i < waiting; i++) put(kept + i * w.bytes, w.positions[request] + i, w.slots[request] + i, r);
       waiting = 0;
     }

@@ -12,6 +12,7 @@ import torch
 from dflash_kernels import cpu_library
 
 _library = cpu_library.load()
+_NOWHERE = np.zeros(4, np.int64)
 
 
 def _state(
@@ -92,10 +93,25 @@ def accept(
     return results
 
 
+class WaitingContext:
+    """Context of S requests that waits: int64 `[S]` each, how many tokens of a request wait, and position and slot of
+    the first; and their features, `[S, block_size, width]`."""
+
+    def __init__(self, num_requests: int, block_size: int, features: torch.Tensor) -> None:
+        """features: `[n, width]`, such as those to come."""
+        self.counts, self.positions, self.slots = np.zeros((3, num_requests), dtype=np.int64)
+        # The system gives its memory as it is written.
+        self.features = features.new_empty((num_requests, block_size, features.shape[1]))
+        addresses = [each.ctypes.data for each in (self.counts, self.positions, self.slots)]
+        num_bytes = features.shape[1] * features.element_size()
+        self._described = np.array([*addresses, self.features.data_ptr(), block_size, num_bytes], np.int64)
+        self.address = self._described.ctypes.data
+        """Of `Waiting` of `cpu_step.h`."""
+
+
 def take_context(
     computed: torch.Tensor,
-    block_size: int,
-    waiting: tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor],
+    waiting: WaitingContext,
     layout: np.ndarray,
     num_rows: int,
     may_wait: bool,
@@ -107,34 +123,28 @@ def take_context(
     context KV is to be written now: features `[n, width]`, positions, slots int64 `[n]` and rows int32 `[n]`. None:
     all tokens of the step, as they are.
 
-    waiting: int64 `[S]` each, how many tokens of a request wait, and position and slot of the first; and their
-    features, `[S, block_size, width]`. layout: of `RowsLaidOut`, of `num_rows` rows. may_wait: whether the token of a
-    row that drafts nothing may wait until its block is full. positions, slots: int64 `[T]`. features: `[T, width]`,
-    contiguous.
+    computed: int32 `[S]`. layout: of `RowsLaidOut`, of `num_rows` rows. may_wait: whether the token of a row that
+    drafts nothing may wait until its block is full. positions, slots: int64 `[T]`. features: `[T, width]`, contiguous.
     """
-    counts, first_positions, first_slots, kept = waiting
-    num_tokens, width = features.shape
-    state = np.array([0, 0, 0, computed.data_ptr(), 0, 0, block_size], np.int64)
-    of_waiting = np.array(
-        [
-            counts.ctypes.data, first_positions.ctypes.data, first_slots.ctypes.data, kept.data_ptr(), kept.shape[1],
-            width * kept.element_size(),
-        ],
-        np.int64,
-    )  # fmt: skip
-    most = num_tokens + num_rows * kept.shape[1]
-    found, written_at = features.new_empty((most, width)), torch.empty((2, most), dtype=torch.int64)
-    rows = torch.empty(most, dtype=torch.int32)
-    out = np.array(
-        [found.data_ptr(), written_at.data_ptr(), written_at.data_ptr() + 8 * most, rows.data_ptr()], np.int64
-    )
-    count = _call().dflash_take_context(
-        state.ctypes.data, of_waiting.ctypes.data, layout.ctypes.data, num_rows, may_wait,
-        positions.data_ptr(), slots.data_ptr(), features.data_ptr(), out.ctypes.data,
-    )  # fmt: skip
-    if count < 0:
+
+    def take(out: np.ndarray, most: int) -> int:
+        count: int = _call().dflash_take_context(
+            computed.data_ptr(), waiting.features.shape[1], waiting.address, layout.ctypes.data, num_rows, may_wait,
+            positions.data_ptr(), slots.data_ptr(), features.data_ptr(), out.ctypes.data, most,
+        )  # fmt: skip
+        return count
+
+    # Where rows wait mostly nothing is to be written.
+    count = take(_NOWHERE, 0)
+    if count == -1:
         return None
-    return found[:count], written_at[0, :count], written_at[1, :count], rows[:count]
+    num_found = max(0, -2 - count)
+    found, rows = features.new_empty((num_found, features.shape[1])), torch.empty(num_found, dtype=torch.int32)
+    written_at = torch.empty((2, num_found), dtype=torch.int64)
+    if num_found:
+        tensors = (found, written_at[0], written_at[1], rows)
+        take(np.array([each.data_ptr() for each in tensors], np.int64), num_found)
+    return found, written_at[0], written_at[1], rows
 
 
 def prepare_draft(

