@@ -134,7 +134,7 @@ SPECULATION_MUTANTS = (
     Mutant(
         "a decision to draft holds on, however many drafts it is for",
         f"{CORE}/speculation/policy.py",
-        "goes_on = self._lengths == before and len(rows) <= FEW_ROWS",
+        "goes_on = is_same and len(rows) <= FEW_ROWS",
         "goes_on = any(before.values()) and len(rows) <= FEW_ROWS",
         ("tests/benchmarks/test_adaptive_simulation.py",),
     ),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_backend.core.speculation.costs import Bools, Counts, Floats
+from dflash_backend.core.speculation.costs import Bools, Floats
 
 # Before anything is known a draft is accepted with this chance; as much is known then as from this many drafts.
 PRIOR_RATE = 0.85
@@ -199,13 +199,13 @@ class AcceptanceEstimator:
         """Note a block; `update` takes it in."""
         self._blocks.append(block)
 
-    def update(self, num_steps: int = 1) -> tuple[Counts, Floats]:
-        """Take in the blocks of some steps together. Returns for each position, `[k]`, how many drafts were verified
-        there, and the sum of their chances that they and all before them are accepted, as it was estimated before."""
+    def update(self, num_steps: int = 1) -> Floats:
+        """Take in the blocks of some steps together. Returns for each position, `[k]`, the sum of the chances of the
+        drafts that were verified there that they and all before them are accepted, as it was estimated before."""
         blocks, self._blocks = self._blocks, []
         if not blocks:
             self.drift(num_steps)
-            return np.zeros(self.k, dtype=np.int64), np.zeros(self.k)
+            return np.zeros(self.k)
         num_draft, num_accepted = np.array([block[1:3] for block in blocks]).T[:, :, None]
         usual = np.array([block.effect.value for block in blocks])[:, None] + self._logits
         confidences, slopes = np.zeros(usual.shape), self._slopes
@@ -219,7 +219,7 @@ class AcceptanceEstimator:
         tried = (self._position <= num_accepted) & verified
         surprise = tried * (accepted - chances) * slopes
         spread = tried * chances * (1 - chances) * slopes**2
-        expected = (verified * chances.cumprod(axis=1)).sum(axis=0)
+        expected: Floats = (verified * chances.cumprod(axis=1)).sum(axis=0)
         self._update_effects(blocks, surprise.sum(axis=1).tolist(), spread.sum(axis=1).tolist())
         self._update_level(surprise, spread, confidences, num_steps)
         keep = math.exp(-len(blocks) / MEMORY_BLOCKS)
@@ -229,7 +229,7 @@ class AcceptanceEstimator:
         self.accepted = keep * (self.accepted + corrected.sum(axis=0))
         self._moments.decay(keep)
         self._update_rates()
-        return verified.sum(axis=0), expected
+        return expected
 
     def drift(self, num_steps: int = 1) -> None:
         """Become less certain: steps have gone by without drafts."""

@@ -240,8 +240,7 @@ class AdaptiveSpeculation:
 
     @property
     def stats(self) -> AdaptiveSpeculationStats:
-        """The counts, all steps so far in them."""
-        self._update_acceptance()
+        """The counts of all steps so far; those of expected tokens as of the last decision."""
         return self._stats
 
     def begin_drafter(self) -> None:
@@ -357,10 +356,13 @@ class AdaptiveSpeculation:
             if rested:
                 self._lengths = {group: min(length, RESUMED_DRAFTS) for group, length in self._lengths.items()}
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
+        # Requests that come one after the other mostly draft as many, though they are of different groups.
+        has_new = any(row.length is None for row in rows)
+        is_same = self._lengths == before or (has_new and set(self._lengths.values()) == set(before.values()))
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
         if any(lengths):
-            goes_on = self._lengths == before and len(rows) <= FEW_ROWS
+            goes_on = is_same and len(rows) <= FEW_ROWS
             self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS)
             self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
@@ -437,6 +439,9 @@ class AdaptiveSpeculation:
             self._num_failed_first = 0
             if num_accepted == num_draft:
                 self._probes.note_success()
+        counts = self._stats.num_draft_tokens_per_pos
+        for position in range(num_draft):
+            counts[position] += 1
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
@@ -478,10 +483,9 @@ class AdaptiveSpeculation:
         """Take in what became of the drafts since the last time."""
         if not self._num_pending_steps:
             return
-        verified, expected = self.acceptance.update(self._num_pending_steps)
+        expected = self.acceptance.update(self._num_pending_steps)
         self._num_pending_steps = 0
         stats = self._stats
-        stats.num_draft_tokens_per_pos = list(map(add, stats.num_draft_tokens_per_pos, verified.tolist()))
         stats.num_expected_tokens_per_pos = list(map(add, stats.num_expected_tokens_per_pos, expected.tolist()))
         stats.confidence_weight = self.acceptance.weight
 
