@@ -91,10 +91,12 @@ class DeltaStreams:
         stream.num_batches += 1
         return response.num_bytes
 
+    def is_due(self, now: float) -> bool:
+        """Whether `look` is to be called."""
+        return bool(self._streams) and now - self._looked_at >= LOOK_S
+
     def look(self, now: float, running: Iterable[RequestState]) -> None:
         """Close the streams whose client has gone, and those that no running request names."""
-        if not self._streams or now - self._looked_at < LOOK_S:
-            return
         self._looked_at = now
         named = {state.parsed.delta_stream[0] for state in running if state.parsed.delta_stream}
         for stream in list(self._streams.values()):

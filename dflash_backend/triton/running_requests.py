@@ -308,8 +308,9 @@ class RunningRequests:
 
     def check_cancelled(self, now: float) -> None:
         """Ask Triton for some of the requests, and the delta streams, whether their client is still there."""
-        # A copy: the other thread adds requests.
-        self.delta_streams.look(now, [request.state for request in list(self._requests.values())])
+        if self.delta_streams.is_due(now):
+            # A copy: the other thread adds requests.
+            self.delta_streams.look(now, [request.state for request in list(self._requests.values())])
         cancelled, failed = self._cancellations.ask(now, self._requests)
         for request_id in cancelled:
             if (request := self._requests.get(request_id)) is not None:
