@@ -106,11 +106,6 @@ class DeltaStream:
             self._waiting.append(waiting)
             await waiting
 
-    async def close(self) -> None:
-        """End the stream."""
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
-
     async def _read(self, call: Callable[[str], Any]) -> None:
         # Requests have errors of their own, and a server without such streams answers as it always has.
         with contextlib.suppress(grpc.RpcError, ClientError):
@@ -164,8 +159,3 @@ class DeltaStreams:
             stream = DeltaStream(self._call)
         self._stream = stream
         return stream.join() if stream is not None and self._is_known else None
-
-    async def close(self) -> None:
-        """End the stream that there is."""
-        if self._stream is not None:
-            await self._stream.close()

@@ -237,7 +237,5 @@ class AsyncGrpcTransport(_GrpcTransport):
             return translate(error, self._connection.location)
 
     async def close(self) -> None:
-        """Close the channel."""
-        for streams in self._delta_streams.values():
-            await streams.close()
+        """Close the channel, which ends its calls, delta streams too."""
         await self._channel.close()

@@ -184,17 +184,15 @@ class RunningRequests:
             self._answer_together(stream, requests)
 
     def _answer_together(self, stream: DeltaStream, requests: list[TritonRequest]) -> None:
-        """Send what these requests have for their client as one batch of their delta stream; where that fails, each on
-        its own."""
+        """Send what these requests have for their client as one batch of their delta stream."""
         requests = [each for each in requests if each.state.request_id in self._requests and each.state.has_output]
         if not requests:
             return
         try:
             num_bytes = self.delta_streams.send(stream, [request.state for request in requests])
         except SendFailed as error:
+            # What they have leaves with what the next step adds.
             self._log.error(f"a delta stream failed, and its requests go on without it: {error}")
-            for request in requests:
-                self._answer(request)
             return
         self._server_memory.note_sent(num_bytes)
         num_tokens = 0

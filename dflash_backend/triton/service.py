@@ -290,7 +290,6 @@ class TritonService:
                 self._log_failure(error)
         # Requests that arrived as the engine was closed.
         self._requests.fail_all("INTERNAL", SHUT_DOWN)
-        self._requests.delta_streams.close_all()
         self._swaps.fail_all(SHUT_DOWN)
         self._drained.set()
         if failure is not None and not self._closing:

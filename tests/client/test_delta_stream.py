@@ -158,6 +158,7 @@ def test_deltas_of_two_requests_come_in_one_batch_between_their_own_responses() 
         assert await a == ["a1", "a2", "a3"]
         assert "".join(await b) == "b1b2b3"
         assert of_a[-1].finish_reason == "length"
+        assert not client._transport._delta_streams["dflash"]._stream._inboxes, "of requests that have ended"
 
     service = run(test)
     assert len(set(service.names)) == 3

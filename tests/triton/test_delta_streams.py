@@ -105,10 +105,13 @@ def test_entries_have_texts_that_join_and_steps_where_they_were_asked_for(servic
         assert text == bytes(id for id in repeated(NUM_TOKENS) if id < 256).decode(errors="replace")
 
 
-def test_without_token_ids_an_entry_has_their_number(service: TritonService) -> None:
+def test_without_token_ids_an_entry_has_their_number_and_some_text(serve: Any) -> None:
+    service = serve(max_stream_responses_per_s=10**9)
     stream = opened(service)
     first, last = ask(service, "a", return_token_ids=False).all()
-    counts = [entry[2] for batch in batches(stream) for entry in batch]
+    entries = [entry for batch in batches(stream) for entry in batch]
+    assert all(text for _, text, _ in entries), "characters that end in a later step wait for it"
+    counts = [count for _, _, count in entries]
     assert first.outputs["num_output_tokens"][0] + sum(counts) + last.outputs["num_output_tokens"][0] == NUM_TOKENS
 
 
