@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 FLOOD = 14
 LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 6
 # Eight rows decode at a time, and these answers keep them for a while.
-FLOOD_SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+FLOOD_SAMPLING = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.mark.parametrize("tenant", ["other", by_night(None)])
