@@ -65,9 +65,10 @@ static inline __m512bh pair_at(const bf16* from) {
   std::memcpy(&both, from, 4);
   return (__m512bh)_mm512_set1_epi32(both);
 }
-// Memory that is fetched while a product computes: `lines` of it for two of its inputs.
+// Memory that is fetched while a product computes: `lines` of it for two of its inputs. own: the product's own numbers as well, 32 inputs
+// before they are read, which the processor does not foresee: they lie in several streams. They go past the second cache, where others' data stay.
 struct Ahead {
-  const char* at; int lines;
+  const char* at; int lines; bool own = false;
   void fetch() {
     for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 2);
   }
@@ -83,6 +84,7 @@ static void pair_product(const bf16* a, long a_step, const bf16* b, long apart, 
     ahead.fetch();
     __m512bh column[2 * PANELS];
     for (int j = 0; j < 2 * PANELS; j++) column[j] = (__m512bh)_mm512_loadu_si512(at + j / 2 * apart + j % 2 * 512);
+    for (int j = 0; ahead.own && j < 2 * PANELS; j++) _mm_prefetch((const char*)(at + 1024 + j / 2 * apart + j % 2 * 512), _MM_HINT_NTA);
     for (int r = 0; r < ROWS; r++) {
       __m512bh x = pair_at(a + r * a_step + k);
       for (int j = 0; j < 2 * PANELS; j++) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], x, column[j]);
@@ -465,6 +467,7 @@ static void linear_float_grid(const Product& p, int threads) {
       }
   });
 }
+constexpr long OWN_AHEAD_ROWS = 24;  // up to these a product waits for memory
 constexpr long COMING_BYTES = 1 << 20;  // of the next weight that come before its product begins
 // Calls `each(two, packed, next)` for two pairs of panels after the other, with their numbers, where they are or made, and where
 // those are that this thread takes next, as it seems, be it of the next weight; null where they are made, or not known.
@@ -527,13 +530,14 @@ static void linear_bf16(const Product& narrow, int threads) {
     return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { tile_product<1>(p, first, last, threads); });
 #endif
   // Few rows wait for memory: while they compute, a part of the next numbers comes in each pass over the present ones.
+  bool own = p.weight->kind == HALVES && p.m <= OWN_AHEAD_ROWS;
   int lines = p.m > 3 * AT_ONCE ? 1 : p.m > AT_ONCE ? 2 : 4;
   long of_pass = deep / 2 * lines * 64, of_two = deep * 2 * PAIR * long(sizeof(bf16));
   each_two_pairs(p, threads, [&](long two, const bf16* packed, const char* next) {
     for (long row = 0; row < p.m; row += AT_ONCE) {
       long done = row / AT_ONCE * of_pass;
       bool fetches = next && done < of_two;
-      pair_rows(p, (const bf16*)p.x, p.x_step, row, two * 2, packed, Ahead{next + (fetches ? done : 0), fetches ? lines : 0});
+      pair_rows(p, (const bf16*)p.x, p.x_step, row, two * 2, packed, Ahead{next + (fetches ? done : 0), fetches ? lines : 0, own});
     }
   });
 #else
