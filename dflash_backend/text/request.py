@@ -91,7 +91,7 @@ class ReturnFlags:
 class ParsedRequest:
     """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing.
     `stream_interval`: tokens of a completion that one response of a stream waits for, as vLLM's parameter.
-    `may_wait`: a response may wait longer where very many would leave, since the request has not said an interval.
+    `may_wait`: a response may wait longer where more would leave than may, since the request has not said an interval.
     `delta_stream`: the stream that may carry its deltas, and the request's key there."""
 
     prompt_token_ids: list[int]
