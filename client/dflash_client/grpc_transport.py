@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
 from dflash_client.delta_stream import DeltaStreams, Inbox
-from dflash_client.errors import ClientError, cancelled_here, not_ready
+from dflash_client.errors import ClientError, cancelled_here, not_ready, timed_out
 from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, encode, read_response, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
@@ -88,6 +88,21 @@ class AsyncGrpcCall(_GrpcCall):
     and the last."""
 
     delta_streams: DeltaStreams | None = None
+    _batch: asyncio.Future[None] | None = None
+
+    def cancel(self) -> None:
+        """End the call, at the server too, also where its last response waits for a batch."""
+        super().cancel()
+        if self._batch is not None:
+            self._batch.cancel()
+
+    async def _next_batch(self, inbox: Inbox) -> None:
+        """Wait for a batch, until the deadline. Raises `ClientError`."""
+        self._batch = asyncio.ensure_future(inbox.stream.next_batch())
+        try:
+            await asyncio.wait_for(self._batch, remaining_s(self._deadline))
+        except TimeoutError:
+            raise timed_out() from None
 
     async def responses(self) -> AsyncGenerator[Outputs, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
@@ -95,7 +110,7 @@ class AsyncGrpcCall(_GrpcCall):
         inbox = None if streams is None else streams.join()
         stream = self._open("" if inbox is None else inbox.name)
         try:
-            async for outputs in _read(stream) if inbox is None else _read_both(stream, inbox):
+            async for outputs in _read(stream) if inbox is None else self._read_both(stream, inbox):
                 yield outputs
         except grpc.RpcError as error:
             raise self._error(error) from error
@@ -112,43 +127,42 @@ class AsyncGrpcCall(_GrpcCall):
             if inbox is not None:
                 inbox.stream.leave(inbox)
 
+    async def _read_both(self, stream: Any, inbox: Inbox) -> AsyncGenerator[Outputs, None]:
+        """The responses of a request, and what comes to its inbox after the first of them. `delta_batches` in a
+        response says how many batches come before it."""
+        reading: asyncio.Future[Any] | None = None
+        has_begun = False
+        try:
+            while True:
+                if reading is None:
+                    reading = asyncio.ensure_future(stream.read())
+                    reading.add_done_callback(inbox.wake)
+                while not reading.done():
+                    if has_begun and inbox:
+                        yield inbox.take()
+                    else:
+                        await inbox.wait()
+                if has_begun and inbox:
+                    yield inbox.take()
+                if (data := reading.result()) is grpc.aio.EOF:
+                    return
+                reading, outputs = None, await _outputs(data)
+                (num_before,) = outputs.get("delta_batches", (0,))
+                while inbox.stream.num_batches < num_before:
+                    await self._next_batch(inbox)
+                    if inbox:
+                        yield inbox.take()
+                has_begun = True
+                yield outputs
+        finally:
+            if reading is not None and not reading.cancel() and not reading.cancelled():
+                reading.exception()  # which asyncio would log where no one has asked
+
 
 async def _read(stream: Any) -> AsyncGenerator[Outputs, None]:
     """The responses of a request."""
     async for data in stream:
         yield await _outputs(data)
-
-
-async def _read_both(stream: Any, inbox: Inbox) -> AsyncGenerator[Outputs, None]:
-    """The responses of a request, and what comes to its inbox after the first of them. `delta_batches` in a response
-    says how many batches come before it."""
-    reading: asyncio.Future[Any] | None = None
-    has_begun = False
-    try:
-        while True:
-            if reading is None:
-                reading = asyncio.ensure_future(stream.read())
-                reading.add_done_callback(inbox.wake)
-            while not reading.done():
-                if has_begun and inbox:
-                    yield inbox.take()
-                else:
-                    await inbox.wait()
-            if has_begun and inbox:
-                yield inbox.take()
-            if (data := reading.result()) is grpc.aio.EOF:
-                return
-            reading, outputs = None, await _outputs(data)
-            (num_before,) = outputs.get("delta_batches", (0,))
-            while inbox.stream.num_batches < num_before:
-                await inbox.stream.next_batch()
-                if inbox:
-                    yield inbox.take()
-            has_begun = True
-            yield outputs
-    finally:
-        if reading is not None and not reading.cancel() and not reading.cancelled():
-            reading.exception()  # which asyncio would log where no one has asked
 
 
 async def _outputs(data: bytes) -> Outputs:

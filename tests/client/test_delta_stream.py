@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client import AsyncDFlashClient, delta_stream
-from dflash_client.errors import ClientError, ConnectionLost, Internal
+from dflash_client.errors import Cancelled, ClientError, ConnectionLost, Internal, RequestTimeout
 
 LIMIT_S = 20.0
 
@@ -244,6 +244,27 @@ def test_an_error_comes_after_what_came_before_it() -> None:
         own.put_nowait(None)
         with pytest.raises(Internal, match="it broke"):
             await a
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_a_last_response_does_not_wait_for_ever_for_its_batches(how: str) -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        client.timeout_s = 0.5 if how == "deadline" else LIMIT_S
+        stream, number = client.stream("Hello"), len(service.own)
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(service.own) > number)
+        service.own[number].put_nowait(response("1"))
+        assert (await reading).text == "1"
+        service.own[number].put_nowait(response("3", (), 1, end="stop"))
+        service.own[number].put_nowait(None)
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.2)
+        if how == "cancel":
+            stream.cancel()
+        with pytest.raises(Cancelled if how == "cancel" else RequestTimeout):
+            await reading
 
     run(test)
 

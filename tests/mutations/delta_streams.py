@@ -114,10 +114,20 @@ DELTA_STREAM_MUTANTS = (
             "while inbox.stream.num_batches < num_before:",
             "while False:",
         ),
+        (
+            "a last response waits past its deadline",
+            "remaining_s(self._deadline))\n        except",
+            "None)\n        except",
+        ),
+        (
+            "a request that waits for a batch is not cancelled",
+            "            self._batch.cancel()\n",
+            "            pass\n",
+        ),
         ("batches overtake the first response", "    has_begun = False\n", "    has_begun = True\n"),
         (
             "an error overtakes batches",
-            "            if has_begun and inbox:\n                yield inbox.take()\n            if (data",
+            "                if has_begun and inbox:\n                    yield inbox.take()\n                if (data",
             "            if (data",
         ),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
