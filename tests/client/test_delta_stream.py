@@ -263,6 +263,8 @@ def test_a_last_response_does_not_wait_for_ever_for_its_batches(how: str) -> Non
         await asyncio.sleep(0.2)
         if how == "cancel":
             stream.cancel()
+        done, _ = await asyncio.wait([reading], timeout=5)
+        assert done
         with pytest.raises(Cancelled if how == "cancel" else RequestTimeout):
             await reading
 

@@ -124,11 +124,11 @@ DELTA_STREAM_MUTANTS = (
             "            self._batch.cancel()\n",
             "            pass\n",
         ),
-        ("batches overtake the first response", "    has_begun = False\n", "    has_begun = True\n"),
+        ("batches overtake the first response", "has_begun = False\n", "has_begun = True\n"),
         (
             "an error overtakes batches",
-            "                if has_begun and inbox:\n                    yield inbox.take()\n                if (data",
-            "            if (data",
+            "if has_begun and inbox:\n                    yield inbox.take()\n                if (data",
+            "if (data",
         ),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
         (
