@@ -129,12 +129,12 @@ def test_a_file_is_measured_as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatc
         assert command[command.index("-q") :][3:5] == ["-m", "not nightly"], "make test has none of those"
         assert not list(Path(env["TRITON_CACHE_DIR"]).iterdir())
         (out,) = (word.partition("=")[2] for word in command if word.startswith("--file-times="))
-        Path(out).write_text("file,seconds,wall\ntests/f.py,1.5,2.0\n")
+        Path(out).write_text("file,seconds,wall,skipped\ntests/f.py,1.5,2.0,3\n")
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", "/warm")
     monkeypatch.setattr(tiers, "subprocess", SimpleNamespace(run=run))
-    assert tiers.measure(["tests/f.py"], "full") == {"tests/f.py": (1.5, 2.0)}
+    assert tiers.measure(["tests/f.py"], "full") == {"tests/f.py": (1.5, 2.0, 3)}
     assert seen["OMP_NUM_THREADS"] == "1"
     assert not seen["PYTHONDONTWRITEBYTECODE"]
 
@@ -169,12 +169,23 @@ def test_the_fast_tier_has_tests_of_every_package_and_of_a_server() -> None:
 def test_what_was_not_measured_counts_too_and_a_run_is_written_into_its_tier() -> None:
     rows = {"tests/test_a.py": Row(1.0, 2.0, True, None), "tests/test_b.py": Row(None, None)}
     assert [total(rows, "full"), total(rows, "fast")] == [1.0 + UNMEASURED_S, UNMEASURED_S]
-    times = {"tests/test_a.py": (3.0, 4.0), "tests/test_b.py": (5.0, 6.0), OUTSIDE: (99.0, 0.0)}
+    times = {"tests/test_a.py": (3.0, 4.0, 0), "tests/test_b.py": (5.0, 6.0, 1), OUTSIDE: (99.0, 0.0, 0)}
     assert tiers.updated(rows, times, "fast") == rows | {"tests/test_a.py": Row(1.0, 2.0, True, 3.0)}
     assert tiers.updated(rows, times, "full") == {
         "tests/test_a.py": Row(3.0, 4.0, True, None),
         "tests/test_b.py": Row(5.0, 6.0),
     }
+
+
+@pytest.mark.parametrize(("skipped", "processor", "kept"), [(0, 0.1, False), (4, 0.1, True), (4, 9.0, False)])
+def test_a_file_that_skipped_tests_keeps_the_row_of_a_machine_that_ran_them(
+    skipped: int, processor: float, kept: bool
+) -> None:
+    """Where no browser is installed its tests take no time; the row would then fail a machine that has one."""
+    rows = {"tests/test_a.py": Row(8.0, 28.0, True, 7.0)}
+    for tier, expected in (("full", Row(processor, 1.0, True, 7.0)), ("fast", Row(8.0, 28.0, True, processor))):
+        found = tiers.updated(rows, {"tests/test_a.py": (processor, 1.0, skipped)}, tier)
+        assert found == (rows if kept else {"tests/test_a.py": expected})
 
 
 def test_a_table_that_is_written_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -264,6 +275,22 @@ def test_a_file_far_above_its_row_is_named_and_others_are_not() -> None:
     assert files_above(new, "full") == ["tests/test_new.py: 25.1 s, recorded nothing"]
 
 
+def test_a_slow_machine_is_not_far_above_but_a_file_of_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {f"tests/test_{index}.py": Row(2.0, 3.0) for index in range(tiers.ENOUGH_FILES)}
+    for module in ("tests.tiers", "tests.support.file_times"):
+        monkeypatch.setattr(f"{module}.read_table", lambda: rows)
+    slow = dict.fromkeys(rows, (17.0, 20.0))
+    assert files_above(slow, "full") == []
+    slow["tests/test_0.py"] = (8.5 * (3 * 2.0 + 10) - 1, 90.0)
+    assert files_above(slow, "full") == []
+    slow["tests/test_0.py"] = (8.5 * (3 * 2.0 + 10) + 1, 90.0)
+    assert files_above(slow, "full") == ["tests/test_0.py: 137.0 s, recorded 2.0"]
+    few = dict(list(slow.items())[1:-1])
+    assert len(files_above(few, "full")) == len(few), "too few tell nothing of the machine"
+    fast = dict.fromkeys(rows, (0.1, 0.1)) | {"tests/test_0.py": (16.1, 20.0)}
+    assert files_above(fast, "full") == ["tests/test_0.py: 16.1 s, recorded 2.0"]
+
+
 def test_files_that_share_a_browser_are_measured_together() -> None:
     """What one of them took may be read while another one runs."""
     rows = {file: read_table()[file].of("full") or 0.0 for file in ONE_BROWSER}
@@ -294,7 +321,7 @@ def test_processor_time_counts_processes_that_tests_start() -> None:
 CONFTEST = """
 from tests.support import file_times
 
-file_times.is_far_above = lambda seconds, recorded: seconds > 0.2
+file_times.is_far_above = lambda seconds, recorded, slower: seconds > 0.2
 
 
 def pytest_addoption(parser):

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Literal, get_args
 
 # These count what is left over in /dev/shm, or leave something there for a while.
@@ -55,9 +56,12 @@ COLUMNS = ("file", "seconds", "wall", "fast_seconds")
 BUDGETS: dict[Tier, float] = {"fast": 200.0, "full": 620.0}
 # No file may have more, since one worker runs it from its first test to its last.
 LARGEST_S = 60.0
-# A run is far above the table at this. The same work takes up to twice the processor time where others fill the caches
-# and the second thread of a core, and a file of milliseconds may be the one that imports a large module first.
+# A run is far above the table at this, times how much slower than the table's its machine is. The same work takes up to
+# twice the processor time where others fill the caches and the second thread of a core, and a file of milliseconds may
+# be the one that imports a large module first.
 TIMES, MORE_S = 3.0, 10.0
+# Files of a second or more that tell how fast a machine is.
+ENOUGH_FILES = 20
 # What a file is taken to have of which nothing is known.
 UNMEASURED_S = 5.0
 # `make test-fast` does this share of what is random.
@@ -121,10 +125,20 @@ def files_of_tests() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-def is_far_above(seconds: float, recorded: float | None) -> bool:
-    """Whether a file that took so many processor seconds is above its row by more than machines differ; a file of which
-    nothing is known is taken to have what such a file is counted as."""
-    return seconds > TIMES * (UNMEASURED_S if recorded is None else recorded) + MORE_S
+def is_far_above(seconds: float, recorded: float | None, slower: float = 1.0) -> bool:
+    """Whether a file that took so many processor seconds on a machine `slower` times as slow as the table's is above
+    its row by more than runs differ; a file of which nothing is known is taken to have what such a file is counted
+    as."""
+    return seconds > slower * (TIMES * (UNMEASURED_S if recorded is None else recorded) + MORE_S)
+
+
+def slower_than_table(times: Mapping[str, float], tier: Tier) -> float:
+    """How many times the table's processor seconds this run's files take, the middle one of those of a second or more;
+    1 on a faster machine, and where too few ran to tell."""
+    table = read_table()
+    recorded = {file: row.of(tier) or 0.0 for file, row in table.items()}
+    shares = [seconds / recorded[file] for file, seconds in times.items() if recorded.get(file, 0.0) >= 1.0]
+    return max(1.0, median(shares)) if len(shares) >= ENOUGH_FILES else 1.0
 
 
 def total(rows: Mapping[str, Row], tier: Tier) -> float:
@@ -133,14 +147,17 @@ def total(rows: Mapping[str, Row], tier: Tier) -> float:
     return sum(UNMEASURED_S if seconds is None else seconds for seconds in found)
 
 
-def read_times(path: Path) -> dict[str, tuple[float, float]]:
-    """Processor and wall seconds by file, as `--file-times` writes them."""
+def read_times(path: Path) -> dict[str, tuple[float, float, int]]:
+    """Processor and wall seconds by file, and how many of its tests were skipped, as `--file-times` writes them."""
     with path.open(encoding="utf-8", newline="") as table:
-        return {row["file"]: (float(row["seconds"]), float(row["wall"])) for row in csv.DictReader(table)}
+        return {
+            row["file"]: (float(row["seconds"]), float(row["wall"]), int(row["skipped"]))
+            for row in csv.DictReader(table)
+        }
 
 
-def measure(files: Iterable[str], tier: Tier) -> dict[str, tuple[float, float]]:
-    """Run the files in this tier and return processor and wall seconds by file. Raises `SystemExit` where one fails."""
+def measure(files: Iterable[str], tier: Tier) -> dict[str, tuple[float, float, int]]:
+    """Run the files in this tier and return what `read_times` does. Raises `SystemExit` where one fails."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "times.csv")
         # As `make test` has it: without bytecode each process that imports torch takes a second more.
@@ -155,11 +172,14 @@ def measure(files: Iterable[str], tier: Tier) -> dict[str, tuple[float, float]]:
         return read_times(out)
 
 
-def updated(rows: Mapping[str, Row], times: Mapping[str, tuple[float, float]], tier: Tier) -> dict[str, Row]:
-    """The rows with these times; in the fast tier, of its files alone."""
+def updated(rows: Mapping[str, Row], times: Mapping[str, tuple[float, float, int]], tier: Tier) -> dict[str, Row]:
+    """The rows with these times; in the fast tier, of its files alone. A file that skipped tests, as where no browser
+    is installed, keeps the larger row of a machine that ran them."""
     changed = dict(rows)
-    for file, (processor, wall) in times.items():
+    for file, (processor, wall, skipped) in times.items():
         row = changed.get(file, Row(None, None))
+        if skipped and processor < (row.of(tier) or 0.0):
+            continue
         if file.startswith("tests/") and (tier == "full" or row.is_fast):
             changed[file] = row.measured(tier, processor, wall)
     return changed

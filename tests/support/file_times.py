@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tiers import TOGETHER, Tier, is_far_above, read_table
+from tests.tiers import TOGETHER, Tier, is_far_above, read_table, slower_than_table
 
 OUTSIDE = "(outside files)"
 
@@ -40,6 +41,8 @@ class FileTimes:
         self.config, self.tier = config, tier
         self.seconds: dict[str, tuple[float, float]] = {}
         """Processor and wall seconds, by file."""
+        self.skipped: Counter[str] = Counter()
+        """How many tests were skipped, by file; all of a module that is skipped count as one."""
         self._file = OUTSIDE
         self._counted = processor_seconds()
 
@@ -76,6 +79,17 @@ class FileTimes:
         finally:
             self.enter(file)
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count_skip(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.count_skip(report)
+
+    def count_skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """The process that hands out tests has the reports of its workers too."""
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped[report.nodeid.partition("::")[0]] += 1
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         for file, (processor, wall) in getattr(node, "workeroutput", {}).get("file_times", {}).items():
@@ -91,7 +105,7 @@ class FileTimes:
             self.enter("")  # workers count for themselves
         self.seconds.pop("", None)
         if path := self.config.getoption("--file-times"):
-            write_times(Path(path), self.seconds)
+            write_times(Path(path), self.seconds, self.skipped)
         if self.config.getoption("--strict-times") and self.above() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -113,6 +127,7 @@ def files_above(seconds: Mapping[str, tuple[float, float]], tier: Tier) -> list[
     """What to say of each file of `seconds` that took far more than the table says of it in this tier. Files that share
     a process, such as a browser, are measured together: whose its processor time is depends on when it is read."""
     table = read_table()
+    slower = slower_than_table({file: processor for file, (processor, _) in seconds.items()}, tier)
     lines = []
     groups = {group[0]: group for group in TOGETHER if group[0] in seconds}
     alone = set(seconds) - {file for group in groups.values() for file in group} - {OUTSIDE}
@@ -121,14 +136,14 @@ def files_above(seconds: Mapping[str, tuple[float, float]], tier: Tier) -> list[
         processor = sum(seconds[file][0] for file in ran)
         rows = [row for file in ran if file in table and (row := table[file].of(tier)) is not None]
         recorded = sum(rows) if rows else None
-        if is_far_above(processor, recorded):
+        if is_far_above(processor, recorded, slower):
             lines.append(f"{', '.join(ran)}: {processor:.1f} s, recorded {'nothing' if recorded is None else recorded}")
     return lines
 
 
-def write_times(path: Path, seconds: Mapping[str, tuple[float, float]]) -> None:
+def write_times(path: Path, seconds: Mapping[str, tuple[float, float]], skipped: Mapping[str, int]) -> None:
     with path.open("w", encoding="utf-8", newline="") as out:
         rows = csv.writer(out, lineterminator="\n")
-        rows.writerow(("file", "seconds", "wall"))
+        rows.writerow(("file", "seconds", "wall", "skipped"))
         for file, (processor, wall) in sorted(seconds.items(), key=lambda entry: -entry[1][0]):
-            rows.writerow((file, f"{processor:.2f}", f"{wall:.2f}"))
+            rows.writerow((file, f"{processor:.2f}", f"{wall:.2f}", skipped.get(file, 0)))
