@@ -45,6 +45,23 @@ static void transpose(const float* from, float* to, long dim) {
         _mm512_storeu_ps(at + 12 * POSITIONS, _mm512_shuffle_f32x4(s[i + 4], s[i + 12], 0xdd));
       }
     }
+#elif defined(__AVX__)
+  for (long d = 0; d < dim; d += 8)
+    for (long t = 0; t < POSITIONS; t += 8) {
+      __m256 r[8], s[8];
+      for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(from + (t + i) * dim + d);
+      for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+      for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+          r[i + 2 * j] = _mm256_shuffle_ps(s[i + j], s[i + j + 2], 0x44);
+          r[i + 2 * j + 1] = _mm256_shuffle_ps(s[i + j], s[i + j + 2], 0xee);
+        }
+      for (int i = 0; i < 4; i++) {
+        float* at = to + (d + i) * POSITIONS + t;
+        _mm256_storeu_ps(at, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps(at + 4 * POSITIONS, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+      }
+    }
 #else
   for (long t = 0; t < POSITIONS; t++)
     for (long d = 0; d < dim; d++) to[d * POSITIONS + t] = from[t * dim + d];
@@ -108,7 +125,7 @@ static void attend_piece(const Attention& p, long row, long head, long last_head
       for (long t = 0; t < std::min<long>(hidden, POSITIONS); t++) s[t] = -INFINITY;
       for (long t = std::max<long>(seen, 0); t < POSITIONS; t++) s[t] = -INFINITY;
       Floats top = load(s);
-      for (int j = 1; j < VECTORS; j++) { Floats x = load(s + j * LANES); top = x > top ? x : top; }
+      for (int j = 1; j < VECTORS; j++) top = larger(load(s + j * LANES), top);
       float now = std::max(most[q], largest(top));
       if (now == -INFINITY) {
         for (int j = 0; j < VECTORS; j++) store(s + j * LANES, Floats{});
@@ -178,10 +195,10 @@ template <class Each> static inline void each_key(const Attention& p, const int3
 // A head as bfloat16, zeros up to `deep`.
 template <class KV> static inline void read_head(const KV* from, const float* scale, long dim, long deep, bf16* to) {
   for (long c = 0; c < dim; c += LANES) {
-    if constexpr (sizeof(KV) == 2) *(Halves*)(to + c) = *(const Halves*)(from + c);
+    if constexpr (sizeof(KV) == 2) put(to + c, vector_at<Halves>(from + c));
     else store(to + c, load(from + c) * (scale ? *scale : 1.0f));
   }
-  if (dim < deep) *(Halves*)(to + dim) = Halves{};
+  if (dim < deep) put(to + dim, Halves{});
 }
 // Keys of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
 struct Keys { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
@@ -247,7 +264,6 @@ static inline Floats power_of_two(Floats x) {
 static inline Floats total_of(Floats total, Floats keep, Floats left, Floats right) {
   return (Floats)_mm512_fmadd_ps((__m512)total, (__m512)keep, (__m512)left) + right;
 }
-static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
 // neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by, which is 1 until
 // scores pass the maximum by LAG. The scale is above 0.
@@ -390,7 +406,7 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
         const uint32_t* query = k.query + lot * dim / 2 * LANES;
         if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores);
         float* out = k.output + lot * LANES * dim;
-        Ints at = *(const Ints*)(k.position + lot * LANES);
+        Ints at = vector_at<Ints>(k.position + lot * LANES);
         Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, k.total + lot * LANES, weights);
         Ints changed = keep != 1.0f;
         if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);

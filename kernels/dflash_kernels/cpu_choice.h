@@ -15,11 +15,11 @@ static inline uint64_t mix(uint64_t x) {
 }
 static inline Floats vlog(Floats x) {  // Cephes, of normal positive numbers
   Ints bits = (Ints)x;
-  Floats e = __builtin_convertvector((bits >> 23) - 126, Floats);
+  Floats e = converted<Floats>((bits >> 23) - 126);
   Floats m = (Floats)((bits & 0x007fffff) | 0x3f000000);
   Ints small = m < 0.707106781186547524f;
-  e = small ? e - 1.0f : e;
-  m = (small ? m + m : m) - 1.0f;
+  e = select(small, e - 1.0f, e);
+  m = select(small, m + m, m) - 1.0f;
   Floats z = m * m, y = all(7.0376836292e-2f);
   y = y * m - 1.1514610310e-1f;
   y = y * m + 1.1676998740e-1f;
@@ -36,21 +36,19 @@ static inline Floats vlog(Floats x) {  // Cephes, of normal positive numbers
 static inline Floats gumbel(uint64_t key, const int64_t* ids) {
   uint32_t high[LANES];
   for (int half = 0; half < LANES; half += 8) {
-    Longs id;
-    std::memcpy(&id, ids + half, 64);
-    Longs x = key + (id + 1) * 0x9E3779B97F4A7C15u;
+    Longs x = key + (vector_at<Longs>(ids + half) + 1) * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     x = (x ^ (x >> 31)) >> 32;
-    for (int i = 0; i < 8; i++) high[half + i] = uint32_t(x[i]);
+    uint64_t wide[8];
+    put(wide, x);
+    for (int i = 0; i < 8; i++) high[half + i] = uint32_t(wide[i]);
   }
-  Bits b;
-  std::memcpy(&b, high, 64);
-  Floats y = (__builtin_convertvector(b, Floats) + 0.5f) * 2.3283064365386963e-10f;
-  y = y > 0.99999994f ? all(0.99999994f) : y;
+  Floats y = (converted<Floats>(vector_at<Bits>(high)) + 0.5f) * 2.3283064365386963e-10f;
+  y = select(y > 0.99999994f, all(0.99999994f), y);
   Floats s = y / (2.0f - y), s2 = s * s;
   Floats series = 1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9 + s2 * (1.0f / 11)))));
-  return -vlog(y < 0.25f ? 2.0f * s * series : -vlog(1.0f - y));
+  return -vlog(select(y < 0.25f, 2.0f * s * series, -vlog(1.0f - y)));
 }
 // The best of the scores [first, last) of a row, and its place.
 template <class T> static void best_of(const Choice& p, long row, long first, long last, float& best, int64_t& place) {
@@ -58,10 +56,8 @@ template <class T> static void best_of(const Choice& p, long row, long first, lo
   float temperature = p.temperature ? p.temperature[row] : 0.0f;
   uint64_t key = 0;
   if (temperature != 0.0f) key = mix(mix(uint64_t(p.seeds[row]) + 0x9E3779B97F4A7C15u) + (uint64_t(p.positions[row]) + 1) * 0x9E3779B97F4A7C15u);
-  Ints lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
   Floats most = all(-INFINITY);
-  Ints where = lane + int(first), odd{};
+  Ints lane = lanes(), where = lane + int(first), odd{};
   for (long c = first; c < last; c += LANES) {
     int count = int(std::min<long>(LANES, last - c));
     Floats raw = load_some(logits + c, count), x = raw;
@@ -69,14 +65,14 @@ template <class T> static void best_of(const Choice& p, long row, long first, lo
       int64_t ids[LANES];
       for (int i = 0; i < LANES; i++) ids[i] = p.ids ? p.ids[std::min(c + i, p.vocab - 1)] : c + i;
       x = raw / temperature;
-      if (p.lowest) x = raw < p.lowest[row] ? all(-INFINITY) : x;
+      if (p.lowest) x = select(raw < p.lowest[row], all(-INFINITY), x);
       x += gumbel(key, ids);
     }
-    if (count < LANES) x = lane < count ? x : all(-INFINITY);
+    if (count < LANES) x = select(lane < count, x, all(-INFINITY));
     odd |= x != x;
     Ints more = x > most;
-    most = more ? x : most;
-    where = more ? lane + int(c) : where;
+    most = select(more, x, most);
+    where = select(more, lane + int(c), where);
   }
   for (int i = 0; i < LANES; i++)
     if (odd[i]) {  // a NaN counts as the largest
@@ -107,16 +103,15 @@ template <class T> static void choose(const Choice& p, int threads, int64_t* out
 }
 // The log-odds of a token's probability at temperature 1; NaN where a logit is.
 template <class T> static float log_odds_of(const T* logits, long vocab, long id) {
-  Ints lane, odd{};
-  for (int i = 0; i < LANES; i++) lane[i] = i;
+  Ints lane = lanes(), odd{};
   auto others = [&](long c) {  // -infinity in place of the token, and behind the last
     int count = int(std::min<long>(LANES, vocab - c));
     Floats x = load_some(logits + c, count);
     odd |= x != x;
-    return (lane < count) & (lane + int(c) != int(id)) ? x : all(-INFINITY);
+    return select((lane < count) & (lane + int(c) != int(id)), x, all(-INFINITY));
   };
   Floats top = all(-INFINITY), total{};
-  for (long c = 0; c < vocab; c += LANES) { Floats x = others(c); top = x > top ? x : top; }
+  for (long c = 0; c < vocab; c += LANES) top = larger(others(c), top);
   for (int i = 0; i < LANES; i++) if (odd[i]) return NAN;
   float shift = largest(top);
   if (shift == -INFINITY) shift = 0.0f;

@@ -54,10 +54,12 @@ template <int BYTES> static inline Floats widened(const uint8_t* p) {
   if constexpr (BYTES == 4) return load((const float*)p);
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return {(Floats::Half)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), (Floats::Half)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16)))};
 #else
-  Floats x;
+  float x[LANES];
   for (int i = 0; i < LANES; i++) x[i] = half_at(p + 2 * i);
-  return x;
+  return load(x);
 #endif
 }
 template <int BYTES> static inline Floats twice(const uint8_t* p) {
@@ -67,20 +69,26 @@ template <int BYTES> static inline Floats twice(const uint8_t* p) {
   if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
   else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
   return (Floats)_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(eight));
+#elif defined(__AVX2__) && defined(__F16C__)
+  __m256 eight;
+  if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
+  else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  const __m256i lower = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3), upper = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
+  return {(Floats::Half)_mm256_permutevar8x32_ps(eight, lower), (Floats::Half)_mm256_permutevar8x32_ps(eight, upper)};
 #else
-  Floats x;
+  float x[LANES];
   for (int i = 0; i < 8; i++) x[2 * i] = x[2 * i + 1] = BYTES == 4 ? ((const float*)p)[i] : half_at(p + 2 * i);
-  return x;
+  return load(x);
 #endif
 }
 // The i-th of the codes of each lane.
 template <int BITS> static inline Floats codes_of(Bits words, int i) {
-  if constexpr (BITS == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
+  if constexpr (BITS == 8) return converted<Floats>((Ints)(words << (24 - 8 * i)) >> 24);
 #if defined(__AVX512F__)
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (Floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * i)), values);
 #else
-  return __builtin_convertvector((Ints)((words >> (4 * i)) & 15), Floats);
+  return converted<Floats>((Ints)((words >> (4 * i)) & 15));
 #endif
 }
 // 16 outputs of two inputs each, as they lie side by side in a tile.
@@ -108,8 +116,8 @@ template <int GRID> static void unpack(const uint8_t* from, bf16* out) {
           step[i] = twice<G.number_bytes>(at);
           if constexpr (G.has_leasts) least[i] = twice<G.number_bytes>(at + NUMBERS);
         }
-      Bits lower = *(const Bits*)(words + (half * 2 * WORDS + word) * LANES);
-      Bits upper = *(const Bits*)(words + ((half * 2 + 1) * WORDS + word) * LANES);
+      Bits lower = vector_at<Bits>(words + (half * 2 * WORDS + word) * LANES);
+      Bits upper = vector_at<Bits>(words + ((half * 2 + 1) * WORDS + word) * LANES);
 #pragma GCC unroll 8
       for (int i = 0; i < CODES; i++) {
         Floats x = codes_of<G.bits>(lower, i) * step[0] + least[0], y = codes_of<G.bits>(upper, i) * step[1] + least[1];
@@ -129,7 +137,7 @@ template <int GRID> static void unpack(const uint8_t* from, float* out) {
     Floats step = widened<G.number_bytes>(steps), least{};
     if constexpr (G.has_leasts) least = widened<G.number_bytes>(steps + NUMBERS);
     for (int word = group * RUN; word < (group + 1) * RUN; word++) {
-      Bits codes = *(const Bits*)(words + word * LANES);
+      Bits codes = vector_at<Bits>(words + word * LANES);
 #pragma GCC unroll 8
       for (int i = 0; i < CODES; i++) store(out + (word * CODES + i) * LANES, codes_of<G.bits>(codes, i) * step + least);
     }

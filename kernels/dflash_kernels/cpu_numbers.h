@@ -11,7 +11,7 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
-#if defined(__AVX512F__) || defined(__AMX_BF16__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__)
@@ -19,11 +19,82 @@
 #include <unistd.h>
 #endif
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint64_t Longs __attribute__((vector_size(64), aligned(8), may_alias));
+// Vectors of 16 lanes, and of their halves. Registers of 64 bytes hold one; else it is two parts, and each of them again two until a
+// register holds it: GCC keeps in memory what it cannot keep in one register.
+#if defined(__AVX512F__)
+constexpr int REGISTER_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int REGISTER_BYTES = 32;
+#else
+constexpr int REGISTER_BYTES = 16;
+#endif
+template <class E, int BYTES> struct Parts;
+template <class E, int BYTES, bool IS_HELD = BYTES <= REGISTER_BYTES> struct VectorOf { typedef Parts<E, BYTES> type; };
+template <class E, int BYTES> struct VectorOf<E, BYTES, true> { typedef E type __attribute__((vector_size(BYTES), aligned(sizeof(E)), may_alias)); };
+template <class E, int BYTES = 64> using Vector = typename VectorOf<E, BYTES>::type;
+
+#define FOR_PARTS(op) \
+  friend Parts operator op(Parts a, Parts b) { return {a.lower op b.lower, a.upper op b.upper}; } \
+  Parts& operator op##=(Parts b) { return *this = *this op b; }
+#define COMPARE_PARTS(op) \
+  friend Mask operator op(Parts a, Parts b) { return {(MaskHalf)(a.lower op b.lower), (MaskHalf)(a.upper op b.upper)}; }
+template <class E, int BYTES> struct Parts {
+  typedef Vector<E, BYTES / 2> Half;
+  typedef Vector<int32_t, BYTES> Mask;
+  typedef Vector<int32_t, BYTES / 2> MaskHalf;
+  Half lower, upper;
+  Parts() = default;
+  Parts(Half lower, Half upper) : lower(lower), upper(upper) {}
+  Parts(E x) : lower(x - Half{}), upper(x - Half{}) {}
+  template <class F> explicit Parts(Parts<F, BYTES> bits) : lower((Half)bits.lower), upper((Half)bits.upper) {}
+  FOR_PARTS(+) FOR_PARTS(-) FOR_PARTS(*) FOR_PARTS(/) FOR_PARTS(&) FOR_PARTS(|) FOR_PARTS(^)
+  COMPARE_PARTS(<) COMPARE_PARTS(>) COMPARE_PARTS(>=) COMPARE_PARTS(==) COMPARE_PARTS(!=)
+  friend Parts operator-(Parts a) { return {-a.lower, -a.upper}; }
+  friend Parts operator<<(Parts a, int bits) { return {a.lower << bits, a.upper << bits}; }
+  friend Parts operator>>(Parts a, int bits) { return {a.lower >> bits, a.upper >> bits}; }
+  E operator[](int i) const { return i < int(BYTES / 2 / sizeof(E)) ? lower[i] : upper[i - int(BYTES / 2 / sizeof(E))]; }
+};
+#undef FOR_PARTS
+#undef COMPARE_PARTS
+
+typedef Vector<float> Floats;
+typedef Vector<int32_t> Ints;
+typedef Vector<uint32_t> Bits;
+typedef Vector<uint16_t, 32> Halves;
+typedef Vector<uint64_t> Longs;
+
+// A vector from memory and to it, whatever its alignment.
+template <class V> static inline V vector_at(const void* p) {
+  if constexpr (std::is_class<V>::value) return {vector_at<typename V::Half>(p), vector_at<typename V::Half>((const char*)p + sizeof(V) / 2)};
+  else return *(const V*)p;
+}
+template <class V> static inline void put(void* p, V x) {
+  if constexpr (std::is_class<V>::value) put(p, x.lower), put((char*)p + sizeof(V) / 2, x.upper);
+  else *(V*)p = x;
+}
+// Lanes of `x` where `mask` is set, else of `y`.
+template <class M, class V> static inline V select(M mask, V x, V y) {
+  if constexpr (std::is_class<V>::value) return {select(mask.lower, x.lower, y.lower), select(mask.upper, x.upper, y.upper)};
+  else return mask ? x : y;
+}
+// Each lane as a number of V's type: of a vector of as many bytes, or of 16 bits from memory.
+template <class V, class From> static inline V converted(From x) {
+  if constexpr (std::is_class<V>::value) return {converted<typename V::Half>(x.lower), converted<typename V::Half>(x.upper)};
+  else return __builtin_convertvector(x, V);
+}
+template <class V> static inline V widened_at(const uint16_t* p) {
+  if constexpr (std::is_class<V>::value) return {widened_at<typename V::Half>(p), widened_at<typename V::Half>(p + sizeof(V) / 8)};
+  else return __builtin_convertvector(vector_at<Vector<uint16_t, sizeof(V) / 2>>(p), V);
+}
+template <class V> static inline void put_narrow(uint16_t* p, V x) {
+  if constexpr (std::is_class<V>::value) put_narrow(p, x.lower), put_narrow(p + sizeof(V) / 8, x.upper);
+  else put(p, __builtin_convertvector(x, Vector<uint16_t, sizeof(V) / 2>));
+}
+// 0, 1, 2 and so on.
+static inline Ints lanes() {
+  static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return vector_at<Ints>(numbers);
+}
 
 // Whether the processor sums products of pairs of bfloat16 in float32 (VDPBF16PS), which is what AMX's tiles do as well.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
@@ -57,22 +128,23 @@ static inline float to_float(fp8 x) {
   _Float16 f; std::memcpy(&f, &h, 2);
   return float(f) * 256.0f;
 }
-static inline Floats load(const float* p) { return *(const Floats*)p; }
-static inline Floats load(const bf16* p) {
-  Bits b = __builtin_convertvector(*(const Halves*)p, Bits) << 16;
-  return (Floats)b;
-}
+static inline Floats load(const float* p) { return vector_at<Floats>(p); }
+static inline Floats load(const bf16* p) { return (Floats)(widened_at<Bits>((const uint16_t*)p) << 16); }
 static inline Floats load(const fp8* p) {
 #if defined(__AVX512BW__)
   __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
   return (Floats)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xbfff)))) * 256.0f;
+#elif defined(__AVX2__) && defined(__F16C__)
+  __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  halves = _mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xbfff)));
+  return Floats{(Floats::Half)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), (Floats::Half)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))} * 256.0f;
 #endif
-  Floats x;
+  float x[LANES];
   for (int i = 0; i < LANES; i++) x[i] = to_float(p[i]);
-  return x;
+  return load(x);
 }
 static inline Floats all(float x) { return x - Floats{}; }
-static inline void store(float* p, Floats x) { *(Floats*)p = x; }
+static inline void store(float* p, Floats x) { put(p, x); }
 static inline void store(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
   __m256bh h = _mm512_cvtneps_pbh((__m512)x);
@@ -80,8 +152,8 @@ static inline void store(bf16* p, Floats x) {
 #else
   Bits b = (Bits)x;
   b = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-  b = (x != x) ? (Bits{} + 0x7fc0) : b;
-  *(Halves*)p = __builtin_convertvector(b, Halves);
+  b = select(x != x, Bits{} + 0x7fc0, b);
+  put_narrow((uint16_t*)p, b);
 #endif
 }
 template <class T> static inline void store_some(T* p, Floats x, int count) {
@@ -107,8 +179,9 @@ static inline bool any(Ints x) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
 #else
-  int found = 0;
-  for (int i = 0; i < LANES; i++) found |= x[i];
+  int32_t lanes[LANES], found = 0;
+  put(lanes, x);
+  for (int i = 0; i < LANES; i++) found |= lanes[i];
   return found != 0;
 #endif
 }
@@ -120,13 +193,16 @@ static inline float sum(Floats x) {
   return s[0];
 }
 static inline float largest(Floats x) {
-  float most = x[0];
-  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
+  float s[LANES];
+  store(s, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] = s[i + n] > s[i] ? s[i + n] : s[i];
+  return s[0];
 }
+static inline Floats larger(Floats a, Floats b) { return select(a > b, a, b); }
 static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal number
-  Floats inside = x < -87.0f ? all(-87.0f) : x;
-  inside = inside > 88.7f ? all(88.7f) : inside;
+  Floats inside = larger(x, all(-87.0f));
+  inside = select(inside > 88.7f, all(88.7f), inside);
   Floats t = inside * 1.44269504088896341f + 12582912.0f;
   Ints n = (Ints)t - 0x4b400000;
   t -= 12582912.0f;
@@ -139,8 +215,8 @@ static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal nu
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
   y = (Floats)((Ints)y + (n << 23));
-  y = x < -87.0f ? Floats{} : y;
-  return x != x ? x : y;
+  y = select(x < -87.0f, Floats{}, y);
+  return select(x != x, x, y);
 }
 // What a gate lets through, rounded where the references round.
 template <class T> static inline Floats gated(Floats gate, Floats up, bool is_gelu) {

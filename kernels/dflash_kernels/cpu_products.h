@@ -21,40 +21,45 @@ static void product(const float* a, long a_step, const B* b, long step, long apa
     }
   } else {
     for (long k = 0; k < count; k += 2) {
-      Floats low[COLS], high[COLS];
-      for (int j = 0; j < COLS; j++) {
-        Bits pair = *(const Bits*)(b + k / 32 * 1024 + k % 32 * LANES + j / 2 * apart + j % 2 * 512);
-        low[j] = (Floats)(pair << 16);
-        high[j] = (Floats)(pair & 0xffff0000u);
+      Bits pair[COLS];
+      for (int j = 0; j < COLS; j++) pair[j] = vector_at<Bits>(b + k / 32 * 1024 + k % 32 * LANES + j / 2 * apart + j % 2 * 512);
+      for (int r = 0; r < ROWS; r++) {
+        Floats x = all(a[r * a_step + k]);
+        for (int j = 0; j < COLS; j++) sums[r][j] += x * (Floats)(pair[j] << 16);
       }
       for (int r = 0; r < ROWS; r++) {
-        Floats x = all(a[r * a_step + k]), y = all(a[r * a_step + k + 1]);
-        for (int j = 0; j < COLS; j++) { sums[r][j] += x * low[j]; sums[r][j] += y * high[j]; }
+        Floats y = all(a[r * a_step + k + 1]);
+        for (int j = 0; j < COLS; j++) sums[r][j] += y * (Floats)(pair[j] & 0xffff0000u);
       }
     }
   }
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < COLS; j++) store(out + r * out_step + j * LANES, sums[r][j]);
 }
-template <int COLS, class B>
-static void product_rows(int rows, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
-  switch (rows) {
-    case 1: return product<1, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
-    case 2: return product<2, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
-    case 3: return product<3, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
-    case 4: return product<4, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
-    case 5: return product<5, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
-    default: return product<AT_ONCE, COLS>(a, a_step, b, step, apart, count, add, out, out_step);
+// Vectors of a product whose sums registers hold, beside the numbers that they are made of.
+constexpr int vectors_held(int rows) { return REGISTER_BYTES == 64 || rows == 1 ? VECTORS : rows <= 3 ? 2 : 1; }
+template <int ROWS, int COLS, class B>
+static void product_columns(int first, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+  for (; first + COLS <= vectors; first += COLS) {
+    const B* from = b + (sizeof(B) == 4 ? first * apart : first / 2 * apart + first % 2 * 512);
+    product<ROWS, COLS>(a, a_step, from, step, apart, count, add, out + first * LANES, out_step);
   }
+  if constexpr (COLS > 1) product_columns<ROWS, COLS - 1>(first, vectors, a, a_step, b, step, apart, count, add, out, out_step);
 }
 // Of at most AT_ONCE rows and VECTORS vectors.
 template <class B>
 static void products(int rows, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
-  switch (vectors) {
-    case 1: return product_rows<1>(rows, a, a_step, b, step, apart, count, add, out, out_step);
-    case 2: return product_rows<2>(rows, a, a_step, b, step, apart, count, add, out, out_step);
-    case 3: return product_rows<3>(rows, a, a_step, b, step, apart, count, add, out, out_step);
-    default: return product_rows<4>(rows, a, a_step, b, step, apart, count, add, out, out_step);
+  auto of = [&](auto constant) {
+    constexpr int ROWS = decltype(constant)::value;
+    product_columns<ROWS, vectors_held(ROWS)>(0, vectors, a, a_step, b, step, apart, count, add, out, out_step);
+  };
+  switch (rows) {
+    case 1: return of(std::integral_constant<int, 1>());
+    case 2: return of(std::integral_constant<int, 2>());
+    case 3: return of(std::integral_constant<int, 3>());
+    case 4: return of(std::integral_constant<int, 4>());
+    case 5: return of(std::integral_constant<int, 5>());
+    default: return of(std::integral_constant<int, AT_ONCE>());
   }
 }
 
@@ -159,11 +164,7 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 #include "cpu_grids.h"
 
 constexpr long MADE_AT_ONCE = 64;   // inputs of a grid whose numbers, of VECTORS panels, are in a core's first cache
-#if defined(__AVX512F__)
 constexpr long FUSED = 4;           // rows whose sums are in registers while numbers of a grid are made
-#else
-constexpr long FUSED = 2;
-#endif
 constexpr long ROWS_TO_FUSE = 8;    // in passes of so many, up to which it pays to make numbers again
 constexpr long ROWS_OF_GRID = 512;  // rows whose sums its second cache holds
 static_assert(DEPTH_AT_ONCE % MADE_AT_ONCE == 0 && MADE_AT_ONCE % DEEP == 0);
@@ -411,7 +412,7 @@ template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Pro
       }
       for (int word = group * RUN; word < (group + 1) * RUN; word++) {
         Bits codes[PANELS];
-        for (int j = 0; j < PANELS; j++) codes[j] = ((const Bits*)unit[j])[word];
+        for (int j = 0; j < PANELS; j++) codes[j] = vector_at<Bits>(unit[j] + word * LANES * 4);
 #pragma GCC unroll 8
         for (int i = 0; i < CODES; i++)
           for (int j = 0; j < PANELS; j++) {
@@ -433,8 +434,10 @@ template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Pro
   }
 }
 template <int GRID, int ROWS> static void few_rows_of_grid(const Product& p, long row, long first, int panels) {
-  if (panels == VECTORS) return few_rows_of_grid<GRID, ROWS, VECTORS>(p, row, first);
-  for (int j = 0; j < panels; j++) few_rows_of_grid<GRID, ROWS, 1>(p, row, first + j);
+  constexpr int HELD = REGISTER_BYTES == 64 ? VECTORS : ROWS == 1 ? 2 : 1;
+  int j = 0;
+  for (; j + HELD <= panels; j += HELD) few_rows_of_grid<GRID, ROWS, HELD>(p, row, first + j);
+  for (; j < panels; j++) few_rows_of_grid<GRID, ROWS, 1>(p, row, first + j);
 }
 template <int GRID> static void few_rows_of_grid(const Product& p, long first, int panels) {
   for (long row = 0; row < p.m;) {
