@@ -3,35 +3,40 @@
 #pragma once
 #include "cpu_numbers.h"
 
+// Weights that are fetched while a product computes: beside the numbers that it reads, as far apart, and `bytes` of a line of each
+// vector at a time. The processor foresees too few of them by itself.
+struct Fetched { const char* at = nullptr; long bytes = 0; };
 // out[r][j] (+)= sum over k of a[r][k] * b[k][j], for ROWS rows and COLS vectors: rows of b lie `step` numbers apart, its
 // vectors `apart`. Numbers of bfloat16 lie in pairs of tiles, and pairs of vectors `apart`.
 template <int ROWS, int COLS, class B>
-static void product(const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+static void product(const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step, Fetched fetched) {
+  const char* next = fetched.at ? fetched.at : (const char*)b;  // which is there
   Floats sums[ROWS][COLS];
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < COLS; j++) sums[r][j] = add ? load(out + r * out_step + j * LANES) : Floats{};
   if constexpr (sizeof(B) == 4) {
-    for (long k = 0; k < count; k++) {
+    for (long k = 0; k < count; k++, next += fetched.bytes) {
       Floats column[COLS];
-      for (int j = 0; j < COLS; j++) column[j] = load(b + k * step + j * apart);
+      for (int j = 0; j < COLS; j++) column[j] = load(b + k * step + j * apart), __builtin_prefetch(next + j * apart * 4, 0, 2);
       for (int r = 0; r < ROWS; r++) {
         Floats x = all(a[r * a_step + k]);
         for (int j = 0; j < COLS; j++) sums[r][j] += x * column[j];
       }
     }
   } else {
-    for (long k = 0; k < count; k += 2) {
-      Bits pair[COLS];
-      for (int j = 0; j < COLS; j++) pair[j] = vector_at<Bits>(b + k / 32 * 1024 + k % 32 * LANES + j / 2 * apart + j % 2 * 512);
-      for (int r = 0; r < ROWS; r++) {
-        Floats x = all(a[r * a_step + k]);
-        for (int j = 0; j < COLS; j++) sums[r][j] += x * (Floats)(pair[j] << 16);
+    for (long k = 0; k < count; k += 32, a += 32, b += 1024, next += 2048)
+      for (int i = 0; i < 16; i++) {
+        Bits pair[COLS];
+        for (int j = 0; j < COLS; j++) {
+          long half = j / 2 * apart + j % 2 * 512;
+          pair[j] = vector_at<Bits>(b + half + i * 2 * LANES);
+          __builtin_prefetch(next + half * 2 + i * fetched.bytes, 0, 2);
+        }
+        for (int r = 0; r < ROWS; r++)
+          for (int j = 0; j < COLS; j++) sums[r][j] += all(a[r * a_step + 2 * i]) * (Floats)(pair[j] << 16);
+        for (int r = 0; r < ROWS; r++)
+          for (int j = 0; j < COLS; j++) sums[r][j] += all(a[r * a_step + 2 * i + 1]) * (Floats)(pair[j] & 0xffff0000u);
       }
-      for (int r = 0; r < ROWS; r++) {
-        Floats y = all(a[r * a_step + k + 1]);
-        for (int j = 0; j < COLS; j++) sums[r][j] += y * (Floats)(pair[j] & 0xffff0000u);
-      }
-    }
   }
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < COLS; j++) store(out + r * out_step + j * LANES, sums[r][j]);
@@ -39,19 +44,20 @@ static void product(const float* a, long a_step, const B* b, long step, long apa
 // Vectors of a product whose sums registers hold, beside the numbers that they are made of.
 constexpr int vectors_held(int rows) { return REGISTER_BYTES == 64 || rows == 1 ? VECTORS : rows <= 3 ? 2 : 1; }
 template <int ROWS, int COLS, class B>
-static void product_columns(int first, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+static void product_columns(int first, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step, Fetched fetched) {
   for (; first + COLS <= vectors; first += COLS) {
-    const B* from = b + (sizeof(B) == 4 ? first * apart : first / 2 * apart + first % 2 * 512);
-    product<ROWS, COLS>(a, a_step, from, step, apart, count, add, out + first * LANES, out_step);
+    long offset = sizeof(B) == 4 ? first * apart : first / 2 * apart + first % 2 * 512;
+    Fetched next{fetched.at ? fetched.at + offset * long(sizeof(B)) : nullptr, fetched.bytes};
+    product<ROWS, COLS>(a, a_step, b + offset, step, apart, count, add, out + first * LANES, out_step, next);
   }
-  if constexpr (COLS > 1) product_columns<ROWS, COLS - 1>(first, vectors, a, a_step, b, step, apart, count, add, out, out_step);
+  if constexpr (COLS > 1) product_columns<ROWS, COLS - 1>(first, vectors, a, a_step, b, step, apart, count, add, out, out_step, fetched);
 }
 // Of at most AT_ONCE rows and VECTORS vectors.
 template <class B>
-static void products(int rows, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step) {
+static void products(int rows, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step, Fetched fetched = {}) {
   auto of = [&](auto constant) {
     constexpr int ROWS = decltype(constant)::value;
-    product_columns<ROWS, vectors_held(ROWS)>(0, vectors, a, a_step, b, step, apart, count, add, out, out_step);
+    product_columns<ROWS, vectors_held(ROWS)>(0, vectors, a, a_step, b, step, apart, count, add, out, out_step, fetched);
   };
   switch (rows) {
     case 1: return of(std::integral_constant<int, 1>());
@@ -163,49 +169,18 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 
 #include "cpu_grids.h"
 
-constexpr long MADE_AT_ONCE = 64;   // inputs of a grid whose numbers, of VECTORS panels, are in a core's first cache
+constexpr long AT_A_TIME = 64;      // inputs whose numbers, of VECTORS panels, are in a core's first cache
+constexpr long PASSES_BY_HALVES = 2;  // over numbers of bfloat16, up to which it pays to widen them in each
 constexpr long FUSED = 4;           // rows whose sums are in registers while numbers of a grid are made
 constexpr long ROWS_TO_FUSE = 8;    // in passes of so many, up to which it pays to make numbers again
-constexpr long ROWS_OF_GRID = 512;  // rows whose sums its second cache holds
-static_assert(DEPTH_AT_ONCE % MADE_AT_ONCE == 0 && MADE_AT_ONCE % DEEP == 0);
+constexpr long ROWS_OF_SUMS = 512;  // rows whose sums its second cache holds
+static_assert(DEPTH_AT_ONCE % AT_A_TIME == 0 && AT_A_TIME % DEEP == 0);
 
 struct Product {
   const void* x; const Weight* weight; const void* bias; void* out;
   long m, n, k, x_step;
   bool is_gelu = false;  // of a gate
 };
-// By panels [first, last) times VECTORS, whose numbers begin at `packed`.
-template <class T> static void plain_product(const Product& p, const float* x, long x_step, const T* packed, long first, long last) {
-  const T* bias = (const T*)p.bias;
-  T* out = (T*)p.out;
-  long deep = depth(p.weight->kind, p.k), panels = rounded_up(p.n, LANES) / LANES;
-  long apart = sizeof(T) == 4 ? deep * LANES : deep * PAIR;
-  for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS, packed += VECTORS * deep * LANES) {
-    int vectors = int(std::min<long>(VECTORS, panels - panel));
-    for (long row = 0; row < p.m; row += AT_ONCE) {
-      int rows = int(std::min<long>(AT_ONCE, p.m - row));
-      float sums[AT_ONCE * VECTORS * LANES], part[AT_ONCE * VECTORS * LANES];
-      for (long begin = 0; begin < deep; begin += DEPTH_AT_ONCE) {
-        const T* from = packed + begin * (sizeof(T) == 4 ? LANES : PAIR);
-        products(rows, vectors, x + row * x_step + begin, x_step, from, LANES, apart, std::min(DEPTH_AT_ONCE, deep - begin), false,
-                 begin ? part : sums, VECTORS * LANES);
-        if (begin)
-          for (int r = 0; r < rows; r++)
-            for (int j = 0; j < vectors; j++) {
-              float* into = sums + (r * VECTORS + j) * LANES;
-              store(into, load(into) + load(part + (r * VECTORS + j) * LANES));
-            }
-      }
-      for (int j = 0; j < vectors; j++) {
-        long col = (panel + j) * LANES;
-        int count = int(std::min<long>(LANES, p.n - col));
-        Floats offset = bias ? load_some(bias + col, count) : Floats{};
-        for (int r = 0; r < rows; r++)
-          store_some(out + (row + r) * p.n + col, load(sums + (r * VECTORS + j) * LANES) + offset, count);
-      }
-    }
-  }
-}
 // The numbers of inputs [begin, end), multiples of 32, of a pair of panels: where they are, or made at `made`.
 static const bf16* numbers_of(const Weight& w, long pair, long begin, long end, bf16* made) {
   if (w.kind == HALVES) return (const bf16*)w.numbers + (pair * (depth(w.kind, w.k) / DEEP) + begin / DEEP) * TILES;
@@ -352,30 +327,51 @@ static void pair_rows(const Product& p, const bf16* x, long x_step, long row, lo
 }
 #endif
 
-static void linear_float(const Product& p, int threads) {
-  share(threads, (rounded_up(p.n, LANES) / LANES + VECTORS - 1) / VECTORS, 1, [&](long first, long last) {
-    const float* packed = (const float*)p.weight->numbers + first * VECTORS * p.k * LANES;
-    plain_product<float>(p, (const float*)p.x, p.x_step, packed, first, last);
-  });
+// Numbers of inputs [begin, end), of `vectors` panels from `first` on, as float32 `[vectors][AT_A_TIME][16]`.
+static void make_floats(const Weight& w, long first, int vectors, long begin, long end, float* made) {
+  for (long col = begin; col < end; col += DEEP)
+    for (int j = 0; j < vectors; j++) {
+      float* to = made + (j * AT_A_TIME + col - begin) * LANES;
+      if (is_float(w.kind)) { unpack_unit(w, unit_of(w, (first + j) * LANES, col), to); continue; }
+      if (j % 2) continue;  // two panels are in a pair of tiles
+      bf16 tiles[TILES];
+      const bf16* from = numbers_of(w, (first + j) / 2, col, col + DEEP, tiles);
+      for (int i = 0; i < int(TILES); i += PAIR) {
+        Bits pair = vector_at<Bits>(from + i);
+        float* at = to + i / (TILES / 2) * AT_A_TIME * LANES + i % (TILES / 2);
+        if (i < int(TILES / 2) || j + 1 < vectors) store(at, (Floats)(pair << 16)), store(at + LANES, (Floats)(pair & 0xffff0000u));
+      }
+    }
 }
-// Of rows [row, last) by `vectors` panels from `first` on, whose numbers are made a few inputs at a time. Sums run
-// in the order of `plain_product`, so results are those of the numbers.
-static void grid_panels(const Product& p, long row, long last, long first, int vectors) {
+// Of rows [row, last), which are `x`, by `vectors` panels from `first` on, some inputs at a time, which a core's first cache holds for
+// all rows. Those that come next are fetched meanwhile, a part of them in each pass over the present ones; after the last ones those
+// of panel `next`, where it is one.
+template <class T> static void panel_products(const Product& p, const float* x, long x_step, long row, long last, long first, int vectors, long next) {
   const Weight& w = *p.weight;
-  long width = VECTORS * LANES;
-  float* sums = scratch((last - row) * width * 2 + MADE_AT_ONCE * width);
+  long width = VECTORS * LANES, deep = depth(w.kind, p.k), passes = (last - row + AT_ONCE - 1) / AT_ONCE, at_once = (last - row + passes - 1) / passes;
+  bool is_grid = w.kind >= GRID4, is_made = is_grid || (w.kind == HALVES && passes > PASSES_BY_HALVES);
+  long apart = w.kind == FLOATS ? deep * LANES : deep * PAIR, of_part = w.kind == FLOATS ? AT_A_TIME * 64 : DEEP * 32;
+  float* sums = scratch((last - row) * width * 2 + AT_A_TIME * width);
   float *parts = sums + (last - row) * width, *made = parts + (last - row) * width;
-  for (long begin = 0; begin < w.k; begin += MADE_AT_ONCE) {
-    long end = std::min(w.k, begin + MADE_AT_ONCE);
-    for (long col = begin; col < end; col += DEEP)
-      for (int j = 0; j < vectors; j++)
-        unpack_unit(w, unit_of(w, (first + j) * LANES, col), made + (j * MADE_AT_ONCE + col - begin) * LANES);
-    bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == w.k;
+  auto numbers = [&](long panel, long begin) {
+    return (const char*)w.numbers + (w.kind == FLOATS ? (panel * deep + begin) * LANES * 4 : (panel * deep / 2 + begin) * PAIR * 2);
+  };
+  for (long begin = 0; begin < deep; begin += AT_A_TIME) {
+    long end = std::min(deep, begin + AT_A_TIME);
+    if (is_made) make_floats(w, first, vectors, begin, end, made);
+    const char *from = is_grid ? nullptr : numbers(first, begin), *coming = nullptr;
+    if (!is_made && end < deep) coming = numbers(first, end);
+    else if (!is_made && next * LANES < p.n) coming = numbers(next, 0);
+    bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == deep;
     float* into = begin < DEPTH_AT_ONCE ? sums : parts;
-    for (long at = row; at < last; at += AT_ONCE) {
-      int rows = int(std::min<long>(AT_ONCE, last - at));
+    for (long at = row, pass = 0; at < last; at += at_once, pass++) {
+      int rows = int(std::min<long>(at_once, last - at));
       float *to = into + (at - row) * width, *sum = sums + (at - row) * width;
-      products(rows, vectors, (const float*)p.x + at * p.x_step + begin, p.x_step, made, LANES, MADE_AT_ONCE * LANES, end - begin, adds, to, width);
+      const float* a = x + at * x_step + begin;
+      Fetched fetched{coming ? coming + of_part * pass / passes : nullptr, coming ? 64 / passes : 0};
+      if (is_made) products(rows, vectors, a, x_step, made, LANES, AT_A_TIME * LANES, end - begin, adds, to, width);
+      else if (w.kind == FLOATS) products(rows, vectors, a, x_step, (const float*)from, LANES, apart, end - begin, adds, to, width, fetched);
+      else products(rows, vectors, a, x_step, (const bf16*)from, LANES, apart, end - begin, adds, to, width, fetched);
       if (ends && to != sum)
         for (long i = 0; i < rows * width; i += LANES) store(sum + i, load(sum + i) + load(to + i));
     }
@@ -383,9 +379,10 @@ static void grid_panels(const Product& p, long row, long last, long first, int v
   for (int j = 0; j < vectors; j++) {
     long col = (first + j) * LANES;
     int count = int(std::min<long>(LANES, p.n - col));
-    Floats offset = p.bias ? load_some((const float*)p.bias + col, count) : Floats{};
+    if (count <= 0) break;
+    Floats offset = p.bias ? load_some((const T*)p.bias + col, count) : Floats{};
     for (long at = row; at < last; at++)
-      store_some((float*)p.out + at * p.n + col, load(sums + (at - row) * width + j * LANES) + offset, count);
+      store_some((T*)p.out + at * p.n + col, load(sums + (at - row) * width + j * LANES) + offset, count);
   }
 }
 // The same of ROWS rows, whose sums are kept in registers while numbers are made, each for all of them: with few rows to store
@@ -451,17 +448,20 @@ template <int GRID> static void few_rows_of_grid(const Product& p, long first, i
     row += now;
   }
 }
-static void linear_float_grid(const Product& p, int threads) {
-  long panels = rounded_up(p.n, LANES) / LANES;
-  share(threads, (panels + VECTORS - 1) / VECTORS, 1, [&](long first, long last) {
-    for (long row = 0; row < p.m; row += ROWS_OF_GRID)
-      for (long panel = first * VECTORS; panel < std::min(panels, last * VECTORS); panel += VECTORS) {
+// T: float32 or bfloat16, as the weight's type and the result's. x: in float32, as deep as the weight.
+template <class T> static void linear_panels(const Product& p, const float* x, long x_step, int threads) {
+  long panels = rounded_up(p.n, LANES) / LANES, groups = (panels + VECTORS - 1) / VECTORS;
+  const Weight& w = *p.weight;
+  share(threads, groups, 1, [&](long first, long last) {
+    for (long row = 0; row < p.m; row += ROWS_OF_SUMS)
+      for (long group = first; group < last; group++) {
+        long panel = group * VECTORS, next = group + 1 < last ? group + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
         int vectors = int(std::min<long>(VECTORS, panels - panel));
-        if (p.m > ROWS_TO_FUSE) {
-          grid_panels(p, row, std::min(p.m, row + ROWS_OF_GRID), panel, vectors);
+        if (w.kind < FLOAT_GRID4 || p.m > ROWS_TO_FUSE) {
+          panel_products<T>(p, x, x_step, row, std::min(p.m, row + ROWS_OF_SUMS), panel, vectors, next * VECTORS);
           continue;
         }
-        switch ((p.weight->kind - GRID4) % 4) {
+        switch ((w.kind - GRID4) % 4) {
           case 0: few_rows_of_grid<0>(p, panel, vectors); break;
           case 1: few_rows_of_grid<1>(p, panel, vectors); break;
           case 2: few_rows_of_grid<2>(p, panel, vectors); break;
@@ -545,12 +545,14 @@ static void linear_bf16(const Product& narrow, int threads) {
   });
 #else
   const Product& p = narrow;
-  const bf16* x = (const bf16*)p.x;
   long deep = depth(p.weight->kind, p.k);
   float* wide = scratch(p.m * deep, OF_ALL);
-  for (long r = 0; r < p.m; r++)
-    for (long c = 0; c < deep; c++) wide[r * deep + c] = c < p.k ? to_float(x[r * p.x_step + c]) : 0.0f;
-  each_two_pairs(p, threads, [&](long two, const bf16* packed, const char*) { plain_product<bf16>(p, wide, deep, packed, two, two + 1); });
+  share(threads, p.m, std::max<long>(1, 16384 / deep), [&](long first, long last) {
+    for (long r = first; r < last; r++)
+      for (long c = 0; c < deep; c += LANES)
+        store(wide + r * deep + c, c < p.k ? load_some((const bf16*)p.x + r * p.x_step + c, int(std::min<long>(LANES, p.k - c))) : Floats{});
+  });
+  linear_panels<bf16>(p, wide, deep, threads);
 #endif
 }
 // Rows of a weight as numbers of its type.
