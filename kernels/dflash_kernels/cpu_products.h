@@ -3,9 +3,9 @@
 #pragma once
 #include "cpu_numbers.h"
 
-// Weights that are fetched while a product computes: beside the numbers that it reads, as far apart, and `bytes` of a line of each
-// vector at a time. The processor foresees too few of them by itself.
-struct Fetched { const char* at = nullptr; long bytes = 0; };
+// Weights that are fetched while a product computes: `bytes` more for each line of a vector of numbers that it reads, and those of
+// its vectors `apart`; where the product reads bfloat16, in tiles as it does. The processor foresees too few of them by itself.
+struct Fetched { const char* at = nullptr; long bytes = 0, apart = 0; };
 // out[r][j] (+)= sum over k of a[r][k] * b[k][j], for ROWS rows and COLS vectors: rows of b lie `step` numbers apart, its
 // vectors `apart`. Numbers of bfloat16 lie in pairs of tiles, and pairs of vectors `apart`.
 template <int ROWS, int COLS, class B>
@@ -17,7 +17,7 @@ static void product(const float* a, long a_step, const B* b, long step, long apa
   if constexpr (sizeof(B) == 4) {
     for (long k = 0; k < count; k++, next += fetched.bytes) {
       Floats column[COLS];
-      for (int j = 0; j < COLS; j++) column[j] = load(b + k * step + j * apart), __builtin_prefetch(next + j * apart * 4, 0, 2);
+      for (int j = 0; j < COLS; j++) column[j] = load(b + k * step + j * apart), __builtin_prefetch(next + j * fetched.apart, 0, 2);
       for (int r = 0; r < ROWS; r++) {
         Floats x = all(a[r * a_step + k]);
         for (int j = 0; j < COLS; j++) sums[r][j] += x * column[j];
@@ -47,7 +47,8 @@ template <int ROWS, int COLS, class B>
 static void product_columns(int first, int vectors, const float* a, long a_step, const B* b, long step, long apart, long count, bool add, float* out, long out_step, Fetched fetched) {
   for (; first + COLS <= vectors; first += COLS) {
     long offset = sizeof(B) == 4 ? first * apart : first / 2 * apart + first % 2 * 512;
-    Fetched next{fetched.at ? fetched.at + offset * long(sizeof(B)) : nullptr, fetched.bytes};
+    Fetched next = fetched;
+    if (next.at) next.at += sizeof(B) == 4 ? first * fetched.apart : offset * 2;
     product<ROWS, COLS>(a, a_step, b + offset, step, apart, count, add, out + first * LANES, out_step, next);
   }
   if constexpr (COLS > 1) product_columns<ROWS, COLS - 1>(first, vectors, a, a_step, b, step, apart, count, add, out, out_step, fetched);
@@ -169,7 +170,8 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 
 #include "cpu_grids.h"
 
-constexpr long AT_A_TIME = 64;      // inputs whose numbers, of VECTORS panels, are in a core's first cache
+constexpr long AT_A_TIME = 64;      // inputs of which rows of few passes compute while the next ones are fetched
+constexpr long PASSES_THAT_WAIT = 3;  // for memory
 constexpr long PASSES_BY_HALVES = 2;  // over numbers of bfloat16, up to which it pays to widen them in each
 constexpr long FUSED = 4;           // rows whose sums are in registers while numbers of a grid are made
 constexpr long ROWS_TO_FUSE = 8;    // in passes of so many, up to which it pays to make numbers again
@@ -327,51 +329,62 @@ static void pair_rows(const Product& p, const bf16* x, long x_step, long row, lo
 }
 #endif
 
-// Numbers of inputs [begin, end), of `vectors` panels from `first` on, as float32 `[vectors][AT_A_TIME][16]`.
+// Numbers of inputs [begin, end), of `vectors` panels from `first` on, as float32 `[vectors][end - begin][16]`.
 static void make_floats(const Weight& w, long first, int vectors, long begin, long end, float* made) {
   for (long col = begin; col < end; col += DEEP)
     for (int j = 0; j < vectors; j++) {
-      float* to = made + (j * AT_A_TIME + col - begin) * LANES;
+      float *to = made + (j * (end - begin) + col - begin) * LANES, *beside = to + (end - begin) * LANES;
       if (is_float(w.kind)) { unpack_unit(w, unit_of(w, (first + j) * LANES, col), to); continue; }
       if (j % 2) continue;  // two panels are in a pair of tiles
       bf16 tiles[TILES];
       const bf16* from = numbers_of(w, (first + j) / 2, col, col + DEEP, tiles);
-      for (int i = 0; i < int(TILES); i += PAIR) {
+      for (int i = 0; i < int(TILES / (j + 1 < vectors ? 1 : 2)); i += PAIR) {
         Bits pair = vector_at<Bits>(from + i);
-        float* at = to + i / (TILES / 2) * AT_A_TIME * LANES + i % (TILES / 2);
-        if (i < int(TILES / 2) || j + 1 < vectors) store(at, (Floats)(pair << 16)), store(at + LANES, (Floats)(pair & 0xffff0000u));
+        float* at = i < int(TILES / 2) ? to + i : beside + i - TILES / 2;
+        store(at, (Floats)(pair << 16));
+        store(at + LANES, (Floats)(pair & 0xffff0000u));
       }
     }
 }
-// Of rows [row, last), which are `x`, by `vectors` panels from `first` on, some inputs at a time, which a core's first cache holds for
-// all rows. Those that come next are fetched meanwhile, a part of them in each pass over the present ones; after the last ones those
-// of panel `next`, where it is one.
+// Where the numbers of a panel begin, from an input on; of bfloat16 those of an even panel.
+static const char* numbers_at(const Weight& w, long panel, long begin) {
+  long deep = depth(w.kind, w.k);
+  return (const char*)w.numbers + (w.kind == FLOATS ? panel * deep + begin : panel * deep / 2 + begin) * 64;
+}
+// What the pass `pass` of `passes` over `count` inputs fetches of those that lie at `at`: its part of them.
+static Fetched fetched_in(const Weight& w, const char* at, long count, long pass, long passes, bool is_made) {
+  long deep = depth(w.kind, w.k), of_pair = passes / 2;
+  if (!at) return {};
+  if (w.kind == FLOATS) return {at + count * 64 * pass / passes, 64 / passes, deep * 64};
+  if (!is_made) return {at + DEEP * 32 * pass / passes, 64 / passes};
+  // Each pass over numbers that were made fetches of one pair of panels, each vector a quarter.
+  if (pass / 2 >= of_pair) return {};
+  return {at + pass % 2 * deep * 64 + count * 16 * (pass / 2) / of_pair, 16 / of_pair, count * 16};
+}
+// Of rows [row, last), which are `x`, by `vectors` panels from `first` on, some inputs at a time for all rows. Those that come next
+// are fetched meanwhile; after the last ones those of panel `next`, where it is one.
 template <class T> static void panel_products(const Product& p, const float* x, long x_step, long row, long last, long first, int vectors, long next) {
   const Weight& w = *p.weight;
   long width = VECTORS * LANES, deep = depth(w.kind, p.k), passes = (last - row + AT_ONCE - 1) / AT_ONCE, at_once = (last - row + passes - 1) / passes;
+  long most = passes <= PASSES_THAT_WAIT ? AT_A_TIME : DEPTH_AT_ONCE;
   bool is_grid = w.kind >= GRID4, is_made = is_grid || (w.kind == HALVES && passes > PASSES_BY_HALVES);
-  long apart = w.kind == FLOATS ? deep * LANES : deep * PAIR, of_part = w.kind == FLOATS ? AT_A_TIME * 64 : DEEP * 32;
-  float* sums = scratch((last - row) * width * 2 + AT_A_TIME * width);
+  float* sums = scratch((last - row) * width * 2 + (is_made ? most * width : 0));
   float *parts = sums + (last - row) * width, *made = parts + (last - row) * width;
-  auto numbers = [&](long panel, long begin) {
-    return (const char*)w.numbers + (w.kind == FLOATS ? (panel * deep + begin) * LANES * 4 : (panel * deep / 2 + begin) * PAIR * 2);
-  };
-  for (long begin = 0; begin < deep; begin += AT_A_TIME) {
-    long end = std::min(deep, begin + AT_A_TIME);
+  for (long begin = 0; begin < deep; begin += most) {
+    long end = std::min(deep, begin + most), count = end - begin;
     if (is_made) make_floats(w, first, vectors, begin, end, made);
-    const char *from = is_grid ? nullptr : numbers(first, begin), *coming = nullptr;
-    if (!is_made && end < deep) coming = numbers(first, end);
-    else if (!is_made && next * LANES < p.n) coming = numbers(next, 0);
+    const char* from = is_grid ? nullptr : numbers_at(w, first, begin);
+    const char* coming = is_grid ? nullptr : end < deep ? numbers_at(w, first, end) : next * LANES < p.n ? numbers_at(w, next, 0) : nullptr;
     bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == deep;
     float* into = begin < DEPTH_AT_ONCE ? sums : parts;
     for (long at = row, pass = 0; at < last; at += at_once, pass++) {
       int rows = int(std::min<long>(at_once, last - at));
       float *to = into + (at - row) * width, *sum = sums + (at - row) * width;
       const float* a = x + at * x_step + begin;
-      Fetched fetched{coming ? coming + of_part * pass / passes : nullptr, coming ? 64 / passes : 0};
-      if (is_made) products(rows, vectors, a, x_step, made, LANES, AT_A_TIME * LANES, end - begin, adds, to, width);
-      else if (w.kind == FLOATS) products(rows, vectors, a, x_step, (const float*)from, LANES, apart, end - begin, adds, to, width, fetched);
-      else products(rows, vectors, a, x_step, (const bf16*)from, LANES, apart, end - begin, adds, to, width, fetched);
+      Fetched fetched = fetched_in(w, coming, count, pass, passes, is_made);
+      if (is_made) products(rows, vectors, a, x_step, made, LANES, count * LANES, count, adds, to, width, fetched);
+      else if (w.kind == FLOATS) products(rows, vectors, a, x_step, (const float*)from, LANES, deep * LANES, count, adds, to, width, fetched);
+      else products(rows, vectors, a, x_step, (const bf16*)from, LANES, deep * PAIR, count, adds, to, width, fetched);
       if (ends && to != sum)
         for (long i = 0; i < rows * width; i += LANES) store(sum + i, load(sum + i) + load(to + i));
     }
