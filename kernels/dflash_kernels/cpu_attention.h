@@ -15,13 +15,13 @@ struct Attention {
   long rows, table_step, heads, kv_heads, dim, block_size, window;
   float scale; int causal, kv_dtype;
 };
-// POSITIONS rows of `[dim]` -> `[dim][POSITIONS]`.
-static void transpose(const float* from, float* to, long dim) {
+// POSITIONS rows of `[dim]`, of which `row(t, d)` gives 16 numbers, -> `[dim][POSITIONS]`.
+template <class Row> static void transpose(const Row& row, float* to, long dim) {
 #if defined(__AVX512F__)
   for (long d = 0; d < dim; d += 16)
     for (long t = 0; t < POSITIONS; t += 16) {
       __m512 r[16], s[16];
-      for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(from + (t + i) * dim + d);
+      for (int i = 0; i < 16; i++) r[i] = (__m512)row(t + i, d);
       for (int i = 0; i < 16; i += 2) {
         s[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         s[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -49,7 +49,7 @@ static void transpose(const float* from, float* to, long dim) {
   for (long d = 0; d < dim; d += 8)
     for (long t = 0; t < POSITIONS; t += 8) {
       __m256 r[8], s[8];
-      for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(from + (t + i) * dim + d);
+      for (int i = 0; i < 8; i++) r[i] = (__m256)(d % 16 ? row(t + i, d - 8).upper : row(t + i, d).lower);
       for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
       for (int i = 0; i < 8; i += 4)
         for (int j = 0; j < 2; j++) {
@@ -64,7 +64,11 @@ static void transpose(const float* from, float* to, long dim) {
     }
 #else
   for (long t = 0; t < POSITIONS; t++)
-    for (long d = 0; d < dim; d++) to[d * POSITIONS + t] = from[t * dim + d];
+    for (long d = 0; d < dim; d += LANES) {
+      float numbers[LANES];
+      store(numbers, row(t, d));
+      for (int i = 0; i < LANES; i++) to[(d + i) * POSITIONS + t] = numbers[i];
+    }
 #endif
 }
 // Queries [first, last) of a row and of heads [head, last_head) of KV. All heads read some positions before they read the next,
@@ -72,8 +76,8 @@ static void transpose(const float* from, float* to, long dim) {
 template <class T, class KV>
 static void attend_piece(const Attention& p, long row, long head, long last_head, long first, long last) {
   long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group, of_head = queries * (2 * dim + 2);
-  float* memory = scratch(POSITIONS * dim * 3 + queries * POSITIONS + (last_head - head) * of_head);
-  float *key = memory, *value = key + POSITIONS * dim, *turned = value + POSITIONS * dim;
+  float* memory = scratch(POSITIONS * dim * 2 + queries * POSITIONS + (last_head - head) * of_head);
+  float *value = memory, *turned = value + POSITIONS * dim;
   float *scores = turned + POSITIONS * dim, *kept = scores + queries * POSITIONS;  // of each head: queries, outputs, maxima, totals
   long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
   for (long of = head; of < last_head; of++) {
@@ -92,25 +96,27 @@ static void attend_piece(const Attention& p, long row, long head, long last_head
   for (long of = head; of < last_head; of++) {
     float *query = kept + (of - head) * of_head, *output = query + queries * dim, *most = output + queries * dim, *total = most + queries;
     long count = std::min<long>(POSITIONS, end - base);
+    const KV* keys[POSITIONS];
+    float scales[POSITIONS];
     for (long t = 0; t < count;) {  // a block of KV after the other
       long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
       long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + of;
       for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
-        const KV *from = (const KV*)p.cache + at * dim, *values = from + p.kv_heads * dim;
-        float *k = key + t * dim, *v = value + t * dim;
+        keys[t] = (const KV*)p.cache + at * dim;
+        const KV* values = keys[t] + p.kv_heads * dim;
+        float* v = value + t * dim;
         if (p.scales) {
-          float ks = p.scales[at], vs = p.scales[at + p.kv_heads];
-          for (long c = 0; c < dim; c += LANES) {
-            store(k + c, rounded<T>(load(from + c) * ks));
-            store(v + c, rounded<T>(load(values + c) * vs));
-          }
+          float vs = p.scales[at + p.kv_heads];
+          scales[t] = p.scales[at];
+          for (long c = 0; c < dim; c += LANES) store(v + c, rounded<T>(load(values + c) * vs));
         } else {
-          for (long c = 0; c < dim; c += LANES) store(k + c, load(from + c)), store(v + c, load(values + c));
+          for (long c = 0; c < dim; c += LANES) store(v + c, load(values + c));
         }
       }
     }
-    std::memset(key + count * dim, 0, (POSITIONS - count) * dim * sizeof(float));
-    transpose(key, turned, dim);
+    auto turn = [&](auto numbers) { transpose([&](long t, long d) { return t < count ? numbers(t, d) : Floats{}; }, turned, dim); };
+    if (p.scales) turn([&](long t, long d) { return rounded<T>(load(keys[t] + d) * scales[t]); });
+    else turn([&](long t, long d) { return load(keys[t] + d); });
     for (long q = 0; q < queries; q += AT_ONCE)
       products(int(std::min<long>(AT_ONCE, queries - q)), VECTORS, query + q * dim, dim, turned, POSITIONS, LANES, dim, false,
                scores + q * POSITIONS, POSITIONS);

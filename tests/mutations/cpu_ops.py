@@ -37,7 +37,17 @@ CPU_OPS_MUTANTS = (
             "bool adds = begin % DEPTH_AT_ONCE != 0",
             "bool adds = begin < 0",
         ),
-        ("a float grid's later rows are as the first ones", "p.x + at * p.x_step + begin, p", "p.x + begin, p"),
+        ("later rows are as the first ones", "a = x + at * x_step + begin;", "a = x + begin;"),
+        (
+            "numbers that are made are those of the first inputs",
+            "make_floats(w, first, vectors, begin, end, made);",
+            "make_floats(w, first, vectors, 0, count, made);",
+        ),
+        (
+            "a product's last vectors are its first ones",
+            "offset = sizeof(B) == 4 ? first * apart",
+            "offset = sizeof(B) == 4 ? 0",
+        ),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_ops.cpp",
