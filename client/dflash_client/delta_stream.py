@@ -96,10 +96,9 @@ class DeltaStream:
         """Drop the inbox of a request that has ended."""
         self._inboxes.pop(inbox.key, None)
 
-    async def next_batch(self) -> None:
-        """Wait for a batch. Raises `ConnectionLost` when the stream has ended or ends before."""
-        before = self.num_batches
-        while self.num_batches == before:
+    async def wait_for(self, num_batches: int) -> None:
+        """Wait until so many batches have come. Raises `ConnectionLost` when the stream has ended or ends before."""
+        while self.num_batches < num_batches:
             if self.has_ended:
                 raise ConnectionLost("the stream that carried the deltas of this request broke; send it again")
             waiting = asyncio.get_running_loop().create_future()

@@ -97,8 +97,9 @@ class AsyncGrpcCall(_GrpcCall):
             self._batch.cancel()
 
     async def _next_batch(self, inbox: Inbox) -> None:
-        """Wait for a batch, until the deadline. Raises `ClientError`."""
-        self._batch = asyncio.ensure_future(inbox.stream.next_batch())
+        """Wait for a batch more than there are, until the deadline. Raises `ClientError`."""
+        # A number, since a batch may come before the task has begun.
+        self._batch = asyncio.ensure_future(inbox.stream.wait_for(inbox.stream.num_batches + 1))
         try:
             await asyncio.wait_for(self._batch, remaining_s(self._deadline))
         except TimeoutError:

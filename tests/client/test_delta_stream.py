@@ -271,6 +271,27 @@ def test_a_last_response_does_not_wait_for_ever_for_its_batches(how: str) -> Non
     run(test)
 
 
+def test_a_batch_that_comes_while_waiting_for_it_begins_is_not_missed() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        stream = client._transport._delta_streams["dflash"]._stream
+        begin = stream.wait_for
+        key = service.key(1)
+
+        def comes_first(num_batches: int) -> Any:
+            stream._take([[key, "2", [1]]])
+            return begin(num_batches)
+
+        stream.wait_for = comes_first
+        own.put_nowait(response("3", (), 1, end="stop"))
+        own.put_nowait(None)
+        assert await a == ["1", "2", "3"]
+
+    run(test)
+
+
 def test_a_stream_that_breaks_with_deltas_ends_what_waits_for_them() -> None:
     async def test(service: Server, client: AsyncDFlashClient) -> None:
         a, got, own = await begun(service, client)

@@ -99,6 +99,11 @@ DELTA_STREAM_MUTANTS = (
             "            self.is_open = True\n            return\n",
             "            self.is_open = True\n",
         ),
+        (
+            "a batch is missed that comes before waiting for it has begun",
+            "        while self.num_batches < num_batches:\n",
+            "        num_batches = self.num_batches + 1\n        while self.num_batches < num_batches:\n",
+        ),
         ("a reader gets the last of several deltas", "for entry in entries])],", "for entry in entries[-1:]])],"),
         (
             "requests that wait for a stream that ends wait on",
