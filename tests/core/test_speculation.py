@@ -14,6 +14,7 @@ from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, Requ
 from dflash_backend.core.speculation.costs import CostTable
 from dflash_backend.core.speculation.policy import (
     TIE,
+    AdaptiveSpeculation,
     SpeculatingRow,
 )
 from tests.core.policies import K, accepted_of, policy_with
@@ -226,6 +227,27 @@ def test_prompt_tokens_of_the_step_count_in_its_cost() -> None:
     assert policy.choose(rows, 100.0, 0) == [0]
     policy._num_rows = 0
     assert policy.choose(rows, 100.0, 1000)[0] > 0
+
+
+@pytest.mark.parametrize(("num_rows", "drafting"), [(1, 1), (4, 4), (8, 4), (32, 5), (64, 10)])
+def test_of_many_rows_some_draft_before_the_first_decision(num_rows: int, drafting: int) -> None:
+    """A step whose rows all draft k may take as long as k + 1 steps, where nothing was measured."""
+    policy = AdaptiveSpeculation(K, BLOCKS)
+    assert policy.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0).count(K) == drafting
+    measured = AdaptiveSpeculation(K, BLOCKS, table=CostTable([1, 512], [1.0, 2.0]))
+    assert measured.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0) == [K] * num_rows
+
+
+def test_of_many_prompts_some_draft_a_first_block_before_the_first_decision() -> None:
+    policy = AdaptiveSpeculation(K, BLOCKS)
+    rows = [SpeculatingRow(K) for _ in range(4 * K)]
+    first = [policy.first_block(row) for row in rows]
+    assert first[:4] == [K] * 4
+    assert first[4:].count(K) == 4, "of more one in k"
+    assert [policy.first_block(row) for row in rows] == first, "asked again, while its prompt goes on"
+    measured = AdaptiveSpeculation(K, BLOCKS, table=CostTable([1, 512], [1.0, 2.0]))
+    assert [measured.first_block(SpeculatingRow(K)) for _ in range(9)] == [K] * 9
+    assert policy.first_block(SpeculatingRow(0)) == 0
 
 
 @dataclass

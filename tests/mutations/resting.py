@@ -23,21 +23,21 @@ RESTING_MUTANTS = (
         ),
         (
             "requests that begin while drafting rests wait for a probe",
-            "if length or self._num_rows > FEW_ROWS or not row.k:",
-            "if True:",
+            "not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):",
+            "True:",
         ),
         ("many rows begin with all of k after a rest", "RESUMED_DRAFTS = 4", "RESUMED_DRAFTS = 400"),
         ("few rows begin with few drafts after a rest", "not self.pays and len(rows) > FEW_ROWS", "not self.pays"),
         ("a first block is followed by others", "self._has_first_block |= row.is_tried", "pass"),
         (
             "requests that ask for no drafts count as failed first blocks",
-            "self._num_rows > FEW_ROWS or not row.k:",
-            "self._num_rows > FEW_ROWS:",
+            "if not row.k or not (is_undecided",
+            "if not (is_undecided",
         ),
         (
             "first blocks of a drafter that fails are all tried",
-            "row.is_tried = self._num_untried >= wait",
-            "row.is_tried = True",
+            "        if self._num_untried < wait:\n            return False\n",
+            "",
         ),
         ("a step of a prompt asks anew for a first block", "if row.is_tried is None:", "if True:"),
         (

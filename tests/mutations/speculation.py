@@ -28,6 +28,16 @@ SPECULATION_MUTANTS = (
         ),
         ("drafting is never tried again", "wait = self._probe(rows, lengths, line)", "wait = 128"),
         (
+            "all of many rows draft k at first",
+            "every = 1 if self.costs.table is not None else",
+            "every = 1 if self.k else",
+        ),
+        (
+            "all of many prompts draft k at first",
+            "is_undecided = not self._lengths and self.costs.table is None",
+            "is_undecided = False",
+        ),
+        (
             "a rest lasts though the time of steps without drafts is not known",
             "<= MAX_UNCERTAINTY\n            self._interval",
             "<= 1e9\n            self._interval",

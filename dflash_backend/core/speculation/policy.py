@@ -140,6 +140,9 @@ MIN_CHANCE = 1e-3
 # Shares of k that the first steps draft, so that their times tell what drafts cost, to verify and to propose: the last
 # but one only verifies, and the last does neither.
 FIRST_STEPS = (1.0, 0.25, 1.0, 0.0, 0.0)
+# Rows that draft before the first decision where no step was measured at start; of more one in k does. With many rows a
+# step whose rows all draft k may take as long as k + 1 steps.
+FIRST_ROWS = 4
 # Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
 # which confidences tell chances apart, and this share at most.
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
@@ -216,6 +219,7 @@ class AdaptiveSpeculation:
         self._has_first_block = False  # a request that drafts one while drafting rests
         self._num_failed_first = 0  # of those in a row that nothing was accepted of
         self._num_untried = 0  # requests since the last one
+        self._num_first = 0  # requests that came before the first decision
         self._age = 0  # steps since then
         self._interval = STEPS_BETWEEN_DECISIONS
         self._probes = Probes()
@@ -264,17 +268,30 @@ class AdaptiveSpeculation:
         """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
         length = self.first_length(row)
-        if length or self._num_rows > FEW_ROWS or not row.k:
+        is_undecided = not self._lengths and self.costs.table is None
+        if not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):
             return length
         if row.is_tried is None:
-            self._num_untried += 1
-            wait = min(1 + self._num_failed_first // FAILED_FIRST_BLOCKS, MOST_REQUESTS_BETWEEN)
-            row.is_tried = self._num_untried >= wait
-            if row.is_tried:
-                self._num_untried = 0
-                self._num_failed_first += 1
+            row.is_tried = self._tries_undecided() if is_undecided else self._tries_resting()
+        if is_undecided:
+            return length if row.is_tried else 0
         self._has_first_block |= row.is_tried
         return min(row.k, PROBE_DRAFTS) if row.is_tried else 0
+
+    def _tries_undecided(self) -> bool:
+        """Whether the first block of a request that comes before the first decision is drafted."""
+        self._num_first += 1
+        return self._num_first <= FIRST_ROWS or self._num_first % self.k == 0
+
+    def _tries_resting(self) -> bool:
+        """Whether that of one that comes while drafting rests is tried."""
+        self._num_untried += 1
+        wait = min(1 + self._num_failed_first // FAILED_FIRST_BLOCKS, MOST_REQUESTS_BETWEEN)
+        if self._num_untried < wait:
+            return False
+        self._num_untried = 0
+        self._num_failed_first += 1
+        return True
 
     @property
     def pays(self) -> bool:
@@ -329,7 +346,9 @@ class AdaptiveSpeculation:
         num_tokens = len(rows) + num_other_tokens
         changed |= abs(num_tokens - self._num_tokens) > MAX_CHANGE * self._num_tokens
         if self._stats.num_steps <= len(FIRST_STEPS):
-            lengths = [round(row.k * FIRST_STEPS[self._stats.num_steps - 1]) for row in rows]
+            share = FIRST_STEPS[self._stats.num_steps - 1]
+            every = 1 if self.costs.table is not None else min(max(1, len(rows) // FIRST_ROWS), self.k)
+            lengths = [0 if index % every else round(row.k * share) for index, row in enumerate(rows)]
         elif changed or self._age >= self._interval:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
