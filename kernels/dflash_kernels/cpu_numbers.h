@@ -134,7 +134,7 @@ static inline Floats load(const fp8* p) {
 #if defined(__AVX512BW__)
   __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
   return (Floats)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xbfff)))) * 256.0f;
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
   __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
   halves = _mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xbfff)));
   return Floats{(Floats::Half)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), (Floats::Half)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))} * 256.0f;
