@@ -97,7 +97,7 @@ class DeltaStream:
         self._inboxes.pop(inbox.key, None)
 
     async def wait_for(self, num_batches: int) -> None:
-        """Wait until so many batches have come. Raises `ConnectionLost` when the stream has ended or ends before."""
+        """Wait until this many batches have come. Raises `ConnectionLost` when the stream has ended or ends before."""
         while self.num_batches < num_batches:
             if self.has_ended:
                 raise ConnectionLost("the stream that carried the deltas of this request broke; send it again")
