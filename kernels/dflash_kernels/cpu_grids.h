@@ -1,6 +1,6 @@
 // Weights whose numbers lie on grids, kept in fewer bits than numbers take: those of GGUF's quantised types. A number is
-// `code * step + least`, in float32, and rounded where the weight's type is bfloat16; step and least are those of 32 inputs
-// of an output, or of 16.
+// `code * step + least`, in float32, and rounded where pairs of bfloat16 are multiplied; step and least are those of 32 inputs of an
+// output, or of 16.
 
 #pragma once
 
@@ -11,8 +11,8 @@ constexpr Grid GRIDS[] = {{4, 32, 2, true}, {8, 32, 2, false}, {4, 32, 4, true},
 static inline const Grid& grid_of(int64_t kind) { return GRIDS[(kind - GRID4) % 4]; }
 
 // A unit: the codes of its outputs and 32 inputs; then, for each of the inputs that share them, steps and leasts.
-// Codes are words of 16 lanes, 4 or 8 inputs of a lane in a word, the first in the lowest bits. A lane is one of 16 outputs
-// of float32; of bfloat16 it is one of eight, and its even or odd inputs.
+// Codes are words of 16 lanes, 4 or 8 inputs of a lane in a word, the first in the lowest bits. A lane is one of 16 outputs;
+// for pairs of bfloat16 it is one of eight, and its even or odd inputs.
 static inline long code_bytes(int64_t kind) { return outputs_of_unit(kind) * DEEP * grid_of(kind).bits / 8; }
 static inline long group_bytes(int64_t kind) {
   const Grid& grid = grid_of(kind);
@@ -25,9 +25,9 @@ static inline uint16_t float_to_half(float x) { _Float16 h = _Float16(x); uint16
 static inline float half_at(const uint8_t* p) { uint16_t bits; std::memcpy(&bits, p, 2); return half_to_float(bits); }
 // Where the code of an output and an input of a unit is: its word, and its lowest bit there.
 static inline long word_of(int64_t kind, long out, long in, int& bit) {
-  long bits = grid_of(kind).bits, per_word = 32 / bits, at = is_float(kind) ? in : in / 2, words = 16 / per_word;
+  long bits = grid_of(kind).bits, per_word = 32 / bits, at = is_in_pairs(kind) ? in / 2 : in, words = 16 / per_word;
   bit = int(at % per_word * bits);
-  if (is_float(kind)) return at / per_word * LANES + out;
+  if (!is_in_pairs(kind)) return at / per_word * LANES + out;
   return (out / 8 * words + at / per_word) * LANES + out % 8 * 2 + in % 2;
 }
 static inline uint8_t* unit_of(const Weight& w, long row, long col) {
@@ -49,7 +49,7 @@ static inline float number_at(const Weight& w, long row, long col) {
   float least = grid.has_leasts ? read(at + outputs_of_unit(w.kind) * grid.number_bytes) : 0.0f;
   return float(grid.bits == 4 ? int(word & 15) : int(int8_t(word))) * read(at) + least;
 }
-// 16 steps or leasts, and eight of them, each twice.
+// 16 steps or leasts.
 template <int BYTES> static inline Floats widened(const uint8_t* p) {
   if constexpr (BYTES == 4) return load((const float*)p);
 #if defined(__AVX512F__)
@@ -59,25 +59,6 @@ template <int BYTES> static inline Floats widened(const uint8_t* p) {
 #else
   float x[LANES];
   for (int i = 0; i < LANES; i++) x[i] = half_at(p + 2 * i);
-  return load(x);
-#endif
-}
-template <int BYTES> static inline Floats twice(const uint8_t* p) {
-#if defined(__AVX512F__)
-  const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  __m256 eight;
-  if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
-  else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-  return (Floats)_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(eight));
-#elif defined(__AVX2__) && defined(__F16C__)
-  __m256 eight;
-  if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
-  else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-  const __m256i lower = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3), upper = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
-  return {(Floats::Half)_mm256_permutevar8x32_ps(eight, lower), (Floats::Half)_mm256_permutevar8x32_ps(eight, upper)};
-#else
-  float x[LANES];
-  for (int i = 0; i < 8; i++) x[2 * i] = x[2 * i + 1] = BYTES == 4 ? ((const float*)p)[i] : half_at(p + 2 * i);
   return load(x);
 #endif
 }
@@ -91,14 +72,14 @@ template <int BITS> static inline Floats codes_of(Bits words, int i) {
   return converted<Floats>((Ints)((words >> (4 * i)) & 15));
 #endif
 }
-// 16 outputs of two inputs each, as they lie side by side in a tile.
-static inline void store_row(bf16* to, Floats lower, Floats upper) {
-#if defined(__AVX512BF16__)
-  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)upper, (__m512)lower));
-#else
-  store(to, lower);
-  store(to + LANES, upper);
-#endif
+#if HAS_PAIRS
+// Eight steps or leasts, each twice.
+template <int BYTES> static inline Floats twice(const uint8_t* p) {
+  const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  __m256 eight;
+  if constexpr (BYTES == 4) eight = _mm256_loadu_ps((const float*)p);
+  else eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  return (Floats)_mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(eight));
 }
 // A unit of bfloat16 as a pair of tiles. GRID: its place in `GRIDS`.
 template <int GRID> static void unpack(const uint8_t* from, bf16* out) {
@@ -121,11 +102,12 @@ template <int GRID> static void unpack(const uint8_t* from, bf16* out) {
 #pragma GCC unroll 8
       for (int i = 0; i < CODES; i++) {
         Floats x = codes_of<G.bits>(lower, i) * step[0] + least[0], y = codes_of<G.bits>(upper, i) * step[1] + least[1];
-        store_row(out + half * (TILES / 2) + (word * CODES + i) * PAIR, x, y);
+        _mm512_storeu_si512(out + half * (TILES / 2) + (word * CODES + i) * PAIR, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
       }
     }
   }
 }
+#endif
 // A unit of float32 as 32 inputs of a panel.
 template <int GRID> static void unpack(const uint8_t* from, float* out) {
   constexpr Grid G = GRIDS[GRID];

@@ -48,7 +48,8 @@ HAS_PAIRS = _library is not None and bool(_library.dflash_has_pairs())
 
 class PackedWeight:
     """A weight `[out_features, in_features]` in the order in which products read it, as float32 or bfloat16, or as
-    codes on grids that give the very same numbers (`cpu_grids.h`)."""
+    codes on grids that give the very same numbers (`cpu_grids.h`); for bfloat16 without `HAS_PAIRS` those before
+    rounding."""
 
     __slots__ = ("address", "data", "described", "dtype", "shape")
 

@@ -123,19 +123,21 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
 // two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
-// numbers in fewer bits, in units of 32 inputs: of 32 outputs for bfloat16, which become such a pair of tiles, and of 16
-// for float32, which become 32 inputs of a panel.
+// numbers in fewer bits, in units of 32 inputs: of 32 outputs where pairs of bfloat16 are multiplied, which become such a pair of
+// tiles, else of 16, which become 32 inputs of a panel of float32.
 // Both in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
 enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, KINDS };
 struct Weight { int64_t kind, n, k; const void* numbers; const char* next; int64_t next_bytes; };
+constexpr int GRIDS_HELD = REGISTER_BYTES == 64 ? VECTORS : 2;  // vectors whose sums few rows keep in registers, beside what makes numbers of grids
 constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
 
 static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLOAT_GRID4; }
+static inline bool is_in_pairs(int64_t kind) { return kind == HALVES || (HAS_PAIRS && !is_float(kind)); }
 static inline long rounded_up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long depth(int64_t kind, long k) { return kind == FLOATS ? k : rounded_up(k, DEEP); }
-static inline long outputs_of_unit(int64_t kind) { return is_float(kind) ? LANES : PAIR; }
+static inline long outputs_of_unit(int64_t kind) { return is_in_pairs(kind) ? PAIR : LANES; }
 // Whose units of the same inputs lie side by side, as a product reads them.
-static inline long outputs_together(int64_t kind) { return is_float(kind) ? LANES * VECTORS : PAIR; }
+static inline long outputs_together(int64_t kind) { return is_in_pairs(kind) ? PAIR : LANES * GRIDS_HELD; }
 static long unit_bytes(int64_t kind);  // of a grid
 static long packed_bytes(int64_t kind, long n, long k) {
   if (kind == FLOATS) return rounded_up(n, LANES) * k * 4;
@@ -183,12 +185,18 @@ struct Product {
   long m, n, k, x_step;
   bool is_gelu = false;  // of a gate
 };
+// Where the numbers of a pair of panels are, from an input on.
+static const bf16* tiles_of(const Weight& w, long pair, long begin) {
+  return (const bf16*)w.numbers + (pair * (depth(w.kind, w.k) / DEEP) + begin / DEEP) * TILES;
+}
+#if HAS_PAIRS
 // The numbers of inputs [begin, end), multiples of 32, of a pair of panels: where they are, or made at `made`.
 static const bf16* numbers_of(const Weight& w, long pair, long begin, long end, bf16* made) {
-  if (w.kind == HALVES) return (const bf16*)w.numbers + (pair * (depth(w.kind, w.k) / DEEP) + begin / DEEP) * TILES;
+  if (w.kind == HALVES) return tiles_of(w, pair, begin);
   for (long col = begin; col < end; col += DEEP) unpack_unit(w, unit_of(w, pair * PAIR, col), made + (col - begin) * PAIR);
   return made;
 }
+#endif
 #if defined(__AMX_BF16__)
 struct TileConfig { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 // The compiler takes the instruction to read eight bytes of it.
@@ -334,10 +342,9 @@ static void make_floats(const Weight& w, long first, int vectors, long begin, lo
   for (long col = begin; col < end; col += DEEP)
     for (int j = 0; j < vectors; j++) {
       float *to = made + (j * (end - begin) + col - begin) * LANES, *beside = to + (end - begin) * LANES;
-      if (is_float(w.kind)) { unpack_unit(w, unit_of(w, (first + j) * LANES, col), to); continue; }
+      if (w.kind != HALVES) { unpack_unit(w, unit_of(w, (first + j) * LANES, col), to); continue; }
       if (j % 2) continue;  // two panels are in a pair of tiles
-      bf16 tiles[TILES];
-      const bf16* from = numbers_of(w, (first + j) / 2, col, col + DEEP, tiles);
+      const bf16* from = tiles_of(w, (first + j) / 2, col);
       for (int i = 0; i < int(TILES / (j + 1 < vectors ? 1 : 2)); i += PAIR) {
         Bits pair = vector_at<Bits>(from + i);
         float* at = i < int(TILES / 2) ? to + i : beside + i - TILES / 2;
@@ -363,7 +370,7 @@ static Fetched fetched_in(const Weight& w, const char* at, long count, long pass
 }
 // Of rows [row, last), which are `x`, by `vectors` panels from `first` on, some inputs at a time for all rows. Those that come next
 // are fetched meanwhile; after the last ones those of panel `next`, where it is one.
-template <class T> static void panel_products(const Product& p, const float* x, long x_step, long row, long last, long first, int vectors, long next) {
+template <class T> static void panel_products(const Product& p, long row, long last, long first, int vectors, long next) {
   const Weight& w = *p.weight;
   long width = VECTORS * LANES, deep = depth(w.kind, p.k), passes = (last - row + AT_ONCE - 1) / AT_ONCE, at_once = (last - row + passes - 1) / passes;
   long most = passes <= PASSES_THAT_WAIT ? AT_A_TIME : DEPTH_AT_ONCE;
@@ -380,11 +387,11 @@ template <class T> static void panel_products(const Product& p, const float* x, 
     for (long at = row, pass = 0; at < last; at += at_once, pass++) {
       int rows = int(std::min<long>(at_once, last - at));
       float *to = into + (at - row) * width, *sum = sums + (at - row) * width;
-      const float* a = x + at * x_step + begin;
+      const float* a = (const float*)p.x + at * p.x_step + begin;
       Fetched fetched = fetched_in(w, coming, count, pass, passes, is_made);
-      if (is_made) products(rows, vectors, a, x_step, made, LANES, count * LANES, count, adds, to, width, fetched);
-      else if (w.kind == FLOATS) products(rows, vectors, a, x_step, (const float*)from, LANES, deep * LANES, count, adds, to, width, fetched);
-      else products(rows, vectors, a, x_step, (const bf16*)from, LANES, deep * PAIR, count, adds, to, width, fetched);
+      if (is_made) products(rows, vectors, a, p.x_step, made, LANES, count * LANES, count, adds, to, width, fetched);
+      else if (w.kind == FLOATS) products(rows, vectors, a, p.x_step, (const float*)from, LANES, deep * LANES, count, adds, to, width, fetched);
+      else products(rows, vectors, a, p.x_step, (const bf16*)from, LANES, deep * PAIR, count, adds, to, width, fetched);
       if (ends && to != sum)
         for (long i = 0; i < rows * width; i += LANES) store(sum + i, load(sum + i) + load(to + i));
     }
@@ -400,7 +407,7 @@ template <class T> static void panel_products(const Product& p, const float* x, 
 }
 // The same of ROWS rows, whose sums are kept in registers while numbers are made, each for all of them: with few rows to store
 // numbers and to read them again takes longer than to multiply by them.
-template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Product& p, long row, long first) {
+template <class T, int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Product& p, long row, long first) {
   constexpr Grid G = GRIDS[GRID];
   constexpr int CODES = 32 / G.bits, WORDS = DEEP / CODES, RUN = WORDS * G.inputs / DEEP;  // words that share their steps
   constexpr long NUMBERS = LANES * G.number_bytes, GROUP = NUMBERS * (G.has_leasts ? 2 : 1);
@@ -439,30 +446,30 @@ template <int GRID, int ROWS, int PANELS> static void few_rows_of_grid(const Pro
   for (int j = 0; j < PANELS; j++) {
     long col = (first + j) * LANES;
     int count = int(std::min<long>(LANES, p.n - col));
-    Floats offset = p.bias ? load_some((const float*)p.bias + col, count) : Floats{};
-    for (int r = 0; r < ROWS; r++) store_some((float*)p.out + (row + r) * p.n + col, sums[r][j] + offset, count);
+    Floats offset = p.bias ? load_some((const T*)p.bias + col, count) : Floats{};
+    for (int r = 0; r < ROWS; r++) store_some((T*)p.out + (row + r) * p.n + col, sums[r][j] + offset, count);
   }
 }
-template <int GRID, int ROWS> static void few_rows_of_grid(const Product& p, long row, long first, int panels) {
-  constexpr int HELD = REGISTER_BYTES == 64 ? VECTORS : ROWS == 1 ? 2 : 1;
+template <class T, int GRID, int ROWS> static void few_rows_of_grid(const Product& p, long row, long first, int panels) {
+  constexpr int HELD = REGISTER_BYTES == 64 || ROWS <= 2 ? GRIDS_HELD : 1;
   int j = 0;
-  for (; j + HELD <= panels; j += HELD) few_rows_of_grid<GRID, ROWS, HELD>(p, row, first + j);
-  for (; j < panels; j++) few_rows_of_grid<GRID, ROWS, 1>(p, row, first + j);
+  for (; j + HELD <= panels; j += HELD) few_rows_of_grid<T, GRID, ROWS, HELD>(p, row, first + j);
+  for (; j < panels; j++) few_rows_of_grid<T, GRID, ROWS, 1>(p, row, first + j);
 }
-template <int GRID> static void few_rows_of_grid(const Product& p, long first, int panels) {
+template <class T, int GRID> static void few_rows_of_grid(const Product& p, long first, int panels) {
   for (long row = 0; row < p.m;) {
     long passes = (p.m - row + FUSED - 1) / FUSED, now = (p.m - row + passes - 1) / passes;
     switch (now) {
-      case 1: few_rows_of_grid<GRID, 1>(p, row, first, panels); break;
-      case 2: few_rows_of_grid<GRID, 2>(p, row, first, panels); break;
-      case 3: few_rows_of_grid<GRID, 3>(p, row, first, panels); break;
-      default: few_rows_of_grid<GRID, 4>(p, row, first, panels);
+      case 1: few_rows_of_grid<T, GRID, 1>(p, row, first, panels); break;
+      case 2: few_rows_of_grid<T, GRID, 2>(p, row, first, panels); break;
+      case 3: few_rows_of_grid<T, GRID, 3>(p, row, first, panels); break;
+      default: few_rows_of_grid<T, GRID, 4>(p, row, first, panels);
     }
     row += now;
   }
 }
-// T: float32 or bfloat16, as the weight's type and the result's. x: in float32, as deep as the weight.
-template <class T> static void linear_panels(const Product& p, const float* x, long x_step, int threads) {
+// T: float32 or bfloat16, as the weight's type and the result's. The rows are in float32, as deep as the weight.
+template <class T> static void linear_panels(const Product& p, int threads) {
   long panels = rounded_up(p.n, LANES) / LANES, groups = (panels + VECTORS - 1) / VECTORS;
   const Weight& w = *p.weight;
   share(threads, groups, 1, [&](long first, long last) {
@@ -470,19 +477,20 @@ template <class T> static void linear_panels(const Product& p, const float* x, l
       for (long group = first; group < last; group++) {
         long panel = group * VECTORS, next = group + 1 < last ? group + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
         int vectors = int(std::min<long>(VECTORS, panels - panel));
-        if (w.kind < FLOAT_GRID4 || p.m > ROWS_TO_FUSE) {
-          panel_products<T>(p, x, x_step, row, std::min(p.m, row + ROWS_OF_SUMS), panel, vectors, next * VECTORS);
+        if (w.kind < GRID4 || p.m > ROWS_TO_FUSE) {
+          panel_products<T>(p, row, std::min(p.m, row + ROWS_OF_SUMS), panel, vectors, next * VECTORS);
           continue;
         }
         switch ((w.kind - GRID4) % 4) {
-          case 0: few_rows_of_grid<0>(p, panel, vectors); break;
-          case 1: few_rows_of_grid<1>(p, panel, vectors); break;
-          case 2: few_rows_of_grid<2>(p, panel, vectors); break;
-          default: few_rows_of_grid<3>(p, panel, vectors);
+          case 0: few_rows_of_grid<T, 0>(p, panel, vectors); break;
+          case 1: few_rows_of_grid<T, 1>(p, panel, vectors); break;
+          case 2: few_rows_of_grid<T, 2>(p, panel, vectors); break;
+          default: few_rows_of_grid<T, 3>(p, panel, vectors);
         }
       }
   });
 }
+#if HAS_PAIRS
 constexpr long OWN_AHEAD_ROWS = 24;  // up to these a product waits for memory
 constexpr long COMING_BYTES = 1 << 20;  // of the next weight that come before its product begins
 // Calls `each(two, packed, next)` for two pairs of panels after the other, with their numbers, where they are or made, and where
@@ -510,7 +518,6 @@ template <class Each> static void each_two_pairs(const Product& p, int threads, 
     coming = Coming{from, from ? std::min(from + COMING_BYTES, after + after_bytes) : nullptr};
   });
 }
-#if HAS_PAIRS
 // The product with rows of x that go on as far as tiles and pairs are read.
 static Product with_whole_rows(Product p) {
   long deep = depth(p.weight->kind, p.k);
@@ -557,7 +564,7 @@ static void linear_bf16(const Product& narrow, int threads) {
     }
   });
 #else
-  const Product& p = narrow;
+  Product p = narrow;
   long deep = depth(p.weight->kind, p.k);
   float* wide = scratch(p.m * deep, OF_ALL);
   share(threads, p.m, std::max<long>(1, 16384 / deep), [&](long first, long last) {
@@ -565,7 +572,8 @@ static void linear_bf16(const Product& narrow, int threads) {
       for (long c = 0; c < deep; c += LANES)
         store(wide + r * deep + c, c < p.k ? load_some((const bf16*)p.x + r * p.x_step + c, int(std::min<long>(LANES, p.k - c))) : Floats{});
   });
-  linear_panels<bf16>(p, wide, deep, threads);
+  p.x = wide, p.x_step = deep;
+  linear_panels<bf16>(p, threads);
 #endif
 }
 // Rows of a weight as numbers of its type.

@@ -37,7 +37,7 @@ from dflash_backend.models.linear import PackedLinear
 from dflash_backend.models.mlp import DenseMlp
 from dflash_backend.models.ops import CpuLayerOps
 from dflash_backend.text.tokenizer import Tokenizer
-from dflash_kernels.cpu_ops import HAS_CPU_OPS, PackedWeight
+from dflash_kernels.cpu_ops import HAS_CPU_OPS, HAS_PAIRS, PackedWeight
 from load_tests.prompts import load_prompts
 from tests.support.gguf_checkpoint import write_gguf
 from tests.support.tiny_models import VOCAB_SIZE, make_target
@@ -134,13 +134,17 @@ def test_on_a_cpu_weights_stay_in_few_bits_and_answers_are_those_of_their_number
             assert isinstance(linear, PackedLinear)
             rows, columns = linear.packed.shape
             in_few = (8.5 if tied and linear is target.lm_head else bits) if keeps else None
-            unit = 32 if dtype == torch.bfloat16 else 64 if in_few else 16  # outputs that lie together
-            found = linear.packed.data.nbytes * 8 / (-(-rows // unit) * unit * columns)
-            assert found == (in_few or dtype.itemsize * 8.0)
+            # Of up to 64 outputs that lie together.
+            found = linear.packed.data.nbytes * 8 / columns
+            assert found in [(in_few or dtype.itemsize * 8.0) * -(-rows // unit) * unit for unit in (16, 32, 64)]
         assert isinstance(target.embedding, PackedWeight) == (keeps or tied)
         hidden = target.embed(torch.arange(VOCAB_SIZE))
         scores.append((hidden, weights.mlp.forward(hidden, target.ops), target.logits(hidden)))
-    assert all(map(torch.equal, *scores))
+    if dtype == torch.bfloat16 and not HAS_PAIRS:  # numbers of blocks are not rounded there, as test_cpu_ops.py has it
+        for kept, rounded in zip(*scores, strict=True):
+            assert (kept - rounded).norm() < 0.01 * rounded.norm()
+    else:
+        assert all(map(torch.equal, *scores))
 
 
 def test_columns_that_change_places_become_numbers(tmp_path: Path) -> None:
@@ -266,9 +270,9 @@ def test_a_drafter_stays_in_its_blocks_and_drafts_as_its_numbers_do(
     assert runs[0] == runs[1]
     assert runs[0][1].acceptance_length > 4
     outputs, inputs = drafter.model.fc.weight.shape
-    assert sizes == [-(-outputs // 64) * 64 * inputs * 34 // 32, outputs * inputs * 4], (
-        "34 bytes are 32 weights in Q8_0"
-    )
+    # 34 bytes are 32 weights in Q8_0, of 32 or 64 outputs that lie together.
+    assert sizes[0] in [-(-outputs // unit) * unit * inputs * 34 // 32 for unit in (32, 64)]
+    assert sizes[1] == outputs * inputs * 4
 
 
 def test_a_gpu_reads_blocks_as_they_are_asked_for(file: Path) -> None:

@@ -91,6 +91,13 @@ def blocks_of(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.T
     return torch.from_numpy(raw), torch.from_numpy(quants.dequantize(raw, kinds[kind]))
 
 
+def product_by(numbers: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """By numbers of blocks, float32, which are rounded to x's type only where pairs of bfloat16 are multiplied."""
+    if x.dtype == torch.float32 or cpu_ops.HAS_PAIRS:
+        return PackedWeight(numbers.to(x.dtype)).product(x, bias)
+    return PackedWeight(numbers).product(x.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 def test_types_of_blocks_are_those_of_files() -> None:
     assert cpu_ops.BLOCKS.keys() == BITS.keys()
     assert all(BLOCKS[kind] == (numbers, num_bytes) for kind, (numbers, num_bytes, _) in cpu_ops.BLOCKS.items())
@@ -100,18 +107,20 @@ def test_types_of_blocks_are_those_of_files() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BITS)
 def test_a_weight_in_blocks_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str, dtype: torch.dtype) -> None:
-    unit = 64 if dtype == torch.float32 else 32  # outputs that lie together
     for outputs, inputs in ((64, 768), (89, 1536), (7, 256)):
         raw, numbers = blocks_of(kind, outputs, inputs)
-        packed, plain = PackedWeight.of_blocks([(kind, raw)], dtype), PackedWeight(numbers.to(dtype))
+        packed, one = PackedWeight.of_blocks([(kind, raw)], dtype), PackedWeight.of_blocks([(kind, raw[:1])], dtype)
         assert packed is not None
+        assert one is not None
+        unit = one.data.nbytes * 8 // (inputs * BITS[kind])  # outputs that lie together
+        assert unit in ((32,) if dtype == torch.bfloat16 and cpu_ops.HAS_PAIRS else (32, 64))
         assert packed.shape == (outputs, inputs)
         assert packed.data.nbytes * 8 == -(-outputs // unit) * unit * inputs * BITS[kind]
         index = torch.arange(outputs).flip(0)
         assert torch.equal(packed.rows(index), numbers.to(dtype)[index])
         x, bias = random(520, inputs, seed=1).to(dtype), random(outputs, seed=2).to(dtype)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 70, 520):
-            assert torch.equal(packed.product(x[:rows], bias), plain.product(x[:rows], bias))
+            assert torch.equal(packed.product(x[:rows], bias), product_by(numbers, x[:rows], bias))
 
 
 @needs_library
@@ -125,10 +134,10 @@ def test_weights_of_several_types_are_one(kinds: str, bits: int, dtype: torch.dt
     packed = PackedWeight.of_blocks([(kind, raw) for kind, raw, _ in parts], dtype)
     assert packed is not None
     assert packed.data.nbytes * 8 == 64 * 512 * bits
-    numbers = torch.cat([numbers for *_, numbers in parts]).to(dtype)
-    assert torch.equal(packed.rows(torch.arange(64)), numbers)
+    numbers = torch.cat([numbers for *_, numbers in parts])
+    assert torch.equal(packed.rows(torch.arange(64)), numbers.to(dtype))
     x = random(5, 512).to(dtype)
-    assert torch.equal(packed.product(x), PackedWeight(numbers).product(x))
+    assert torch.equal(packed.product(x), product_by(numbers, x))
 
 
 @needs_library

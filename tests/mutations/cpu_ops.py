@@ -37,11 +37,20 @@ CPU_OPS_MUTANTS = (
             "bool adds = begin % DEPTH_AT_ONCE != 0",
             "bool adds = begin < 0",
         ),
-        ("later rows are as the first ones", "a = x + at * x_step + begin;", "a = x + begin;"),
+        (
+            "later rows are as the first ones",
+            "a = (const float*)p.x + at * p.x_step + begin;",
+            "a = (const float*)p.x + begin;",
+        ),
         (
             "numbers that are made are those of the first inputs",
             "make_floats(w, first, vectors, begin, end, made);",
             "make_floats(w, first, vectors, 0, count, made);",
+        ),
+        (
+            "numbers of a grid with few rows are rounded",
+            "parts[r][j] += all(x[r * p.x_step + begin + word * CODES + i]) * number;",
+            "parts[r][j] += all(x[r * p.x_step + begin + word * CODES + i]) * rounded<bf16>(number);",
         ),
         (
             "a product's last vectors are its first ones",
