@@ -19,9 +19,8 @@ from dflash_backend.attention.interface import (
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks
 from dflash_kernels import cpu_ops
 
-# Rows with more queries than this go to torch; in bfloat16 none do where the processor
-# multiplies it, else all that have more than a few.
-MAX_QUERIES, MAX_BFLOAT16_QUERIES = 512, 1 << 30 if cpu_ops.HAS_PAIRS else 64
+MAX_QUERIES = 512 if cpu_ops.HAS_PAIRS else 1 << 30
+"""Rows in float32 with more queries than this go to torch: none do on processors with AVX2 alone."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class CpuBackend(TorchBackend):
         seq_lens = np.ascontiguousarray(layout.seq_lens, dtype=np.int64)
         tables = np.ascontiguousarray(layout.block_tables.numpy(), dtype=np.int32)
         first_tokens = query_lens.cumsum() - query_lens
-        most = MAX_BFLOAT16_QUERIES if dtype == torch.bfloat16 else MAX_QUERIES
+        most = MAX_QUERIES if dtype == torch.float32 else 1 << 30
         if query_lens.max(initial=0) <= most:
             return CpuMetadata([], pattern, tables, first_tokens, query_lens, seq_lens)
         short = query_lens <= most
