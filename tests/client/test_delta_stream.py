@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -377,3 +379,116 @@ def test_over_http_it_changes_nothing(protocol: str) -> None:
             pass
 
     asyncio.run(main())
+
+
+def written(*batches: list[Any]) -> bytes:
+    """Batches as a server on this machine writes them."""
+    texts = [json.dumps(batch).encode() for batch in batches]
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def connected(service: Server) -> socket.socket:
+    """A connection to the socket of the client's stream."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(delta_stream.SOCKET_PREFIX + service.opened[-1])
+    return connection
+
+
+def test_batches_come_by_a_socket_in_whatever_pieces() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        with connected(service) as connection:
+            a, got, own = await begun(service, client)
+            own.put_nowait(response("1"))
+            await until(lambda: got)
+            key = service.key(1)
+            data = written([[key, "2", [2]]], [[key, "3", [3]]], [[key, "4", [4]]])
+            for at in range(0, len(data), 7):
+                connection.send(data[at : at + 7])
+                await asyncio.sleep(0.002)
+            connection.send(written([[key, "5", [5]]], [[key, "6", [6]]]))
+            own.put_nowait(response("7", (7,), 5, end="stop"))
+            own.put_nowait(None)
+            assert "".join(await a) == "1234567"
+
+    run(test)
+
+
+def test_the_servers_socket_is_the_first_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with connected(service) as of_another:
+            of_another.setblocking(False)
+            loop = asyncio.get_running_loop()
+            assert await loop.sock_recv(of_another, 1) == b""
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        with connected(service) as first:
+            await until(lambda: refuses(service))
+            a, got, own = await begun(service, client)
+            own.put_nowait(response("1"))
+            await until(lambda: got)
+            first.send(written([[service.key(1), "2", [2]]]))
+            own.put_nowait(response("3", (3,), 1, end="stop"))
+            own.put_nowait(None)
+            assert await a == ["1", "2", "3"]
+
+    run(test)
+
+
+def refuses(service: Server) -> bool:
+    """Whether the client's socket takes no other connection."""
+    try:
+        connected(service).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("num_written", [1, 2])
+def test_a_socket_that_the_server_closes_ends_the_stream_after_what_it_wrote(num_written: int) -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        connection = connected(service)
+        a, got, own = await begun(service, client)
+        own.put_nowait(response("1"))
+        await until(lambda: got)
+        key = service.key(1)
+        connection.send(written(*([[key, str(number + 2), [2]]] for number in range(num_written))))
+        connection.close()
+        own.put_nowait(response("4", (3,), 2, end="stop"))
+        own.put_nowait(None)
+        if num_written == 2:
+            assert "".join(await a) == "1234"
+        else:
+            with pytest.raises(ConnectionLost):
+                await a
+        await until(lambda: client._transport._delta_streams["dflash"]._stream.has_ended)
+
+    run(test)
+
+
+def test_batches_in_a_socket_outlive_the_grpc_stream() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        with connected(service) as connection:
+            a, got, own = await begun(service, client)
+            own.put_nowait(response("1"))
+            await until(lambda: got)
+            service.together.put_nowait(None)  # the gRPC stream ends
+            own.put_nowait(response("3", (3,), 1, end="stop"))
+            own.put_nowait(None)
+            await asyncio.sleep(0.2)
+            connection.send(written([[service.key(1), "2", [2]]]))
+            assert await a == ["1", "2", "3"]
+
+    run(test)
+
+
+def test_a_socket_that_stays_open_after_the_stream_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_stream, "LAST_S", 0.2)
+
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        with connected(service):
+            await until(lambda: refuses(service))
+            service.together.put_nowait(None)
+            await until(lambda: client._transport._delta_streams["dflash"]._stream.has_ended)
+
+    run(test)

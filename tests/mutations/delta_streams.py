@@ -19,7 +19,10 @@ DELTA_STREAM_MUTANTS = (
             "            self.close(stream)\n            raise\n",
             "            raise\n",
         ),
-        ("a stream that is named ends", "if stream.name in named:", "if stream.name not in named:"),
+        ("a stream that is named ends", "if stream.name in named or", "if stream.name not in named or"),
+        ("a reader that stops takes memory", "if len(self.waiting) + len(batch) > MOST_WAITING:", "if False:"),
+        ("another user's process has the batches", "if user != os.geteuid():", "if False:"),
+        ("what waits for a slow reader is forgotten", "self._socket.sendall(self.waiting)", "pass"),
         ("a stream whose client has gone stays", " or self._has_gone(stream):", ":"),
         ("a stream that Triton cannot be asked about stays", "            return True\n", "            return False\n"),
         ("a stream ends without telling Triton", "        stream.responder.end()\n", ""),
@@ -73,6 +76,19 @@ DELTA_STREAM_MUTANTS = (
     *mutants_of(
         "client/dflash_client/delta_stream.py",
         CLIENT,
+        ("any process is the server", "user == os.geteuid() and self._batches", "self._batches"),
+        ("a batch in two pieces is lost", "if len(self._data) < end:", "if False:"),
+        ("batches on their way are not waited for", "            await batches.rest()\n", ""),
+        (
+            "a second process is the server",
+            "if self._transport is not None:\n            return False",
+            "if False:\n            return False",
+        ),
+        (
+            "a socket that breaks leaves its requests",
+            "        if self._is_server:\n            self._batches.end()\n",
+            "        pass\n",
+        ),
         ("all clients draw one name", "secrets.token_urlsafe(24)", '"a-name-of-all-clients"'),
         (
             "requests name a stream of a server that may have none",

@@ -4,7 +4,10 @@ out of order, however the stream ends."""
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -243,3 +246,127 @@ def test_for_memory_of_the_server_the_stream_is_closed_before_a_request(
     assert stream.answered
     assert answer("a", own, batches(stream)) == repeated(150)
     assert any("a delta stream is closed" in line for line in triton.lines)
+
+
+class Listener:
+    """A client that listens on the socket of its stream."""
+
+    def __init__(self, name: str = NAME) -> None:
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(delta_streams.SOCKET_PREFIX + name)
+        self._listening.listen()
+        self._listening.settimeout(10.0)
+
+    def accept(self) -> socket.socket:
+        """The service's connection; no other is taken."""
+        connection, _ = self._listening.accept()
+        self._listening.close()
+        connection.settimeout(10.0)
+        return connection
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listening.close()
+
+
+def read_all(connection: socket.socket) -> list[list[list[Any]]]:
+    """The batches until the service closes its end."""
+    data = b""
+    while more := connection.recv(1 << 16):
+        data += more
+    found = []
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        found.append(json.loads(data[4 : 4 + size]))
+        data = data[4 + size :]
+    return found
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.close()
+
+
+def test_a_client_that_listens_on_this_machine_has_its_batches_there(
+    service: TritonService, slow_toy: None, listener: Listener
+) -> None:
+    stream = opened(service)
+    connection = listener.accept()
+    senders = {key: ask(service, key) for key in "abc"}
+    own = {key: sender.all() for key, sender in senders.items()}
+    eventually(lambda: stream.answered)  # no request names it any more
+    assert batches(stream) == [[]]
+    together = [[], *read_all(connection)]
+    for key, responses in own.items():
+        assert answer(key, responses, together) == repeated(NUM_TOKENS)
+        assert len(responses) == 2
+        assert responses[-1].outputs["delta_batches"][0] > 0
+
+
+def test_a_reader_that_stops_takes_no_memory_and_no_answer(
+    service: TritonService, triton: FakeTriton, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_streams, "MOST_WAITING", 100)
+    monkeypatch.setattr(delta_streams, "LAST_S", 0.1)
+    stream = opened(service)
+    connection = listener.accept()
+    (ours,) = service._requests.delta_streams._streams.values()
+    assert ours.socket is not None
+    while True:  # until its buffer is full
+        try:
+            ours.socket._socket.send((2).to_bytes(4, "little") + b"[]")
+        except BlockingIOError:
+            break
+    own = ask(service, "a", 60).all()
+    assert stream.answered
+    assert any("its client does not read: " in line for line in triton.lines)
+    assert len(own) > 2, "the rest comes alone"
+    assert own[-1].outputs["finish_reason"] == "length"
+    # What waited has not arrived, as its client sees by the number of batches; what had no place was sent once.
+    together = [batch for batch in read_all(connection) if batch]
+    waited = own[-1].outputs["delta_batches"][0] - len(together)
+    assert waited > 0
+    assert not together
+    assert bytes(ours.socket.waiting).count(b'[["a",') == waited, "a batch that has no place is not among them"
+
+
+def test_what_waits_for_a_slow_reader_arrives(service: TritonService, slow_toy: None, listener: Listener) -> None:
+    opened(service)
+    connection = listener.accept()
+    (ours,) = service._requests.delta_streams._streams.values()
+    assert ours.socket is not None
+    full = 0
+    while True:
+        try:
+            full += ours.socket._socket.send((2).to_bytes(4, "little") + b"[]")
+        except BlockingIOError:
+            break
+    own = ask(service, "a").all()
+    assert ours.socket.waiting
+    together = [batch for batch in read_all(connection) if batch]
+    assert full
+    assert answer("a", own, [[], *together]) == repeated(NUM_TOKENS)
+
+
+def test_a_socket_that_breaks_loses_nothing_that_was_not_written(
+    service: TritonService, triton: FakeTriton, listener: Listener
+) -> None:
+    stream = opened(service)
+    listener.accept().close()
+    own = ask(service, "a", 60).all()
+    assert stream.answered
+    assert any("its client's socket broke" in line for line in triton.lines)
+    assert [token for each in own for token in each.outputs["token_ids"]] == repeated(60)
+
+
+def test_another_users_socket_gets_nothing(
+    service: TritonService, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own_user + 1)
+    stream = opened(service)
+    assert listener.accept().recv(1) == b""
+    assert len(ask(service, "a").all()) == 2
+    assert len(batches(stream)) > 1
