@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.llm import LLM, RequestError
+from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.sampling_params import ParameterError
@@ -46,7 +48,6 @@ from dflash_backend.training.start import (
     begin_from_target,
     default_config,
     draft_vocabulary,
-    for_vocabulary,
     mask_token,
     read_published,
 )
@@ -257,7 +258,9 @@ class Run:
         options, published = self.options, self.published
         torch.manual_seed(options.data.seed)
         dtype = torch.bfloat16 if self._bf16(teacher.device) else torch.float32
-        naming = Naming(str(self.spec.path.resolve()), (self.spec.architecture,), _special(tokenizer))
+        ends = tokenizer.eos_token_ids
+        special = {"eos_token_id": ends[0]} if ends else {}
+        naming = Naming(str(self.spec.path.resolve()), (self.spec.architecture,), special)
         if published is not None:
             tables = self._published_tables(published, teacher, dtype)
             draft = make_drafter(published.config)
@@ -270,12 +273,10 @@ class Run:
         config = default_config(
             self.spec, options.kind or DFLASH, mask_token(tokenizer, whole.embedding) if mask is None else mask, **given
         )
-        tokens = None
-        if options.draft_vocab:
-            tokens = draft_vocabulary(answers, options.draft_vocab, self.spec.vocab_size)
+        tokens = draft_vocabulary(answers, options.draft_vocab or self.spec.vocab_size, self.spec.vocab_size)
         if tokens is not None:
             whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=tokens)
-        config = for_vocabulary(config, tokens)
+            config = replace(config, draft_vocab_size=len(tokens))
         head = None if options.share_head else whole.head
         tensors = vocabulary_tensors(tokens, head, self.spec.vocab_size, self.form)
         draft = make_drafter(config)
@@ -344,11 +345,7 @@ class Run:
         if self.published is not None and not self.record.evaluations and self._speaks:
             self._measure(0, self.published.spec.path, teacher, store)
 
-        def save() -> None:
-            self._save(trainer, store)
-
-        def evaluate() -> bool:
-            return self._evaluate(trainer, teacher, store, publication)
+        evaluate = partial(self._evaluate, trainer, teacher, store, publication)
 
         def report() -> None:
             progress, steps = trainer.progress, trainer.options.steps
@@ -359,7 +356,9 @@ class Run:
                 f"about {left / 60:.1f} min left"
             )
 
-        schedule = Schedule(save, report, evaluate, every, max(1, min(100, trainer.options.steps // 20)))
+        schedule = Schedule(
+            partial(self._save, trainer), report, evaluate, every, max(1, min(100, trainer.options.steps // 20))
+        )
         alone = not dist.is_initialized() and options.steps is None
         deadline = self.began + 60 * options.minutes * (1 - LAST_SHARE) if alone else None
         self.record.ended = run_steps(trainer, schedule, deadline)
@@ -377,7 +376,7 @@ class Run:
             if found > before or not (self.options.out / "model.safetensors").exists():
                 publication.write(trainer.draft, self.options.out)
             stops = [self.options.steps is None and self.is_plateau()]
-            self._save(trainer, store)
+            self._save(trainer)
         if dist.is_initialized():
             dist.broadcast_object_list(stops)
         return stops[0]
@@ -389,18 +388,20 @@ class Run:
 
     def _measure(self, step: int, drafter: Path, teacher: Teacher, store: Store) -> float:
         temperature = self.options.data.temperature
-        found = measure_acceptance(self.options.target, drafter, store.held_out, temperature, self._settings(), teacher)
+        length, speed = measure_acceptance(
+            self.options.target, drafter, store.held_out, temperature, self._settings(), teacher
+        )
         self.record.evaluations.append(
             {
                 "step": step,
                 "minutes": round((time.monotonic() - self.began) / 60, 2),
-                "acceptance_length": round(found.length, 4),
-                "tokens_per_second": round(found.tokens_per_second, 1),
+                "acceptance_length": round(length, 4),
+                "tokens_per_second": round(speed, 1),
             }
         )
         which = "the drafter it begins with" if step == 0 else f"step {step:,}"
-        self._say(f"{which}: acceptance length {found.length:.2f} on {len(store.held_out)} held-out prompts")
-        return found.length
+        self._say(f"{which}: acceptance length {length:.2f} on {len(store.held_out)} held-out prompts")
+        return length
 
     def _identity(self) -> dict[str, Any]:
         """What a run must have in common with the one that it goes on with."""
@@ -422,7 +423,7 @@ class Run:
             "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
         }
 
-    def _save(self, trainer: Trainer, store: Store) -> None:
+    def _save(self, trainer: Trainer) -> None:
         if not self._speaks:
             return
         state = {
@@ -443,8 +444,9 @@ class Run:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             identity = state["identity"]
         except UNREADABLE as error:
+            why = first_line(error).partition(". ")[0]
             raise TrainingError(
-                f"{path} is damaged ({_first_sentence(error)}); add --restart to train anew from the data that is there"
+                f"{path} is damaged ({why}); add --restart to train anew from the data that is there"
             ) from None
         own = self._identity()
         other = [name for name, value in own.items() if identity.get(name) != value]
@@ -490,16 +492,6 @@ class Run:
 def draft_tokens_of(offsets: Tensor) -> Tensor:
     """The tokens that a drafter with the map `d2t` (`[draft vocab]`) can propose, by their draft ids: int64."""
     return offsets.long() + torch.arange(len(offsets))
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Of what torch says at length."""
-    return str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
-
-
-def _special(tokenizer: Any) -> dict[str, int]:
-    """Ids for the drafter's config."""
-    return {"eos_token_id": tokenizer.eos_token_ids[0]} if tokenizer.eos_token_ids else {}
 
 
 def _check(options: TrainOptions) -> None:
