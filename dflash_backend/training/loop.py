@@ -221,7 +221,6 @@ class Trainer:
         self.draft.load_state_dict(state["draft"])
         self.optimizer.restore(state["optimizer"])
         self.progress = Progress(**state["progress"])
-        self.progress.losses = [(int(step), float(loss)) for step, loss in self.progress.losses]
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -62,6 +62,11 @@ PATIENCE, BETTER = 4, 1.005
 NEW_RATE, FROM_RATE = 4e-3, 1e-3
 FEWEST_STEPS = 20
 KV_GIB = {"cpu": 1.0, "cuda": 4.0}
+# Options that a run must have in common with the one that it goes on with, beside others of other names.
+IDENTITY = (
+    *("kind", "learning_rate", "decay", "soft_labels", "hidden_loss", "batch_tokens", "accumulate", "draft_vocab"),
+    "share_head",
+)
 STATE, SUMMARY, PLOT = "state.pt", "train.json", "train.png"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError)
 Say = Callable[[str], None]
@@ -190,7 +195,6 @@ class Run:
             samples = samples[: self._resumed["num_samples"]]
         config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
         loop = self._loop_options(teacher.device)
-        draft_tokens = None if tables.draft_ids is None else draft_tokens_of(publication.tensors["d2t"])
         if options.hidden_loss and tables.target_head is not None:
             raise TrainingError(
                 "--hidden-loss is for drafters with the target's LM head; the one of --from has its own"
@@ -204,15 +208,14 @@ class Run:
         check_fits(memory, free)
         loop = replace(loop, feature_bytes=max(0, int((free - memory.total) * 0.5)))
         can_draft = None
-        if draft_tokens is not None:
+        if tables.draft_ids is not None:
             can_draft = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
-            can_draft[draft_tokens] = True
+            can_draft[draft_tokens_of(publication.tensors["d2t"])] = True
         trainer = Trainer(draft, teacher, tables, samples, self._capture(config), loop, can_draft)
-        loop = self._set_steps(trainer, loop)
-        trainer.options = loop
+        trainer.options = replace(loop, steps=self._num_steps(trainer))
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-            self._say(f"going on behind step {trainer.progress.step:,} of {loop.steps:,}")
+            self._say(f"going on behind step {trainer.progress.step:,} of {trainer.options.steps:,}")
         return self._train(trainer, teacher, store, publication)
 
     def _settings(self, spare: bool = False) -> dict[str, Any]:
@@ -320,13 +323,13 @@ class Run:
             1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay, distillation=distillation
         )
 
-    def _set_steps(self, trainer: Trainer, loop: LoopOptions) -> LoopOptions:
+    def _num_steps(self, trainer: Trainer) -> int:
         """How many steps there are: as asked, as before, or as many as fit the time that is left."""
         options = self.options
         if self._resumed is not None:
-            return replace(loop, steps=self._resumed["steps"])
+            return int(self._resumed["steps"])
         if options.steps is not None:
-            return replace(loop, steps=options.steps)
+            return options.steps
         seconds = trainer.seconds_of_a_step()
         left = 60 * options.minutes * (1 - LAST_SHARE * 2) - (time.monotonic() - self.began)
         steps = max(FEWEST_STEPS, int(left / seconds))
@@ -335,7 +338,7 @@ class Run:
             dist.broadcast_object_list(shared)
             steps = shared[0]
         self._say(f"a step takes {seconds:.2f} s: {steps:,} steps in about {steps * seconds / 60:.1f} minutes")
-        return replace(loop, steps=steps)
+        return steps
 
     def _train(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> dict[str, Any]:
         options = self.options
@@ -408,17 +411,9 @@ class Run:
         options = self.options
         return {
             "data": self.fingerprint,
-            "--kind": options.kind,
             "--format": options.form,
             "--from": None if options.begin_from is None else str(options.begin_from),
-            "--learning-rate": options.learning_rate,
-            "--decay": options.decay,
-            "--soft-labels": options.soft_labels,
-            "--hidden-loss": options.hidden_loss,
-            "--batch-tokens": options.batch_tokens,
-            "--accumulate": options.accumulate,
-            "--draft-vocab": options.draft_vocab,
-            "--share-head": options.share_head,
+            **{f"--{name.replace('_', '-')}": getattr(options, name) for name in IDENTITY},
             "--seed": options.data.seed,
             "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
         }
