@@ -162,7 +162,9 @@ def _read_entry(
         length = max_positions if kind == "dynamic" else 0
         factor = entry.number("factor", low=1.0, high=MAX_FACTOR)
         return RopeSpec(theta, kind, factor, original_max_positions=length, length=length)
-    original = _original_positions(entry, config, max_positions)
+    # A field beside the scaling wins over one inside it (Phi writes it so).
+    field = "original_max_position_embeddings"
+    original = config.integer(field, default=entry.integer(field, default=max_positions))
     if kind == "yarn":
         return _read_yarn(entry, theta, original, max_positions)
     low, high = (entry.number(field, low=MIN_BETA, high=MAX_BETA) for field in ("low_freq_factor", "high_freq_factor"))
@@ -180,12 +182,6 @@ def _read_entry(
 
 def _theta(reader: JsonReader, default: float) -> float:
     return reader.number("rope_theta", default=default, low=1.0, high=MAX_THETA)
-
-
-def _original_positions(entry: JsonReader, config: JsonReader, max_positions: int) -> int:
-    """The length before scaling: a field beside the scaling wins over one inside it (Phi writes it so)."""
-    field = "original_max_position_embeddings"
-    return config.integer(field, default=entry.integer(field, default=max_positions))
 
 
 def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: int) -> RopeSpec:
