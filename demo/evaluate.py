@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from demo.checkpoint import load_draft, read_draft_config
 from demo.data import CATEGORIES, render_chat
+from demo.propose import propose
 from demo.prose import document
 from dflash_backend.training.network import DraftModel, Tables
 
@@ -81,12 +82,13 @@ class ReferencePair:
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 200) -> tuple[list[int], Acceptance]:
         """Greedy tokens up to and including end of sequence, and the draft steps that made them."""
         acceptance = Acceptance()
-        cache, tables = DynamicCache(), Tables.tied(self.target.model.embed_tokens.weight)
+        cache, embedding = DynamicCache(), self.target.model.embed_tokens.weight
+        tables = Tables(embedding, embedding)
         greedy, features = self._run_target(torch.tensor([list(prompt)]), cache)
         out = [int(greedy[-1])]
         end = self.tokenizer.eos_token_id
         while out[-1] != end and len(out) < max_new_tokens:
-            drafts = self.draft.propose(tables, features, [*prompt, *out])
+            drafts = propose(self.draft, tables, features, [*prompt, *out])
             greedy, new_features = self._run_target(torch.tensor([[out[-1], *drafts]]), cache)
             accepted, new_tokens = verify(drafts, greedy.tolist(), end)
             acceptance.add(accepted)

@@ -14,7 +14,7 @@ SPECIAL = {
     "eos_token_id": SPECIAL_TOKEN_IDS["<|im_end|>"],
     "pad_token_id": SPECIAL_TOKEN_IDS["<|endoftext|>"],
 }
-SAVED = {**{architecture: kind for kind, architecture in ARCHITECTURES.items()}, "Eagle3DraftModel": EAGLE3}
+SAVED = {architecture: kind for kind, architecture in {**ARCHITECTURES, EAGLE3: "Eagle3DraftModel"}.items()}
 """The kind of each architecture: EAGLE-3 is saved as speculators does, the others as their authors do."""
 OWN_SIZES = ("conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
 

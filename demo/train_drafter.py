@@ -48,9 +48,7 @@ class DraftLoss(nn.Module):
         self.draft = draft
 
     def forward(self, embedding: Tensor, features: Tensor, batch: DraftBatch) -> Tensor:
-        tables = Tables.tied(embedding)
-        each = self.draft.losses(tables, features, batch.tokens, batch.anchors, batch.labels)
-        return weighted_mean(each, batch.weights)
+        return weighted_mean(self.draft.losses(Tables(embedding, embedding), features, batch), batch.weights)
 
 
 def draft_loss(whole: DraftLoss) -> Callable[[dict[str, Tensor], Tensor, Tensor, DraftBatch], Tensor]:

@@ -62,7 +62,7 @@ class RandomTensors(WeightSource):
         self.expected = expected
         self.seed = seed
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
         """Make the tensor `name` in `out`."""
         if out.dim() == 1:
             out.fill_(1.0)
@@ -85,7 +85,7 @@ class RandomQuantised(RandomTensors):
         super().__init__(expected, dtype, device, seed)
         self.kind, self.keep_quantised = kind, True
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
         if out.dtype == torch.uint8:  # every byte is two codes; scales are about 2 ** -7
             out.random_(117, 123) if name.endswith("_scales") else out.random_(0, 256)
         else:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_backend.checkpoints.families import SLIDING, Family
+from dflash_backend.checkpoints.families import Family
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization.stored import PARTS
 from dflash_backend.checkpoints.rope import addressable_positions, read_layer_rope, read_rope
-from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
+from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, DecoderSpec
 from dflash_backend.checkpoints.tensor_names import OUTER, WRAPPERS, bare_name, beginnings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -128,14 +128,12 @@ def read_dtype(tensors: Mapping[str, TensorHeader], *configs: JsonReader) -> tup
         for field in ("dtype", "torch_dtype"):
             if config.given(field):
                 given.append((".".join([*nested, field]), _read_dtype_name(config, field)))
-    if given and given[0][1] != AUTO:
-        field, chosen = given[0]
-        others = [f"{other} is {name}" for other, name in given[1:] if name not in (chosen, AUTO)]
-        return chosen, (f"{field} is {chosen} and is used; {', '.join(others)}",) if others else ()
-    chosen, notes = _dtype_of(tensors)
+    field, first = given[0] if given else ("", AUTO)
+    chosen, notes = _dtype_of(tensors) if first == AUTO else (first, ())
     others = [f"{other} is {name}" for other, name in given[1:] if name not in (chosen, AUTO)]
     if others:
-        notes += (f"{given[0][0]} is {AUTO}: {chosen}, that of the weights, is used; {', '.join(others)}",)
+        what = f"{AUTO}: {chosen}, that of the weights," if first == AUTO else f"{chosen} and"
+        notes += (f"{field} is {what} is used; {', '.join(others)}",)
     return chosen, notes
 
 

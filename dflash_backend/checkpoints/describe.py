@@ -16,7 +16,7 @@ from dflash_backend.checkpoints.gguf.blocks import BITS
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.keepable import kept_bytes
-from dflash_backend.checkpoints.quantization.stored import quantised, weights_of
+from dflash_backend.checkpoints.quantization.stored import quantised, shape_of
 from dflash_backend.checkpoints.rope import rope_in_words
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, Gemma4Spec, TargetSpec
 
@@ -160,7 +160,7 @@ def _quantised_facts(directory: Path, served: str) -> Facts:
     weights = quantised(headers, quantization)
     sizes = {name: header.num_bytes for name, header in headers.items() if header.dtype in DTYPE_BYTES}
     stored = sum(size for name, size in sizes.items() if name.rpartition(".")[0] in weights)
-    numbers = sum(weights_of(name, scheme, headers) for name, scheme in weights.items())
+    numbers = sum(math.prod(shape_of(name, scheme, headers)) for name, scheme in weights.items())
     counts = Counter(scheme.in_words() for scheme in weights.values())
     schemes = "; ".join(f"{scheme} ({count} projections)" for scheme, count in counts.items())
     files, memory = (f"{size / 1024**2:.1f} MiB" for size in (stored, numbers * FLOAT_BYTES[served]))

@@ -101,7 +101,7 @@ def gpt_oss_experts(config: JsonReader, num_layers: int) -> MoeSpec:
     field = "num_experts" if config.given("num_experts") else "num_local_experts"
     num_experts = config.integer(field, default=128, high=MAX_EXPERTS)
     swiglu = ClampedSwiglu(config.number("swiglu_alpha", default=1.702), config.number("swiglu_limit", default=7.0))
-    mxfp4 = stores_mxfp4(config)
+    mxfp4 = config.object("quantization_config").string("quant_method", default="") == MXFP4
     inner = config.integer("intermediate_size")
     if mxfp4:
         for size in ("hidden_size", "intermediate_size"):
@@ -116,10 +116,3 @@ def gpt_oss_experts(config: JsonReader, num_layers: int) -> MoeSpec:
         swiglu=swiglu,
         mxfp4=mxfp4,
     )
-
-
-def stores_mxfp4(config: JsonReader) -> bool:
-    """Whether `quantization_config` says that the experts are stored in MXFP4."""
-    if not config.given("quantization_config"):
-        return False
-    return config.object("quantization_config").string("quant_method", default="") == MXFP4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dflash_backend.checkpoints.experts import (
     gemma4_experts,
@@ -19,12 +20,10 @@ from dflash_backend.checkpoints.experts import (
     qwen_next_experts,
 )
 from dflash_backend.checkpoints.gemma4 import gemma4_windows, read_gemma4
-from dflash_backend.checkpoints.hybrids import read_delta_net, read_plain_delta_net
+from dflash_backend.checkpoints.hybrids import read_delta_net
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.rope import DEFAULT_ROPE, scaled_by_yarn
-from dflash_backend.checkpoints.spec import DeltaNetSpec, Gemma4Spec, MoeSpec, RopeSpec
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from dflash_backend.checkpoints.rope import DEFAULT_ROPE, attention_factor_of
+from dflash_backend.checkpoints.spec import FULL, SLIDING, DeltaNetSpec, Gemma4Spec, MoeSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,6 @@ class Family:
     tied: bool = False
 
 
-def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
-    """`layer_types`, one for each layer, full or sliding attention; None when the field is missing."""
-    if not config.given("layer_types"):
-        return None
-    types = config.strings("layer_types")
-    if len(types) != num_layers or any(name not in (SLIDING, FULL) for name in types):
-        raise config.fail("layer_types", f"'{FULL}' or '{SLIDING}' for each of the {num_layers} layers")
-    return types
-
-
 def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """Llama: every layer sees everything."""
     return _agreeing(config, (None,) * num_layers)
@@ -88,9 +77,7 @@ def hybrid_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...
 
 def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """Mistral: `sliding_window` in all layers unless it is null; 4096 where the field is missing."""
-    missing = 4096 if "sliding_window" not in config else None
-    window = config.integer("sliding_window") if config.given("sliding_window") else missing
-    return _agreeing(config, (window,) * num_layers)
+    return _agreeing(config, (_window(config, 4096),) * num_layers)
 
 
 def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
@@ -101,9 +88,8 @@ def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, .
 def gpt_oss_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """gpt-oss: `sliding_window` in the layers that `layer_types` calls sliding, without it in every second layer from
     the first on; 128 where the field is missing."""
-    missing = 128 if "sliding_window" not in config else None
-    window = config.integer("sliding_window") if config.given("sliding_window") else missing
-    types = read_layer_types(config, num_layers) or tuple((SLIDING, FULL)[i % 2] for i in range(num_layers))
+    window = _window(config, 128)
+    types = config.layer_types(num_layers, FULL, SLIDING) or tuple((SLIDING, FULL)[i % 2] for i in range(num_layers))
     if SLIDING in types and window is None:
         raise config.fail("sliding_window", f"a number of positions for the layers of '{SLIDING}'")
     return tuple(window if name == SLIDING else None for name in types)
@@ -113,7 +99,7 @@ def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """Qwen2 and Qwen3: `sliding_window` in the layers that `layer_types` calls sliding, without it in those from
     `max_window_layers` on; none of it without `use_sliding_window`."""
     window = _qwen_window(config)
-    types = read_layer_types(config, num_layers)
+    types = config.layer_types(num_layers, FULL, SLIDING)
     if types is None:
         first = config.integer("max_window_layers", default=28, low=0)
         return tuple(window if i >= first else None for i in range(num_layers))
@@ -123,16 +109,19 @@ def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen_window(config: JsonReader) -> int | None:
-    if not config.boolean("use_sliding_window", default=False):
-        return None
+    return _window(config, 4096) if config.boolean("use_sliding_window", default=False) else None
+
+
+def _window(config: JsonReader, missing: int) -> int | None:
+    """`sliding_window`, or what a missing field means; null is none."""
     if config.given("sliding_window"):
         return config.integer("sliding_window")
-    return None if "sliding_window" in config else 4096
+    return None if "sliding_window" in config else missing
 
 
 def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """`windows` of a family that does not read `layer_types`, refused where the field says otherwise."""
-    types = read_layer_types(config, len(windows))
+    types = config.layer_types(len(windows), FULL, SLIDING)
     if types is not None and any((name == SLIDING) != (w is not None) for name, w in zip(types, windows, strict=True)):
         raise config.fail("layer_types", "the windows that sliding_window gives: this family does not mix layers")
     return windows
@@ -149,7 +138,7 @@ QWEN35 = Family(
     num_kv_heads=4,
     head_dim=256,
     reads_attention_bias=True,
-    delta_net=read_plain_delta_net,
+    delta_net=partial(read_delta_net, grouped=False),
     attention_gate=True,
     centred_norms=True,
     rotary_share=0.25,
@@ -175,12 +164,14 @@ FAMILIES = {
         head_dim=64,
         max_positions=131072,
         rms_norm_eps=1e-5,
-        rope=scaled_by_yarn(theta=150000.0, factor=32.0, original_max_positions=4096, truncate=False),
+        rope=RopeSpec(150000.0, "yarn", 32.0, 4096, attention_factor_of(32.0), truncate=False),
         reads_attention_bias=True,
         attention_bias=True,
     ),
     # Qwen3-Next: gated delta net layers (arXiv 2412.06464) between layers of gated attention.
-    "Qwen3NextForCausalLM": replace(QWEN35, experts=qwen_next_experts, num_kv_heads=2, delta_net=read_delta_net),
+    "Qwen3NextForCausalLM": replace(
+        QWEN35, experts=qwen_next_experts, num_kv_heads=2, delta_net=partial(read_delta_net, grouped=True)
+    ),
     # Qwen3.5 and 3.6, the text part.
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5MoeForCausalLM": replace(QWEN35, experts=qwen35_experts, num_kv_heads=2),

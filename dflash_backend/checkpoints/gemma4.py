@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import read_layer_rope
-from dflash_backend.checkpoints.spec import Gemma4Spec, RopeSpec
+from dflash_backend.checkpoints.spec import FULL, SLIDING, Gemma4Spec, RopeSpec
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 # Every so manieth layer sees everything where no field says which do.
 PATTERN = 6
 DEFAULT_WINDOW = 512
@@ -70,11 +69,8 @@ def read_gemma4(config: JsonReader, num_layers: int, max_positions: int) -> Gemm
 
 def _layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...]:
     """The kind of each layer. The last sees everything, whatever the file says of it."""
-    types = tuple(FULL if (index + 1) % PATTERN == 0 else SLIDING for index in range(num_layers))
-    if config.given("layer_types"):
-        types = config.strings("layer_types")
-        if len(types) != num_layers or any(name not in (SLIDING, FULL) for name in types):
-            raise config.fail("layer_types", f"'{FULL}' or '{SLIDING}' for each of the {num_layers} layers")
+    usual = tuple(FULL if (index + 1) % PATTERN == 0 else SLIDING for index in range(num_layers))
+    types = config.layer_types(num_layers, FULL, SLIDING) or usual
     return (*types[:-1], FULL)
 
 

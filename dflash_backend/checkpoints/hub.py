@@ -125,12 +125,11 @@ def _bytes_here(name: str, whole_files_only: bool = False) -> int:
     blobs = Path(HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}" / "blobs"
     have = 0
     for path in blobs.glob("*"):
-        if path.suffix != INCOMPLETE:
-            with contextlib.suppress(OSError):
-                have += path.stat().st_size
-        elif not whole_files_only:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            if path.suffix != INCOMPLETE:
+                have += stat.st_size
+            elif not whole_files_only:
                 # The file may have its full size long before its bytes are here.
-                stat = path.stat()
                 have += min(stat.st_size, stat.st_blocks * 512)
     return have

@@ -5,25 +5,17 @@ A field that is missing takes the value that `transformers` 5 gives it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import DeltaNetSpec
+from dflash_backend.checkpoints.spec import FULL, LINEAR, DeltaNetSpec
 
-LINEAR, FULL = "linear_attention", "full_attention"
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 # A request keeps these inputs of the convolution, so they must be few.
 MAX_CONV_WIDTH = 64
 
 
-def read_plain_delta_net(config: JsonReader, num_layers: int) -> DeltaNetSpec:
-    """The gated delta net layers of Qwen3.5. Raises `CheckpointError`."""
-    return replace(read_delta_net(config, num_layers), grouped=False)
-
-
-def read_delta_net(config: JsonReader, num_layers: int) -> DeltaNetSpec:
-    """The gated delta net layers of Qwen3-Next. Raises `CheckpointError`."""
+def read_delta_net(config: JsonReader, num_layers: int, grouped: bool) -> DeltaNetSpec:
+    """The gated delta net layers of Qwen3-Next, or `grouped` not, of Qwen3.5. Raises `CheckpointError`."""
     types = _layer_types(config, num_layers)
     num_key_heads = config.integer("linear_num_key_heads", default=16, high=MAX_HEADS)
     num_value_heads = config.integer("linear_num_value_heads", default=32, high=MAX_HEADS)
@@ -36,13 +28,15 @@ def read_delta_net(config: JsonReader, num_layers: int) -> DeltaNetSpec:
         key_head_dim=config.integer("linear_key_head_dim", default=128, high=MAX_HEAD_DIM),
         value_head_dim=config.integer("linear_value_head_dim", default=128, high=MAX_HEAD_DIM),
         conv_width=config.integer("linear_conv_kernel_dim", default=4, low=2, high=MAX_CONV_WIDTH),
+        grouped=grouped,
     )
 
 
 def read_rotary_dim(config: JsonReader, head_dim: int, share: float) -> int:
     """How many numbers of a head are rotated: `partial_rotary_factor` of it, `share` where no field says it. Raises
     `CheckpointError`."""
-    readers = [reader for reader in _rope_readers(config) if reader.given("partial_rotary_factor")]
+    nested = [config.object(name) for name in ("rope_parameters", "rope_scaling")]
+    readers = [reader for reader in (*nested, config) if reader.given("partial_rotary_factor")]
     found = [reader.number("partial_rotary_factor", high=1.0) for reader in readers]
     if any(other != found[0] for other in found[1:]):
         raise readers[1].fail("partial_rotary_factor", f"the same as elsewhere in this file ({found[0]:g})")
@@ -56,11 +50,8 @@ def read_rotary_dim(config: JsonReader, head_dim: int, share: float) -> int:
 
 
 def _layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...]:
-    if config.given("layer_types"):
-        types = config.strings("layer_types")
-        if len(types) != num_layers or any(name not in (FULL, LINEAR) for name in types):
-            raise config.fail("layer_types", f"'{FULL}' or '{LINEAR}' for each of the {num_layers} layers")
-    else:
+    types = config.layer_types(num_layers, FULL, LINEAR)
+    if types is None:
         interval = config.integer("full_attention_interval", default=4)
         types = tuple(LINEAR if (index + 1) % interval else FULL for index in range(num_layers))
     if FULL not in types:
@@ -68,7 +59,3 @@ def _layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...]:
             "layer_types", f"'{FULL}' for one layer at least: targets without attention are not supported"
         )
     return types
-
-
-def _rope_readers(config: JsonReader) -> list[JsonReader]:
-    return [*(config.object(name) for name in ("rope_parameters", "rope_scaling") if config.given(name)), config]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import shown
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
+Value = TypeVar("Value")
 
 
 class JsonReader:
@@ -60,77 +61,74 @@ class JsonReader:
 
     def integer(self, field: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
         """An integer in `[low, high]`."""
-        value = self.data.get(field)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(field, f"an integer from {low} to {high}")
-        return value
+        expected = f"an integer from {low} to {high}"
+        return self._read(field, default, lambda value: type(value) is int and low <= value <= high, expected)
 
     def number(
         self, field: str, default: float | None = None, low: float = 0.0, high: float = sys.float_info.max
     ) -> float:
         """A finite number in `[low, high]`; above 0 where `low` is 0."""
-        value = self.data.get(field)
-        if value is None and default is not None:
-            return default
-        # A comparison with not-a-number is false, and one of a huge integer exact.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value <= 0:
-            upper = "" if high == sys.float_info.max else f" and at most {high:g}"
-            raise self.fail(field, (f"a number of at least {low:g}" if low else "a number above 0") + upper)
-        return float(value)
+        expected = f"a number of at least {low:g}" if low else "a number above 0"
+        expected += "" if high == sys.float_info.max else f" and at most {high:g}"
+
+        def is_valid(value: Any) -> bool:
+            # A comparison with not-a-number is false, and one of a huge integer exact.
+            return type(value) in (int, float) and low <= value <= high and value > 0
+
+        return float(self._read(field, default, is_valid, expected))
 
     def boolean(self, field: str, default: bool) -> bool:
         """True or false."""
-        value = self.data.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(field, "true or false")
-        return value
+        return self._read(field, default, lambda value: isinstance(value, bool), "true or false")
 
     def string(self, field: str, default: str | None = None) -> str:
         """A string."""
-        value = self.data.get(field)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str):
-            raise self.fail(field, "a string")
-        return value
+        return self._read(field, default, lambda value: isinstance(value, str), "a string")
 
     def strings(self, field: str) -> tuple[str, ...]:
         """A list of strings; empty when the field is missing."""
-        value = self.data.get(field)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(field, "a list of strings")
-        return tuple(value)
+        return tuple(self._list(field, str, "a list of strings"))
 
     def integers(self, field: str, low: int = 0) -> tuple[int, ...] | None:
         """A list of at least one integer of at least `low`; None when the field is missing or null."""
-        value = self.data.get(field)
-        if value is None:
+        if not self.given(field):
             return None
-        ok = isinstance(value, list) and value
-        if not ok or any(isinstance(i, bool) or not isinstance(i, int) or not low <= i <= 2**31 for i in value):
+        value = self.data[field]
+        if not isinstance(value, list) or not value or not all(type(i) is int and low <= i <= 2**31 for i in value):
             raise self.fail(field, f"a list of integers of at least {low}")
         return tuple(value)
 
+    def layer_types(self, num_layers: int, *kinds: str) -> tuple[str, ...] | None:
+        """`layer_types`, one of two `kinds` for each layer; None when the field is missing."""
+        if not self.given("layer_types"):
+            return None
+        types = self.strings("layer_types")
+        if len(types) != num_layers or not {*types} <= {*kinds}:
+            raise self.fail("layer_types", f"'{kinds[0]}' or '{kinds[1]}' for each of the {num_layers} layers")
+        return types
+
     def object(self, field: str, required: bool = False) -> JsonReader:
         """A nested object; an empty one when it is missing and not required."""
-        value = self.data.get(field)
-        if value is None and not required:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.fail(field, "an object")
+        missing: dict[str, Any] | None = None if required else {}
+        value = self._read(field, missing, lambda value: isinstance(value, dict), "an object")
         return JsonReader(value, f"{self.where}: {field}")
 
     def objects(self, field: str) -> tuple[JsonReader, ...]:
         """A list of objects; empty when the field is missing."""
-        value = self.data.get(field)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.fail(field, "a list of objects")
-        return tuple(JsonReader(item, f"{self.where}: {field}[{i}]") for i, item in enumerate(value))
+        items = self._list(field, dict, "a list of objects")
+        return tuple(JsonReader(item, f"{self.where}: {field}[{i}]") for i, item in enumerate(items))
+
+    def _read(self, field: str, default: Value | None, is_valid: Callable[[Any], bool], expected: str) -> Value:
+        value: Any = self.data.get(field)
+        if value is None and default is not None:
+            return default
+        if not is_valid(value):
+            raise self.fail(field, expected)
+        found: Value = value
+        return found
+
+    def _list(self, field: str, kind: type, expected: str) -> list[Any]:
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+        return self._read(field, [], is_valid, expected)

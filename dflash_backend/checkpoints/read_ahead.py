@@ -13,9 +13,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -44,14 +42,6 @@ def reads_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A tensor that is being read: its memory, uint8 `[num_bytes]`, and the pieces that are not certain yet."""
-
-    memory: torch.Tensor
-    pieces: list[Future[None]]
-
-
 class ReadAhead:
     """The tensors `names` of `headers`, in this order. A context: threads and files end with it."""
 
@@ -65,7 +55,8 @@ class ReadAhead:
             sizes[headers[name].file] = sizes.get(headers[name].file, 0) + headers[name].num_bytes
         self._limit = min(MAX_AHEAD_BYTES, max(sizes.values(), default=0))
         self._held = 0
-        self._readings: dict[str, _Reading] = {}
+        # Of each tensor its memory, uint8 `[num_bytes]`, and the pieces that are not certain yet.
+        self._readings: dict[str, tuple[torch.Tensor, list[Future[None]]]] = {}
         self._offsets: dict[Path, dict[str, int]] = {}
         self._files: dict[Path, int] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights")
@@ -73,9 +64,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         for file in self._files.values():
             os.close(file)
@@ -85,15 +74,15 @@ class ReadAhead:
         memory counts until `release`. Raises `CheckpointError` where its file is shorter than it was or cannot be
         read."""
         self._submit()
-        reading, header = self._readings.get(name), self._headers[name]
-        if reading is None:
+        if name not in self._readings:
             return None
-        for piece in reading.pieces:
+        (memory, pieces), header = self._readings[name], self._headers[name]
+        for piece in pieces:
             try:
                 piece.result()
             except OSError as error:
                 raise broken_file(header.file, error) from None
-        return reading.memory.view(STORED_DTYPES[header.dtype]).view(header.shape)
+        return memory.view(STORED_DTYPES[header.dtype]).view(header.shape)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor that was taken."""
@@ -111,7 +100,7 @@ class ReadAhead:
             self._held += size
             self._readings[name] = self._begin(name, size)
 
-    def _begin(self, name: str, size: int) -> _Reading:
+    def _begin(self, name: str, size: int) -> tuple[torch.Tensor, list[Future[None]]]:
         file = self._headers[name].file
         try:
             if file not in self._files:
@@ -126,7 +115,7 @@ class ReadAhead:
             self._threads.submit(_read_piece, self._files[file], view[at : at + PIECE_BYTES], start + at)
             for at in range(0, size, PIECE_BYTES)
         ]
-        return _Reading(memory, pieces)
+        return memory, pieces
 
     def _memory(self, size: int) -> torch.Tensor:
         if self._pinned or not size:

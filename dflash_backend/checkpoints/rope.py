@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import CheckpointError, RopeSpec
+from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 PROPORTIONAL = "proportional"
@@ -19,7 +19,6 @@ DEFAULT_ROPE = RopeSpec(theta=10000.0)
 MAX_THETA = 1e12
 MAX_FACTOR = 1e6
 MIN_BETA, MAX_BETA = 1e-6, 1e6
-SLIDING = "sliding_attention"
 
 
 def read_rope(
@@ -100,18 +99,6 @@ def rope_in_words(rope: RopeSpec) -> str:
     return text
 
 
-def scaled_by_yarn(theta: float, factor: float, original_max_positions: int, truncate: bool) -> RopeSpec:
-    """yarn with everything else as where no field gives it."""
-    return RopeSpec(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_positions=original_max_positions,
-        attention_factor=_mscale(factor, 1.0),
-        truncate=truncate,
-    )
-
-
 def addressable_positions(rope: RopeSpec, max_positions: int) -> int:
     """How many positions a model can address whose `max_position_embeddings` is `max_positions`.
 
@@ -169,16 +156,15 @@ def _read_entry(
     kind = _kind(entry, text_alone)
     if kind == "default":
         return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=entry.number("factor", low=1.0, high=MAX_FACTOR))
-    if kind == "dynamic":
-        if head_dim <= 2:
+    if kind in ("linear", "dynamic"):
+        if kind == "dynamic" and head_dim <= 2:
             raise config.fail("head_dim", "more than 2, as dynamic rotary scaling needs")
+        length = max_positions if kind == "dynamic" else 0
         factor = entry.number("factor", low=1.0, high=MAX_FACTOR)
-        return RopeSpec(
-            theta=theta, kind=kind, factor=factor, original_max_positions=max_positions, length=max_positions
-        )
-    original = _original_positions(entry, config, max_positions)
+        return RopeSpec(theta, kind, factor, original_max_positions=length, length=length)
+    # A field beside the scaling wins over one inside it (Phi writes it so).
+    field = "original_max_position_embeddings"
+    original = config.integer(field, default=entry.integer(field, default=max_positions))
     if kind == "yarn":
         return _read_yarn(entry, theta, original, max_positions)
     low, high = (entry.number(field, low=MIN_BETA, high=MAX_BETA) for field in ("low_freq_factor", "high_freq_factor"))
@@ -198,21 +184,15 @@ def _theta(reader: JsonReader, default: float) -> float:
     return reader.number("rope_theta", default=default, low=1.0, high=MAX_THETA)
 
 
-def _original_positions(entry: JsonReader, config: JsonReader, max_positions: int) -> int:
-    """The length before scaling: a field beside the scaling wins over one inside it (Phi writes it so)."""
-    field = "original_max_position_embeddings"
-    return config.integer(field, default=entry.integer(field, default=max_positions))
-
-
 def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: int) -> RopeSpec:
     """yarn, with the attention factor of DeepSeek's `mscale` and `mscale_all_dim` where a checkpoint has both."""
     if theta <= 1:
         raise entry.fail("rope_theta", "a number above 1, as yarn needs")
     factor = entry.number("factor", default=max(1.0, max_positions / original), low=1.0, high=MAX_FACTOR)
-    attention_factor = _mscale(factor, 1.0)
+    attention_factor = attention_factor_of(factor)
     if entry.data.get("mscale") and entry.data.get("mscale_all_dim"):
         mscale, all_dim = (entry.number(field, high=MAX_FACTOR) for field in ("mscale", "mscale_all_dim"))
-        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        attention_factor = attention_factor_of(factor, mscale) / attention_factor_of(factor, all_dim)
     return RopeSpec(
         theta=theta,
         kind="yarn",
@@ -225,6 +205,6 @@ def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: in
     )
 
 
-def _mscale(factor: float, scale: float) -> float:
+def attention_factor_of(factor: float, scale: float = 1.0) -> float:
     """How much longer contexts sharpen attention (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+# The kinds of a `config.json`'s `layer_types`.
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used. The message names the file, the field or tensor, and what is expected."""
@@ -129,23 +132,6 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """What distinguishes one decoder layer.
-
-    qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
-    projections into attention, the one out of it and those of the MLP have biases. moe: experts in place of the MLP.
-    sinks: each query head has a learned logit in its softmax.
-    """
-
-    qk_norm: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    moe: MoeSpec | None
-    sinks: bool = False
-
-
-@dataclass(frozen=True)
 class AttentionCache:
     """What an attention layer keeps of each token of a request: K and V of `num_kv_heads` heads of `head_dim` numbers.
 
@@ -166,8 +152,10 @@ class AttentionCache:
 class DecoderSpec:
     """The shape of a decoder stack, target or drafter. Sizes are numbers of elements.
 
-    qk_norm, the biases and sinks are as in `LayerConfig`. sliding_windows has one entry for each layer: the number of
-    positions that a query sees, its own included, or None for all. max_len is the number of positions that the model
+    qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
+    projections into attention, the one out of it and those of the MLP have biases. sinks: each query head has a learned
+    logit in its softmax. sliding_windows has one entry for each layer: the number of positions that a query sees, its
+    own included, or None for all. max_len is the number of positions that the model
     can address, rotary scaling included. delta_net: the layers that have no attention; None: all have. attention_gate:
     the output of attention is multiplied by the sigmoid of one more projection. centred_norms: an RMSNorm multiplies by
     1 plus its weight. rotary_dim: numbers of a head that are rotated, the first ones; 0 for all. gemma4: what Gemma 4
@@ -212,10 +200,9 @@ class DecoderSpec:
         """Whether the layer with this index has attention, and so a KV cache."""
         return self.delta_net is None or not self.delta_net.layers[index]
 
-    def layer(self, index: int) -> LayerConfig:
-        """The layer with this index."""
-        moe = self.moe if self.moe is not None and self.moe.sparse_layers[index] else None
-        return LayerConfig(self.qk_norm, self.qkv_bias, self.output_bias, self.mlp_bias, moe, self.sinks)
+    def experts_of(self, index: int) -> MoeSpec | None:
+        """The experts in place of the MLP of the layer with this index."""
+        return self.moe if self.moe is not None and self.moe.sparse_layers[index] else None
 
     @property
     def caches(self) -> tuple[AttentionCache, ...]:

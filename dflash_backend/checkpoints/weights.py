@@ -11,7 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -34,7 +34,7 @@ from dflash_backend.checkpoints.quantization.kept import (
     keep,
     keep_slice,
 )
-from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, Slice, dequantise_slice, runs
+from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, Slice, dequantise_slice
 from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, check_tensor, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -52,8 +52,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 """By the names that settings and `config.json` have for them."""
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-INTEGER_DTYPES = ("I64", "I32")
-BYTE_DTYPES = ("U8",)
+FILE_DTYPES = {torch.int64: ("I64", "I32"), torch.uint8: ("U8",)}
+"""The types, as safetensors names them, that a file may have for a tensor of each dtype; others are `FLOAT_DTYPES`."""
 NUMBERS_AT_ONCE = 1 << 22
 """That blocks of GGUF become at a time."""
 # How often progress within a file is said.
@@ -70,13 +70,14 @@ class WeightSource(ABC):
         self.keep_quantised = keep_quantised
 
     @abstractmethod
-    def read(self, name: str, out: torch.Tensor) -> None:
-        """Copy the tensor `name`, of the shape of `out`, to `out`, in its dtype. A source may give each tensor once."""
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        """Copy the tensor `name`, or the slice `taken` of it, which has the shape of `out`, to `out`, in its dtype. A
+        source may give each tensor once."""
 
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
         """As `read`, for the weight `[out_features, in_features]` of a projection, which files may hold quantised.
         `name` ends in `.weight`."""
-        self.read(name, out)
+        self.read(name, out, taken)
 
     def keeps(
         self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
@@ -106,41 +107,15 @@ class WeightSource(ABC):
         (`keep_blocks`)."""
         return None
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
-        raise NotImplementedError(f"{type(self).__name__} has no slices")
-
-    def read_projection_slice(
-        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
-    ) -> None:
-        """As `read_projection`, of some parts, as `read_slice`."""
-        self.read_slice(name, out, dim, parts, num_parts)
-
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory for a parameter."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name`, of this shape."""
-        self.read(name, out := self.empty(*shape))
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor `name`, of this shape. dtype: int64 for integers, uint8 for packed weights, as they are stored;
+        else that of parameters."""
+        self.read(name, out := torch.empty(shape, dtype=dtype or self.dtype, device=self.device))
         return out
-
-    def integers(self, name: str, *shape: int) -> torch.Tensor:
-        """The integer tensor `name`, of this shape, as int64."""
-        self.read(name, out := torch.empty(shape, dtype=torch.int64, device=self.device))
-        return out
-
-    def packed(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name` of packed weights, of this shape, as it is stored: uint8."""
-        self.read(name, out := torch.empty(shape, dtype=torch.uint8, device=self.device))
-        return out
-
-
-def whole_shape(out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> list[int]:
-    """The shape of the tensor of which `out` takes `parts` of `num_parts` along `dim`."""
-    shape = list(out.shape)
-    shape[dim] = shape[dim] // len(parts) * num_parts
-    return shape
 
 
 class _Listing(WeightSource):
@@ -152,22 +127,16 @@ class _Listing(WeightSource):
         self.projections: dict[str, tuple[int, int]] = {}
         self.sliced: set[str] = set()
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        if taken is not None:
+            self.sliced.add(name)
+            out = torch.empty(taken.whole(out.shape), dtype=out.dtype, device=self.device)
         self.tensors[name] = out
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        self.sliced.add(name)
-        self.tensors[name] = torch.empty(whole_shape(out, dim, parts, num_parts), dtype=out.dtype, device=self.device)
-
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
-        self.tensors[name] = out
-        self.projections[name.removesuffix(".weight")] = out.shape[0], out.shape[1]
-
-    def read_projection_slice(
-        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
-    ) -> None:
-        self.read_slice(name, out, dim, parts, num_parts)
-        self.read_projection(name, self.tensors[name])
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self.read(name, out, taken)
+        rows, columns = self.tensors[name].shape
+        self.projections[name.removesuffix(".weight")] = rows, columns
 
 
 class _CheckpointFiles(WeightSource):
@@ -200,9 +169,14 @@ class _CheckpointFiles(WeightSource):
         # Of each tensor that was read into numbers, its largest; NaN where one of its numbers is.
         self._largest: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        header = self._headers[name]
-        if header.blocks:
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        header, done = self._headers[name], 0
+        if taken is not None:
+            for start, stop in taken.bounds(out.shape):
+                stored = self._stored(name, (slice(None),) * taken.dim + (slice(start, stop),))
+                out.narrow(taken.dim, done, stop - start).copy_(stored)
+                done += stop - start
+        elif header.blocks:
             step = max(1, NUMBERS_AT_ONCE // math.prod(header.shape[1:]))
             for at in range(0, header.shape[0], step):
                 out[at : at + step].copy_(self._stored(name, (slice(at, at + step),)))
@@ -222,22 +196,16 @@ class _CheckpointFiles(WeightSource):
             self._count(name)
         return made
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        size, done = out.shape[dim] // len(parts), 0
-        for part, count in runs(parts):
-            stored = self._stored(name, (slice(None),) * dim + (slice(part * size, (part + count) * size),))
-            out.narrow(dim, done * size, count * size).copy_(stored)
-            done += count
-        self._look_at(name, out)
-        self._count(name)
-
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
         stored = self._quantised.get(name.removesuffix(".weight"))
         if stored is None:
-            self.read(name, out)
+            self.read(name, out, taken)
             return
-        dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
-        self._look_at(name, out)
+        if taken is None:  # numbers that are none are refused as they are made
+            dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
+        elif dequantise_slice(stored, self._stored, out, taken) and self._progress and not self._split_reported:
+            self._progress(f"{name}: {SPLIT_WITHIN}", self._read / self._total)
+            self._split_reported = True
         for part in stored.tensors.values():
             self._count(part)
 
@@ -270,24 +238,6 @@ class _CheckpointFiles(WeightSource):
         for part in stored.tensors.values():
             self._count(part)
         return kept
-
-    def read_projection_slice(
-        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
-    ) -> None:
-        stored = self._quantised.get(name.removesuffix(".weight"))
-        if stored is None:
-            self.read_slice(name, out, dim, parts, num_parts)
-            return
-        if dequantise_slice(stored, self._stored, out, Slice(dim, tuple(parts), num_parts)):
-            self._report_split(name)
-        for tensor in stored.tensors.values():
-            self._count(tensor)
-
-    def _report_split(self, name: str) -> None:
-        """Say of the first weight that it is dequantised whole for the part that a rank takes."""
-        if self._progress is not None and not self._split_reported:
-            self._progress(f"{name}: {SPLIT_WITHIN}", self._read / self._total)
-            self._split_reported = True
 
     def _look_at(self, name: str, out: torch.Tensor) -> None:
         """Note whether a tensor has NaN, at the cost of reading it once; a GPU is not waited for."""
@@ -443,7 +393,8 @@ def _expected(
     """The quantised weights, and what each tensor of the files must be."""
     weights: dict[str, StoredWeight] = {}
     expected = {
-        name: Expected((tuple(tensor.shape),), _allowed_dtypes(tensor)) for name, tensor in listing.tensors.items()
+        name: Expected((tuple(tensor.shape),), FILE_DTYPES.get(tensor.dtype, FLOAT_DTYPES))
+        for name, tensor in listing.tensors.items()
     }
     for projection, shape in listing.projections.items():
         scheme = None if quantization is None else quantization.scheme_of(projection, headers)
@@ -452,13 +403,6 @@ def _expected(
             del expected[f"{projection}.weight"]
             expected |= parts
     return weights, expected
-
-
-def _allowed_dtypes(expected: torch.Tensor) -> tuple[str, ...]:
-    """The types, as safetensors names them, that a file may have for a tensor that is read into `expected`."""
-    if expected.is_floating_point():
-        return FLOAT_DTYPES
-    return BYTE_DTYPES if expected.dtype == torch.uint8 else INTEGER_DTYPES
 
 
 def expected_tensors(read: Callable[[WeightSource], object]) -> dict[str, torch.Tensor]:

@@ -377,7 +377,7 @@ def read_shared(source: WeightSource, spec: DraftModelSpec, prefix: str = "") ->
         "final_norm": source.tensor("norm.weight", hidden),
         "embedding": source.tensor("embed_tokens.weight", spec.vocab_size, hidden) if spec.has_embedding else None,
         "lm_head": Linear.read(source, "", {"lm_head": spec.draft_vocab_size}, hidden) if spec.has_lm_head else None,
-        "d2t": source.integers("d2t", spec.draft_vocab_size) if spec.maps_vocabulary else None,
+        "d2t": source.tensor("d2t", spec.draft_vocab_size, dtype=torch.int64) if spec.maps_vocabulary else None,
     }
 
 

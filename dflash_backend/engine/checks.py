@@ -88,7 +88,7 @@ def check_activation_quantization(
     stored = load_quantization(target.path)
     rules = () if stored is None else stored.rules
     has_fp8 = config.quantization == "fp8" or any(
-        rule.scheme is not None and rule.scheme.layout is Layout.FLOAT8 for rule in rules
+        scheme is not None and scheme.layout is Layout.FLOAT8 for _, scheme in rules
     )
     reason = None
     if not keeps or config.tensor_parallel_size > 1:

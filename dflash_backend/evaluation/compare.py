@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.evaluation.errors import EvaluationError
-from dflash_backend.evaluation.plot import plot_by_position
-from dflash_backend.evaluation.report import as_dict, groups, markdown_table, tables, title
+from dflash_backend.evaluation.report import as_dict, groups, markdown_table, tables, title, write_files
 from dflash_backend.evaluation.run import Evaluation, QuestionResult
 
 FIRST, AGAINST = "first", "against"
@@ -73,8 +70,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
         return {
-            FIRST: as_dict(self.first.evaluation, self.first.about),
-            AGAINST: as_dict(self.against.evaluation, self.against.about),
+            **{name: as_dict(measured.evaluation, measured.about) for name, measured in self._named},
             "comparison": {
                 **{name: dict(zip((FIRST, AGAINST), pair, strict=True)) for name, pair in self.figures.items()},
                 "num_same_answers": self.num_same,
@@ -93,7 +89,7 @@ class Comparison:
         tokens = [measured.about.get(TEXT_TOKENS) for measured in (self.first, self.against)]
         if None not in tokens and tokens[0] != tokens[1]:
             parts.append("The two have other tokens for the text, so their perplexities cannot be compared.")
-        for name, measured in ((FIRST, self.first), (AGAINST, self.against)):
+        for name, measured in self._named:
             parts.append(f"## {name}\n\n{tables(measured.evaluation, measured.about).rstrip()}")
         return "\n\n".join(parts) + "\n"
 
@@ -106,16 +102,11 @@ class Comparison:
 
     def write(self, directory: Path) -> None:
         """Write `eval.json`, `eval.md` and `eval.png`. Raises `EvaluationError`."""
-        data = json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
-        text = f"# Comparison\n\n{self.text()}\n![acceptance by position](eval.png)\n"
-        both = [replace(measured.evaluation.overall, name=name) for name, measured in self._named()]
-        try:
-            (directory / "eval.json").write_text(data, encoding="utf-8")
-            (directory / "eval.md").write_text(text, encoding="utf-8")
-            plot_by_position(directory / "eval.png", both, title(self.first.evaluation, self.first.about))
-        except OSError as error:
-            raise EvaluationError(f"the report cannot be written to {directory}: {error.strerror}") from None
+        both = [replace(measured.evaluation.overall, name=name) for name, measured in self._named]
+        heading = title(self.first.evaluation, self.first.about)
+        write_files(directory, self.as_dict(), f"# Comparison\n\n{self.text()}", both, heading)
 
+    @property
     def _named(self) -> tuple[tuple[str, Measured], ...]:
         return (FIRST, self.first), (AGAINST, self.against)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_backend.error_text import first_line
 from dflash_backend.evaluation.errors import EvaluationError
@@ -20,97 +21,74 @@ from dflash_backend.evaluation.scoring import is_number
 MAX_TOKENS = 2048
 
 
+Fields = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """A published data set. `read` makes a question of one of its rows; `number` counts them from 1."""
+    """A published data set. `read`: what a question has of a row, by its fields; `id` and `category`: the row's fields
+    that name it, where it has such."""
 
     name: str
     repository: str
     config: str | None
     split: str
-    read: Callable[[Row, int], Question]
+    read: Callable[[Row], Fields]
+    id: str = ""
+    category: str = ""
 
 
 # What the authors add to a mathematical question.
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-def _gsm8k(row: Row, number: int) -> Question:
+def _asked(text: str) -> Fields:
+    return {"messages": ({"role": "user", "content": text},)}
+
+
+def _gsm8k(row: Row) -> Fields:
     """Grade-school word problems (arXiv 2110.14168). The answer follows `####` in the published solution."""
     solution = row.text("answer")
     if "####" not in solution:
         raise row.fail("answer", "a solution that ends in '#### ANSWER', as in the published set")
-    return Question(
-        id=f"gsm8k-{number}",
-        dataset="gsm8k",
-        category="gsm8k",
-        messages=({"role": "user", "content": row.text("question") + STEP_BY_STEP},),
-        answer=solution.rpartition("####")[2].strip(),
-        max_tokens=MAX_TOKENS,
-    )
+    return _asked(row.text("question") + STEP_BY_STEP) | {"answer": solution.rpartition("####")[2].strip()}
 
 
-def _math500(row: Row, number: int) -> Question:
+def _math500(row: Row) -> Fields:
     """Competition mathematics in seven subjects (arXiv 2305.20050). Only answers that are numbers are scored: one
     formula can be written in many ways."""
     answer = row.text("answer")
-    return Question(
-        id=row.text("unique_id", f"math500-{number}"),
-        dataset="math500",
-        category=category_of("math500", row.text("subject", "math500")),
-        messages=({"role": "user", "content": row.text("problem") + STEP_BY_STEP},),
-        answer=answer if is_number(answer) else None,
-        max_tokens=MAX_TOKENS,
-    )
+    return _asked(row.text("problem") + STEP_BY_STEP) | {"answer": answer if is_number(answer) else None}
 
 
-def _mbpp(row: Row, number: int) -> Question:
+def _mbpp(row: Row) -> Fields:
     """Python functions from a sentence (arXiv 2108.07732), the sanitised set. Their tests are not run, as for
     HumanEval."""
-    return Question(
-        id=f"mbpp-{number}",
-        dataset="mbpp",
-        category="mbpp",
-        messages=({"role": "user", "content": row.text("prompt")},),
-        max_tokens=MAX_TOKENS,
-    )
+    return _asked(row.text("prompt"))
 
 
-def _humaneval(row: Row, number: int) -> Question:
+def _humaneval(row: Row) -> Fields:
     """Python functions to complete (arXiv 2107.03374). Their tests are not run, since that would execute what a
     model wrote."""
     ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
-    return Question(
-        id=row.text("task_id", f"humaneval-{number}"),
-        dataset="humaneval",
-        category="humaneval",
-        messages=({"role": "user", "content": f"{ask}```python\n{row.text('prompt')}\n```"},),
-        max_tokens=MAX_TOKENS,
-    )
+    return _asked(f"{ask}```python\n{row.text('prompt')}\n```")
 
 
-def _mt_bench(row: Row, number: int) -> Question:
+def _mt_bench(row: Row) -> Fields:
     """Conversations of two turns in eight categories (arXiv 2306.05685). The hub's copy calls the turns `prompt`, the
     authors' own file `turns`."""
     first, *rest = row.texts("turns" if row.has("turns") else "prompt")
-    return Question(
-        id=f"mt-bench-{number}",
-        dataset="mt-bench",
-        category=category_of("mt-bench", row.text("category", "mt-bench")),
-        messages=({"role": "user", "content": first},),
-        follow_ups=tuple(rest),
-        max_tokens=MAX_TOKENS,
-    )
+    return _asked(first) | {"follow_ups": tuple(rest)}
 
 
 HUB_SETS: dict[str, HubSet] = {
     one.name: one
     for one in (
         HubSet("gsm8k", "openai/gsm8k", "main", "test", _gsm8k),
-        HubSet("math500", "HuggingFaceH4/MATH-500", None, "test", _math500),
-        HubSet("humaneval", "openai/openai_humaneval", None, "test", _humaneval),
+        HubSet("math500", "HuggingFaceH4/MATH-500", None, "test", _math500, "unique_id", "subject"),
+        HubSet("humaneval", "openai/openai_humaneval", None, "test", _humaneval, "task_id"),
         HubSet("mbpp", "google-research-datasets/mbpp", "sanitized", "test", _mbpp),
-        HubSet("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
+        HubSet("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench, category="category"),
     )
 }
 
@@ -118,8 +96,11 @@ HUB_SETS: dict[str, HubSet] = {
 def read_hub_set(hub_set: HubSet, file: Path | None) -> Iterator[Question]:
     """The questions of a set, from `file` where it is given, else from the hub. Raises `EvaluationError`."""
     rows: Iterable[Row] = read_rows(file) if file is not None else _fetch(hub_set)
+    name = hub_set.name
     for number, row in enumerate(rows, 1):
-        yield hub_set.read(row, number)
+        own = hub_set.read(row)
+        row_id, category = row.text(hub_set.id, f"{name}-{number}"), row.text(hub_set.category, name)
+        yield Question(row_id, name, category_of(name, category), max_tokens=MAX_TOKENS, **own)
 
 
 def _fetch(hub_set: HubSet) -> Iterator[Row]:

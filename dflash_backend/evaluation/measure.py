@@ -11,7 +11,6 @@ from typing import Any
 from dflash_backend.evaluation import report
 from dflash_backend.evaluation.datasets import DEFAULT_SETS, load_questions, parse_source
 from dflash_backend.evaluation.errors import InvalidSetting
-from dflash_backend.evaluation.questions import Question
 from dflash_backend.evaluation.run import Answerer, Evaluation, Progress, Sampling, evaluate
 
 # A model that answers, and what to say about it in the report.
@@ -37,7 +36,11 @@ def measure(
 
     Raises `InvalidSetting`, `EvaluationError` and what entering `model` raises.
     """
-    questions = _questions(settings)
+    try:
+        sources = [parse_source(text) for text in settings.datasets or DEFAULT_SETS]
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from None
+    questions = load_questions(sources, settings.limit, settings.shuffle)
     if directory is not None:
         report.prepare(directory)
     sampling = settings.sampling
@@ -54,11 +57,3 @@ def measure(
     if directory is not None:
         report.write(directory, evaluation, about)
     return evaluation, about
-
-
-def _questions(settings: EvaluationSettings) -> list[Question]:
-    try:
-        sources = [parse_source(text) for text in settings.datasets or DEFAULT_SETS]
-    except ValueError as error:
-        raise InvalidSetting(str(error)) from None
-    return load_questions(sources, settings.limit, settings.shuffle)

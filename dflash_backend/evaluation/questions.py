@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.text.client_json import is_text
 
 Message = Mapping[str, str]
 DEFAULT_MAX_TOKENS = 256
@@ -108,13 +109,7 @@ def _is_message(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     """A string that is not empty and has a UTF-8 form: JSON can also write half of a surrogate pair."""
-    if not isinstance(value, str) or not value:
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and value != "" and is_text(value)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

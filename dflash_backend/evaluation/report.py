@@ -164,11 +164,17 @@ def prepare(directory: Path) -> None:
 
 def write(directory: Path, evaluation: Evaluation, about: Mapping[str, Any]) -> None:
     """Write `eval.json`, `eval.md` and `eval.png`. Raises `EvaluationError`."""
-    data = json.dumps(as_dict(evaluation, about), indent=1, ensure_ascii=False) + "\n"
-    text = f"# Acceptance\n\n{tables(evaluation, about)}\n![acceptance by position](eval.png)\n"
+    text = f"# Acceptance\n\n{tables(evaluation, about)}"
+    write_files(directory, as_dict(evaluation, about), text, groups(evaluation), title(evaluation, about))
+
+
+def write_files(
+    directory: Path, data: Mapping[str, Any], text: str, shown: Sequence[GroupResult], heading: str
+) -> None:
+    """Write `data`, `text` and a picture of what is `shown` as a report's files. Raises `EvaluationError`."""
     try:
-        (directory / "eval.json").write_text(data, encoding="utf-8")
-        (directory / "eval.md").write_text(text, encoding="utf-8")
-        plot_by_position(directory / "eval.png", groups(evaluation), title(evaluation, about))
+        (directory / "eval.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (directory / "eval.md").write_text(f"{text}\n![acceptance by position](eval.png)\n", encoding="utf-8")
+        plot_by_position(directory / "eval.png", shown, heading)
     except OSError as error:
         raise EvaluationError(f"the report cannot be written to {directory}: {error.strerror}") from None

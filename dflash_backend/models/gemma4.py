@@ -95,7 +95,7 @@ class Gemma4LayerWeights:
     def read(cls, source: WeightSource, prefix: str, spec: DecoderSpec, index: int) -> Gemma4LayerWeights:
         """Layer `index` of a decoder, whose tensors' names begin with `prefix`."""
         heads, hidden, attention = spec.of_layer(index), spec.hidden_size, f"{prefix}self_attn."
-        moe = spec.layer(index).moe
+        moe = spec.experts_of(index)
 
         def norm(name: str) -> torch.Tensor:
             return source.tensor(f"{prefix}{name}_layernorm.weight", hidden)

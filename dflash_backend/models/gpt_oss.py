@@ -78,7 +78,8 @@ def _read_kept(source: WeightSource, name: str, shape: Shape, interleaved: bool)
 def _packed(source: WeightSource, name: str, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks and scales of all experts."""
     block_shape, scale_shape = packed_shapes(*shape)
-    return source.packed(f"{name}_blocks", *block_shape), source.packed(f"{name}_scales", *scale_shape)
+    blocks = source.tensor(f"{name}_blocks", *block_shape, dtype=torch.uint8)
+    return blocks, source.tensor(f"{name}_scales", *scale_shape, dtype=torch.uint8)
 
 
 @contextmanager

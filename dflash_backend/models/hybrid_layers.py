@@ -89,9 +89,9 @@ def read_hybrid_layer(
         assert spec.delta_net is not None
         net = DeltaNetWeights.read(source, f"{prefix}linear_attn.", spec, spec.delta_net)
         return DeltaNetLayerWeights(norms[0], norms[1], net, mlp)
-    config, attention = spec.layer(index), f"{prefix}self_attn."
-    qkv = read_gated_qkv(source, attention, spec, config.qkv_bias)
-    output = Linear.read(source, attention, {"o_proj": hidden}, spec.query_size, config.output_bias)
+    attention = f"{prefix}self_attn."
+    qkv = read_gated_qkv(source, attention, spec, spec.qkv_bias)
+    output = Linear.read(source, attention, {"o_proj": hidden}, spec.query_size, spec.output_bias)
     return LayerWeights(norms[0], norms[1], qkv, _read_qk_norm(source, attention, spec), output, mlp)
 
 
@@ -109,7 +109,7 @@ def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch
 
 
 def _read_mlp(source: WeightSource, prefix: str, spec: DecoderSpec, index: int) -> Mlp:
-    moe = spec.layer(index).moe
+    moe = spec.experts_of(index)
     if moe is None:
         return DenseMlp.read(source, prefix, spec.hidden_size, spec.intermediate_size, bias=False)
     return SharedExpertMlp.read(source, prefix, spec.hidden_size, moe)

@@ -1,4 +1,4 @@
-"""The decoder layer of most targets and of all drafters that are models: `LayerConfig` says in what layers differ.
+"""The decoder layer of most targets and of all drafters that are models: `DecoderSpec` says in what layers differ.
 Gemma 4's is in `gemma4.py`, those of hybrids in `hybrid_layers.py`.
 
 Projections that read the same input are one matrix product (q, k and v; gate and up), and what lies between products
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec, LayerConfig
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.gpt_oss import read_gpt_oss_experts
 from dflash_backend.models.interface import PagedContext
@@ -44,7 +44,6 @@ class LayerWeights:
     ) -> LayerWeights:
         """Layer `index` of a decoder, whose tensors' names begin with `prefix`. input_size: of what attention reads,
         where that is not the normed hidden state."""
-        config = spec.layer(index)
         hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return cls(
@@ -55,12 +54,12 @@ class LayerWeights:
                 attention,
                 {"q_proj": query, "k_proj": kv, "v_proj": kv},
                 input_size or hidden,
-                config.qkv_bias,
+                spec.qkv_bias,
             ),
-            qk_norm=cls._read_qk_norm(source, attention, spec) if config.qk_norm else None,
-            output=Linear.read(source, attention, {"o_proj": hidden}, query, config.output_bias),
-            mlp=cls._read_mlp(source, mlp, spec, config),
-            sinks=source.tensor(f"{attention}sinks", spec.num_heads) if config.sinks else None,
+            qk_norm=cls._read_qk_norm(source, attention, spec) if spec.qk_norm else None,
+            output=Linear.read(source, attention, {"o_proj": hidden}, query, spec.output_bias),
+            mlp=cls._read_mlp(source, mlp, spec, spec.experts_of(index)),
+            sinks=source.tensor(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
         )
 
     def with_product(self, product_of: ProductOf) -> LayerWeights:
@@ -73,11 +72,11 @@ class LayerWeights:
         )
 
     @staticmethod
-    def _read_mlp(source: WeightSource, prefix: str, spec: DecoderSpec, config: LayerConfig) -> DenseMlp | SparseMlp:
-        if config.moe is None:
-            return DenseMlp.read(source, prefix, spec.hidden_size, spec.intermediate_size, config.mlp_bias)
-        read = SparseMlp.read if config.moe.swiglu is None else read_gpt_oss_experts
-        return read(source, prefix, spec.hidden_size, config.moe)
+    def _read_mlp(source: WeightSource, prefix: str, spec: DecoderSpec, moe: MoeSpec | None) -> DenseMlp | SparseMlp:
+        if moe is None:
+            return DenseMlp.read(source, prefix, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        read = SparseMlp.read if moe.swiglu is None else read_gpt_oss_experts
+        return read(source, prefix, spec.hidden_size, moe)
 
     @staticmethod
     def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:

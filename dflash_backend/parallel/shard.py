@@ -125,29 +125,21 @@ class SlicedSource(WeightSource):
         self._spec = spec.decoder
         self._vocab_size = spec.vocab_size
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As of any source; of an embedding that rank 0 alone has no rows."""
         if name.endswith(EMBEDDING) and not shape[0]:
             return self.empty(*shape)
-        return super().tensor(name, *shape)
+        return super().tensor(name, *shape, dtype=dtype)
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        taken = self._slice(name)
-        if taken is not None:
-            self._whole.read_slice(name, out, taken.dim, taken.parts, taken.num_parts)
-            return
-        self._whole.read(name, out)
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._whole.read(name, out, self._slice(name))
         owner, kind = _ends(name)
         is_of_sum = kind == "down_proj_bias" or (owner in BY_COLUMNS and kind == "bias")
         if is_of_sum and self._shard.rank > 0:
             out.zero_()
 
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
-        taken = self._slice(name)
-        if taken is None:
-            self._whole.read_projection(name, out)
-        else:
-            self._whole.read_projection_slice(name, out, taken.dim, taken.parts, taken.num_parts)
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._whole.read_projection(name, out, self._slice(name))
 
     def keeps(
         self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES

@@ -51,14 +51,10 @@ class BoundError(ValueError):
     """A grammar is beyond its bounds. The message is for the client and completes a sentence."""
 
 
-def limits() -> LLParserLimits:
-    """What a grammar may take of llguidance, as it is compiled and for each mask."""
-    return LLParserLimits(verbose_errors=False, step_lexer_fuel=MASK_FUEL, max_lexer_states=MAX_STATES)
-
-
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher that has its first mask, or an error. grammar: in llguidance's own form."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=MASK_FUEL, max_lexer_states=MAX_STATES)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

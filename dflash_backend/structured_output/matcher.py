@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Literal
 
@@ -81,7 +82,7 @@ class GrammarMatcher:
         """`matcher` is at the beginning and belongs to this answer."""
         self.heavy = heavy
         # What its masks took beyond the usual.
-        self._slow_seconds = 0.0
+        self.slow_seconds = 0.0
         self.num_bytes = 0
         self._in_use_at_first: int | None = None
         self._num_without_mask = 0
@@ -114,10 +115,8 @@ class GrammarMatcher:
                 self._ended = any(token_id in self._eos for token_id in token_ids)
                 return
             begin, self._tail = end, None
-        tokens = list(token_ids[begin:])
-        if not self._eos.isdisjoint(tokens):
-            self._ended = True
-            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
+        tokens = self._before_end(token_ids[begin:])
+        self._ended = len(tokens) < len(token_ids) - begin
         ahead, self._ahead, self._legal = self._ahead, None, []
         if ahead is not None and ahead[0] == tokens:
             self._matcher = ahead[1]
@@ -140,10 +139,8 @@ class GrammarMatcher:
         """
         if self._ended or self.error is not None:
             return True
-        tokens = list(token_ids)
-        ends = not self._eos.isdisjoint(tokens)
-        if ends:
-            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
+        tokens = self._before_end(token_ids)
+        ends = len(tokens) < len(token_ids)
         num_legal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, self._legal, strict=False)))
         trial = self._matcher.deep_copy()
         forced_tokens, consume = trial.compute_ff_tokens, trial.consume_token
@@ -199,6 +196,13 @@ class GrammarMatcher:
             return self._matcher.is_accepting()
         return self._matcher.validate_tokens([*drafts, token_id]) > len(drafts)
 
+    def _before_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Those before one that ends the answer, or all."""
+        tokens = list(token_ids)
+        if not self._eos.isdisjoint(tokens):
+            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
+        return tokens
+
     def _end_of_reasoning(self, token_ids: Sequence[int]) -> int | None:
         """How many of the next tokens belong to the reasoning, its end included; None when it goes on."""
         assert self._tail is not None
@@ -215,12 +219,10 @@ class GrammarMatcher:
         if self._tail is not None:
             end = self._end_of_reasoning(drafts)
             if end is None:
-                stop = next((i for i, draft in enumerate(drafts) if draft in self._eos), len(drafts))
-                return _Plan(stop + 1, None)
+                return _Plan(len(self._before_end(drafts)) + 1, None)
             free = end
             drafts = drafts[end:]
-        stop = next((i for i, draft in enumerate(drafts) if draft in self._eos), len(drafts))
-        behind = list(drafts[:stop])
+        behind = self._before_end(drafts)
         if behind:
             behind = behind[: self._matcher.validate_tokens(behind)]
         return _Plan(free, behind)
@@ -233,12 +235,12 @@ class GrammarMatcher:
         """Count what its masks took in a step. Too much in all its steps together is an error. num_bytes: what the
         process had more after it, other threads' memory of a moment too, than before, when it had `in_use`: so the
         answer is held to keep no more than the process has since its first masks."""
-        self._slow_seconds += max(0.0, seconds - USUAL_S)
+        self.slow_seconds += max(0.0, seconds - USUAL_S)
         if self._in_use_at_first is None:
             self._in_use_at_first = in_use
         kept = in_use + num_bytes - self._in_use_at_first
         self.num_bytes = max(0, min(self.num_bytes + max(0, num_bytes), kept))
-        if self._slow_seconds > SLOW_LIMIT_S:
+        if self.slow_seconds > SLOW_LIMIT_S:
             self.give_up(TOO_SLOW)
         elif self.num_bytes > ANSWER_BYTES:
             self.give_up(TOO_LARGE)
@@ -251,11 +253,6 @@ class GrammarMatcher:
             self.error = "the grammars of other answers take all the time that a step has for them; try again later"
         else:
             self.error = f"the grammar of its structured output {reason}"
-
-    @property
-    def slow_seconds(self) -> float:
-        """What its masks took beyond the usual."""
-        return self._slow_seconds
 
     def _edit(self, masks: np.ndarray, plan: _Plan) -> None:
         """What masks (int32 `[plan.num_rows, words]`) need beside llguidance's bits; notes an error."""
@@ -331,8 +328,14 @@ class BitmaskFiller:
         # A job that is given up still writes, so each has its own place.
         own = [np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32) for _, _, drafts in heavy]
         taken = [(0.0, 0, 0)] * len(heavy)
-        calls = [self._call(i, each, drafts, own[i], taken) for i, (each, _, drafts) in enumerate(heavy)]
-        late, left = self._deadlines.run(calls)
+
+        def fill(i: int) -> None:
+            each, _, drafts = heavy[i]
+            before, began = bytes_in_use(), time.thread_time()
+            _fill(self._alone, [(each, 0, drafts)], own[i])
+            taken[i] = time.thread_time() - began, bytes_in_use() - before, before
+
+        late, left = self._deadlines.run([partial(fill, i) for i in range(len(heavy))])
         for (each, start, drafts), filled, took in zip(heavy, own, taken, strict=True):
             masks[start : start + len(drafts) + 1] = filled
             each.took(*took)
@@ -343,21 +346,6 @@ class BitmaskFiller:
         kept = sorted((each for each, _, _ in heavy if each.error is None), key=lambda each: each.num_bytes)
         while sum(each.num_bytes for each in kept) > STEP_BYTES:
             kept.pop().give_up(TOO_LARGE)
-
-    def _call(
-        self,
-        number: int,
-        each: GrammarMatcher,
-        drafts: list[int],
-        masks: np.ndarray,
-        taken: list[tuple[float, int, int]],
-    ) -> Callable[[], None]:
-        def call() -> None:
-            before, began = bytes_in_use(), time.thread_time()
-            _fill(self._alone, [(each, 0, drafts)], masks)
-            taken[number] = time.thread_time() - began, bytes_in_use() - before, before
-
-        return call
 
 
 def _fill(executor: LLExecutor, answers: list[tuple[GrammarMatcher, int, list[int]]], masks: np.ndarray) -> None:

@@ -75,7 +75,10 @@ def pop_options(values: dict[str, Any]) -> dict[str, Any]:
     if continues is not None and _flag("continue_final_message", continues):
         options["continue_final_message"] = True
     if tools is not None:
-        options["tools"] = _tools(tools)
+        try:
+            options["tools"] = read_tools(_value("tools", tools, MAX_TOOLS_CHARS, MAX_TOOLS_BRACKETS))
+        except ToolError as error:
+            raise PromptError(f"parameter {error}") from None
     return options
 
 
@@ -85,24 +88,16 @@ def _flag(name: str, given: Any) -> bool:
     return str(given).lower() in ("true", "1")
 
 
-def _tools(given: Any) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        try:
-            given = read_json(given, max_chars=MAX_TOOLS_CHARS, max_brackets=MAX_TOOLS_BRACKETS)
-        except JsonError as error:
-            raise PromptError(f"parameter 'tools' {error}") from None
+def _value(name: str, given: Any, max_chars: int, max_brackets: int) -> Any:
+    """What a parameter is, or the value of its JSON text."""
     try:
-        return read_tools(given)
-    except ToolError as error:
-        raise PromptError(f"parameter {error}") from None
+        return read_json(given, max_chars=max_chars, max_brackets=max_brackets) if isinstance(given, str) else given
+    except JsonError as error:
+        raise PromptError(f"parameter '{name}' {error}") from None
 
 
 def _options(given: Any) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = read_json(given, max_chars=MAX_OPTIONS_CHARS, max_brackets=MAX_OPTIONS_BRACKETS)
-        except JsonError as error:
-            raise PromptError(f"parameter 'chat_template_kwargs' {error}") from None
+    given = _value("chat_template_kwargs", given, MAX_OPTIONS_CHARS, MAX_OPTIONS_BRACKETS)
     if given is None:
         return {}
     if not isinstance(given, Mapping) or len(given) > MAX_OPTIONS:
@@ -182,12 +177,6 @@ class SpecialTokens:
         if isinstance(value, list | tuple):
             return [item if type(item) in WITHOUT_TEXT else self._mark(item, mark) for item in value]
         return value
-
-
-def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `PromptError` for a role that is not one word."""
-    for index, message in enumerate(messages):
-        check_role(message.get("role"), f"message {index}")
 
 
 def check_role(role: Any, where: str) -> None:

@@ -70,12 +70,18 @@ def read_json(
         raise NotJsonError(f"is not JSON: {error}") from None
     if brackets > max_depth and _deeper_than(value, max_depth):
         raise JsonError(f"is nested too deeply; allowed: {max_depth} levels")
-    if _SURROGATE.search(text):
-        try:
-            "".join(texts(value)).encode("utf-8")
-        except UnicodeEncodeError:
-            raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+    if _SURROGATE.search(text) and not is_text("".join(texts(value))):
+        raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character")
     return value
+
+
+def is_text(value: str) -> bool:
+    """Whether a string has a UTF-8 form: half a surrogate pair has none."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def count_parts(text: str, max_brackets: int, max_commas: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from dflash_backend.text.client_json import JsonError, NotJsonError, read_json
+from dflash_backend.text.client_json import JsonError, NotJsonError, is_text, read_json
 
 INT64_MAX = 2**63 - 1
 # A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". The text around it was measured before.
@@ -61,15 +61,6 @@ def read_bool(value: Any) -> bool | None:
     return {1: True, 0: False}.get(value) if isinstance(value, int) else None
 
 
-def is_text(value: str) -> bool:
-    """Whether a string has a UTF-8 form: half a surrogate pair has none."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def read_nested(text: str) -> Any:
     """The value of a JSON text that is itself a value. Raises `JsonError`."""
     return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS, max_commas=MAX_NESTED_COMMAS)
@@ -101,22 +92,20 @@ def read_list(value: Any) -> list[Any] | tuple[Any, ...]:
     return [value]
 
 
-def read_texts(value: Any, max_items: int, max_chars: int, max_chars_together: int) -> tuple[str, ...] | None:
-    """A text or a list of texts, each once; none of them may be empty."""
-    texts = read_list(value)
-    if len(texts) > max_items:
-        return None
-    left = max_chars_together
-    for text in texts:
-        if not isinstance(text, str) or not 0 < len(text) <= min(left, max_chars) or not is_text(text):
+def texts_within(max_items: int, max_chars: int, max_chars_together: int) -> tuple[Callable[[Any], Any], str]:
+    """Reads a text or a list of texts, each once, none of which may be empty; and what is allowed, in words."""
+
+    def read_texts(value: Any) -> tuple[str, ...] | None:
+        texts, left = read_list(value), max_chars_together
+        if len(texts) > max_items:
             return None
-        left -= len(text)
-    return tuple(dict.fromkeys(texts))
+        for text in texts:
+            if not isinstance(text, str) or not 0 < len(text) <= min(left, max_chars) or not is_text(text):
+                return None
+            left -= len(text)
+        return tuple(dict.fromkeys(texts))
 
-
-def texts_in_words(max_items: int, max_chars: int, max_chars_together: int) -> str:
-    """What `read_texts` allows."""
-    return (
+    return read_texts, (
         f"a string or a list of at most {max_items} strings, each of 1 to {max_chars} characters and together at "
         f"most {max_chars_together}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dflash_backend.text.tokenizer import InputError, Tokenizer
+from dflash_backend.text.truncation import Truncation
 
 # Of messages, with what the chat template gets beside them. JSON may write one character as six, and each message also
 # has a role and field names.
@@ -27,11 +28,12 @@ def check_num_tokens(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-def check_fits(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Raise `PromptTooLong` for a text that is certainly too long: tokenising it would keep other clients waiting."""
+def check_fits(text: str, tokenizer: Tokenizer, max_model_len: int, kept: Truncation | None = None) -> None:
+    """Raise `PromptTooLong` for a text that is certainly too long, also to be tokenised and then made shorter, as
+    `kept` says: tokenising it would keep other clients waiting."""
     if len(text) > most_chars(tokenizer, max_model_len):
         raise too_long(f"{len(text)} characters", tokenizer, max_model_len)
-    if tokenizer.has_more_tokens(text, max_model_len):
+    if kept is None and tokenizer.has_more_tokens(text, max_model_len):
         raise PromptTooLong(
             f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
             f"{max_model_len}; shorten the prompt"

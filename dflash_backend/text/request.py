@@ -6,7 +6,7 @@ It knows no Triton type: inputs are numpy arrays by name, request parameters are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -35,17 +35,6 @@ Array = np.ndarray[Any, Any]
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
 # Triton adds these fields of a request to its parameters.
 TRITON_PARAMETERS = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
-RETURN_FLAGS = (
-    "return_finish_reason",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "return_logprobs",
-    "return_cumulative_logprob",
-    "return_token_ids",
-    "return_spec_stats",
-    "return_steps",
-    "return_stop_reason",
-)
 DELTA_STREAM = "delta_stream"
 FEWEST_NAME_CHARS, MOST_NAME_CHARS, MAX_DELTA_STREAM_CHARS = 16, 64, 128
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
@@ -74,7 +63,7 @@ VERBATIM_ERRORS = frozenset((STREAM_WITH_PROMPT, NO_LORA))
 
 @dataclass(frozen=True, slots=True)
 class ReturnFlags:
-    """Which outputs were asked for."""
+    """Which outputs were asked for, each by the input of its name behind `return_`."""
 
     finish_reason: bool = False
     num_input_tokens: bool = False
@@ -136,13 +125,15 @@ def parse_request(
     for name in REFUSED_INPUTS:
         if name in inputs:
             raise InputError(f"input '{name}' {REFUSED_INPUTS[name]}")
-    returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
+    returns = ReturnFlags(**{each.name: _flag(inputs, f"return_{each.name}", False) for each in fields(ReturnFlags)})
     values = _sampling_values(inputs, parameters, ready)
     chat_options, kept = pop_options(values), take_truncation(values, ready.max_model_len)
     asked = values.pop(STREAM_INTERVAL.name, None)
     interval = rules.stream_interval if asked is None else STREAM_INTERVAL.parse(asked)
+    # Null replaces no default, except that for `max_tokens` it means "as many as fit".
+    given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     sampling = parse_sampling_params(
-        {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
+        {**rules.sampling_defaults, **given},
         max_speculative_tokens=ready.num_speculative_tokens,
         vocab_size=ready.vocab_size,
         max_n=rules.max_n,
@@ -162,15 +153,11 @@ def parse_request(
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
     deltas = _delta_stream(inputs) if DELTA_STREAM in inputs else None
-    if asked is not None or not _is_plain(sampling, returns):
+    # The batches of a delta stream have no more than text, token ids and steps.
+    has_logprobs = returns.logprobs or returns.cumulative_logprob or sampling.prompt_logprobs is not None
+    if asked is not None or sampling.n > 1 or has_logprobs:
         deltas = None
     return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, asked is None, deltas)
-
-
-def _is_plain(sampling: SamplingParams, returns: ReturnFlags) -> bool:
-    """Whether a delta has no more than text, token ids and steps, as the batches of a delta stream have them."""
-    has_logprobs = returns.logprobs or returns.cumulative_logprob or sampling.prompt_logprobs is not None
-    return sampling.n == 1 and not has_logprobs
 
 
 def _delta_stream(inputs: Mapping[str, Array]) -> tuple[str, str]:
@@ -194,11 +181,6 @@ def delta_stream_name(name: str) -> str:
     return name
 
 
-def _is_given(name: str, value: Any) -> bool:
-    """Whether a value replaces the default: null does not, except that for `max_tokens` it means "as many as fit"."""
-    return value is not None or name == "max_tokens"
-
-
 def _prompt(
     inputs: Mapping[str, Array],
     tokenizer: Tokenizer,
@@ -213,24 +195,16 @@ def _prompt(
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
     if given == ["messages"]:
         chat = tokenizer.render_chat(_messages(inputs, ready, kept is not None), **chat_options)
-        _check_fits(chat.text, tokenizer, ready, kept)
+        check_fits(chat.text, tokenizer, ready.max_model_len, kept)
         return _truncated(tokenizer.encode_chat(chat), chat.text, kept)
     if chat_options:
         name = next((name for name in ("tools", "continue_final_message") if name in chat_options), OPTION_NAMES[0])
         raise InputError(f"parameter '{name}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)
-        _check_fits(text, tokenizer, ready, kept)
+        check_fits(text, tokenizer, ready.max_model_len, kept)
         return _truncated(tokenizer.encode(text) if text else [], text, kept)
     return _token_ids(inputs["input_ids"], ready, kept), None
-
-
-def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady, kept: Truncation | None) -> None:
-    """Raise `PromptTooLong` for a text that is certainly too long, also to be tokenised and then made shorter."""
-    if kept is None:
-        check_fits(text, tokenizer, ready.max_model_len)
-    elif len(text) > most_chars(tokenizer, ready.max_model_len):
-        raise too_long(f"{len(text)} characters", tokenizer, ready.max_model_len)
 
 
 def _truncated(token_ids: list[int], text: str, kept: Truncation | None) -> tuple[list[int], str | None]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,22 +18,20 @@ import numpy as np
 
 from dflash_backend.messages import DEFAULT_PRIORITY, KVTransferParams, SamplingParams
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
-from dflash_backend.text.client_json import TokenBiases, quoted
+from dflash_backend.text.client_json import TokenBiases, is_text, quoted
 from dflash_backend.text.parameter_values import (
     INT64_MAX,
     float_within,
     int_from,
-    is_text,
     read_bool,
     read_float,
     read_int,
     read_list,
     read_object,
-    read_texts,
-    texts_in_words,
+    texts_within,
 )
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
-from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
+from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS
 
 # vLLM's default of `max_logprobs`: each costs a message entry for every token.
 MAX_LOGPROBS = 20
@@ -106,14 +105,6 @@ def _read_tenant(value: Any) -> str | None:
 
 def _read_salt(value: Any) -> str | None:
     return value if isinstance(value, str) and len(value) <= MAX_SALT_CHARS and is_text(value) else None
-
-
-def _read_stops(value: Any) -> tuple[str, ...] | None:
-    return read_texts(value, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)
-
-
-def _read_bad_words(value: Any) -> tuple[str, ...] | None:
-    return read_texts(value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)
 
 
 def _read_token_ids(value: Any) -> tuple[int, ...] | None:
@@ -216,7 +207,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("logit_bias", _read_logit_bias, _BIAS),
     Parameter("allowed_token_ids", _read_allowed_ids, "a list of at least one token id, each of at least 0"),
-    Parameter("bad_words", _read_bad_words, texts_in_words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)),
+    Parameter("bad_words", *texts_within(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)),
     Parameter("logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the whole vocabulary"),
     Parameter(
         "logprob_token_ids",
@@ -225,7 +216,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("prompt_logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the vocabulary"),
     Parameter("seed", _read_seed, "a 64-bit integer, or -1 for the server's own"),
-    Parameter("stop", _read_stops, texts_in_words(MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)),
+    Parameter("stop", *texts_within(MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)),
     Parameter("stop_token_ids", _read_token_ids, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of at least 0"),
     Parameter("ignore_eos", read_bool, "true or false"),
     Parameter("include_stop_str_in_output", read_bool, "true or false"),
@@ -276,22 +267,20 @@ def parse_sampling_params(
     for name, value in values.items():
         if value == "" and (name in EMPTY_TEXTS or name in OTHER_NAMES):
             continue
-        if name == "logit_bias" and value is not None:
-            biases = _read_logit_bias(value, vocab_size)
-            if biases is None:
-                raise _not_allowed(name, value, _BY_NAME[name].allowed)
-            parsed[name] = biases
-        elif name in _BY_NAME:
-            if value is not None:
-                parsed[name] = _BY_NAME[name].parse(value)
-        elif name in FORMATS:
-            if value is not None:
-                _add_format(parsed, name, value)
-        elif name in VLLM_PARAMETERS:
+        if name in VLLM_PARAMETERS:
             if not VLLM_PARAMETERS[name].asks_for_nothing(value):
                 raise _not_supported(name, value)
-        elif name != "best_of" and not name.startswith(TRITON_PREFIX):
-            raise ParameterError(f"unknown sampling parameter {quoted(name)}{_nearest(name)}")
+        elif name not in _BY_NAME and name not in FORMATS:
+            if name != "best_of" and not name.startswith(TRITON_PREFIX):
+                raise ParameterError(f"unknown sampling parameter {quoted(name)}{_nearest(name)}")
+        elif value is None:
+            continue
+        elif name in FORMATS:
+            _add_format(parsed, name, value)
+        elif name == "logit_bias":
+            parsed[name] = replace(_BY_NAME[name], read=partial(_read_logit_bias, vocab_size=vocab_size)).parse(value)
+        else:
+            parsed[name] = _BY_NAME[name].parse(value)
     if "max_tokens" in values and values["max_tokens"] is None:
         parsed["max_tokens"] = INT64_MAX
     if parsed.get("top_k") == -1:
@@ -302,8 +291,9 @@ def parse_sampling_params(
         parsed["temperature"] = LOWEST_TEMPERATURE
     params = SamplingParams(**parsed)
     _check_together(params, max_speculative_tokens, vocab_size, max_n)
-    if (allowed := check_best_of(values.get("best_of"), params.n, read_int)) is not None:
-        raise _not_allowed("best_of", values["best_of"], allowed)
+    best_of = values.get("best_of")
+    if best_of is not None and read_int(best_of) not in (1, params.n):
+        raise _not_allowed("best_of", best_of, f"{params.n}, the value of 'n': all answers are returned")
     return params
 
 
@@ -371,15 +361,10 @@ def _not_allowed(name: str, value: Any, allowed: str) -> ParameterError:
 
 def _not_supported(name: str, value: Any) -> ParameterError:
     known = VLLM_PARAMETERS[name]
-    neutral = " or ".join(_json_word(word) for word in (None, *known.neutral))
+    neutral = " or ".join(msgspec.json.encode(word).decode() for word in (None, *known.neutral))
     return ParameterError(
         f"sampling parameter '{name}' has the value {quoted(value)}; allowed: {neutral}; {known.instead}"
     )
-
-
-def _json_word(value: Any) -> str:
-    """A value as JSON writes it."""
-    return msgspec.json.encode(value).decode()
 
 
 def _nearest(name: str) -> str:

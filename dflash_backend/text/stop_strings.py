@@ -18,8 +18,8 @@ class StopAutomaton:
         # By state; state 0 is the empty text.
         self._next: list[dict[str, int]] = [{}]
         self.depth: list[int] = [0]
-        # The longest stop string that ends in this state, and the longest that ends in any shorter end of it too.
-        self._length: list[int] = [0]
+        # The length of the longest stop string that ends in this state, or in any shorter end of it; 0 for none.
+        self.length: list[int] = [0]
         self._fallback: list[int] = [0]
         for stop in stops:
             self._add(stop)
@@ -35,23 +35,17 @@ class StopAutomaton:
                 return 0
             state = self._fallback[state]
 
-    def match(self, state: int) -> int:
-        """The length of the longest stop string that ends in this state, or 0."""
-        return self._length[state]
-
     def _add(self, stop: str) -> None:
         state = 0
         for character in stop:
-            found = self._next[state].get(character)
-            if found is None:
-                found = len(self._next)
-                self._next[state][character] = found
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
                 self._next.append({})
                 self.depth.append(self.depth[state] + 1)
-                self._length.append(0)
+                self.length.append(0)
                 self._fallback.append(0)
-            state = found
-        self._length[state] = len(stop)
+            state = self._next[state][character]
+        self.length[state] = len(stop)
 
     def _connect(self) -> None:
         """Link each state to its longest proper suffix that is a state, breadth first."""
@@ -61,7 +55,7 @@ class StopAutomaton:
             for character, child in self._next[state].items():
                 self._fallback[child] = self.step(self._fallback[state], character)
                 # A stop string that ends here as a whole is longer than any that ends in the fallback.
-                self._length[child] = self._length[child] or self._length[self._fallback[child]]
+                self.length[child] = self.length[child] or self.length[self._fallback[child]]
                 queue.append(child)
 
     def extendable(self, state: int) -> int:
@@ -71,10 +65,8 @@ class StopAutomaton:
         return state
 
 
-@lru_cache(maxsize=32)
-def automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these stop strings, shared by completions and requests."""
-    return StopAutomaton(stops)
+automaton = lru_cache(maxsize=32)(StopAutomaton)
+"""That of stop strings, shared by completions and requests."""
 
 
 class StopStrings:
@@ -100,7 +92,7 @@ class StopStrings:
         machine, state = self._automaton, self._state
         for index, character in enumerate(text):
             state = machine.step(state, character)
-            if search and (length := machine.match(state)):
+            if search and (length := machine.length[state]):
                 end = len(self._held) + index + 1
                 whole = self._held + text[: index + 1]
                 self.found = whole[end - length :]

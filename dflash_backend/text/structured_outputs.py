@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from dflash_backend.messages import StructuredOutputs
-from dflash_backend.text.client_json import JsonError, quoted, read_json
+from dflash_backend.text.client_json import JsonError, is_text, quoted, read_json
 from dflash_backend.text.json_schema import SchemaError, normalise
 
 # Of a schema, a regular expression, a grammar, or all choices together.
@@ -177,12 +178,10 @@ def _json(value: Any) -> StructuredOutputs:
     return StructuredOutputs("json", _check_size(text, "json"))
 
 
-def _regex(value: Any) -> StructuredOutputs:
-    return StructuredOutputs("regex", _check_text(value, "regex"))
-
-
-def _grammar(value: Any) -> StructuredOutputs:
-    return StructuredOutputs("grammar", _check_text(value, "grammar"))
+def _expression(kind: Literal["regex", "grammar"], value: Any) -> StructuredOutputs:
+    if not isinstance(value, str) or not value:
+        raise FormatError(f"has the field {kind!r} {quoted(value)}; allowed: text of at least one character")
+    return StructuredOutputs(kind, _check_size(value, kind))
 
 
 def _choice(value: Any) -> StructuredOutputs:
@@ -201,26 +200,18 @@ def _json_object(value: Any) -> StructuredOutputs:
 
 _KINDS: dict[str, Callable[[Any], StructuredOutputs]] = {
     "json": _json,
-    "regex": _regex,
+    "regex": partial(_expression, "regex"),
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": partial(_expression, "grammar"),
     "json_object": _json_object,
 }
-
-
-def _check_text(value: Any, field: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise FormatError(f"has the field {field!r} {quoted(value)}; allowed: text of at least one character")
-    return _check_size(value, field)
 
 
 def _check_size(text: str, field: str) -> str:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise FormatError(f"has {len(text)} characters in its field {field!r}; allowed: at most {MAX_GRAMMAR_CHARS}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise FormatError(f"has half a surrogate pair in its field {field!r}, which is no character") from None
+    if not is_text(text):
+        raise FormatError(f"has half a surrogate pair in its field {field!r}, which is no character")
     return text
 
 

@@ -23,7 +23,7 @@ from dflash_backend.text.chat import (
     PromptError,
     SpecialTokens,
     check_continued,
-    check_roles,
+    check_role,
     join_parts,
     with_reasoning_names,
 )
@@ -227,7 +227,8 @@ class Tokenizer:
                 "the target's tokenizer has no chat template; send text_input instead of messages, to the OpenAI API a "
                 "prompt; or give the OpenAI front end a template (--chat-template)"
             )
-        check_roles(messages)
+        for index, message in enumerate(messages):
+            check_role(message.get("role"), f"message {index}")
         if continue_final_message:
             check_continued(messages)
         takes_parts = chat_template is None and self._takes_parts

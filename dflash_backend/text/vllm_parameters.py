@@ -7,7 +7,6 @@ any other is refused by name, with an alternative.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +85,3 @@ OTHER_NAMES: dict[str, str] = {
     "do_sample": "'temperature' of 0 for greedy decoding",
     "thinking": "'enable_thinking'",
 }
-
-
-def check_best_of(value: Any, n: int, read_int: Callable[[Any], int | None]) -> str | None:
-    """What is allowed where `best_of` asks for more answers than `n`; None where it does not."""
-    return None if value is None or read_int(value) in (1, n) else f"{n}, the value of 'n': all answers are returned"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ from dflash_backend.training.features import Teacher
 MAX_TOKENS = 128
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """length: 1 + accepted drafts / blocks. tokens_per_second: of all answers together."""
-
-    length: float
-    tokens_per_second: float
-
-
 def measure_acceptance(
     target: str,
     draft: Path,
@@ -31,9 +22,10 @@ def measure_acceptance(
     temperature: float,
     settings: Mapping[str, Any],
     teacher: Teacher | None = None,
-) -> Acceptance:
+) -> tuple[float, float]:
     """Answer `prompts` with the drafter in a folder, as many drafts in each step as it can give. teacher: whose target
-    is taken, loaded by an engine with the same `settings`."""
+    is taken, loaded by an engine with the same `settings`. Returns the acceptance length, 1 + accepted drafts / blocks,
+    and tokens of all answers a second."""
     loaded = None if teacher is None else teacher.target
     llm = LLM(target, str(draft), loaded=loaded, adaptive_speculation=False, **settings)
     space = llm.engine.ready.max_model_len
@@ -45,4 +37,4 @@ def measure_acceptance(
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     seconds = time.monotonic() - began
     total = SpecDecodingStats.total(output.stats.spec_decoding for output in outputs if output.stats is not None)
-    return Acceptance(total.acceptance_length or 1.0, sum(len(output.token_ids) for output in outputs) / seconds)
+    return total.acceptance_length or 1.0, sum(len(output.token_ids) for output in outputs) / seconds

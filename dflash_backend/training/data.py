@@ -157,7 +157,7 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
     report(store.num_tokens, options.num_tokens)
     source = _Source(llm, store, options)
     known = store.known
-    wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out()))
+    wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out))
     empty = 0
     while store.num_tokens < options.num_tokens and (deadline is None or time.monotonic() < deadline):
         prompts = source.next()
@@ -178,7 +178,7 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
         for prompt in trained:
             if len(prompt.answer) >= FEWEST_ANSWER_TOKENS:
                 store.add(Sample(prompt.token_ids, prompt.answer[: options.max_answer]))
-        _answer(llm, store, [prompt.token_ids for prompt in trained if not prompt.answer], options, report, source)
+        source.answer([prompt.token_ids for prompt in trained if not prompt.answer], report)
         report(store.num_tokens, options.num_tokens)
     if not store.samples or len(store.held_out) < 1:
         where = "the target writes no usable questions"
@@ -200,10 +200,10 @@ class _Source:
 
     def __init__(self, llm: LLM, store: Store, options: DataOptions) -> None:
         self.is_finite = bool(options.files) or options.traffic is not None
-        self._options, self._round = options, 0
+        self._llm, self._store, self._options, self._round = llm, store, options, 0
+        self.expected_held_out = MOST_HELD_OUT
         self._prompts: list[Prompt] = []
         self._writer: QuestionWriter | None = None
-        self._written: list[Prompt] | None = None
         self._longest = min(options.max_prompt, llm.engine.ready.max_model_len - 2)
         if self.is_finite:
             if options.traffic is not None:
@@ -215,7 +215,7 @@ class _Source:
                     options.files, llm.tokenizer, options.template_options, self._longest, options.seed
                 )
             known = store.known
-            self._total = len(prompts)
+            self.expected_held_out = int(HELD_OUT_SHARE * len(prompts))
             self._prompts = [prompt for prompt in prompts if prompt.token_ids not in known]
             return
         self._writer = QuestionWriter(llm, options.template_options)
@@ -224,66 +224,44 @@ class _Source:
         for prompt in store.known:
             self._writer.know(llm.tokenizer.decode(prompt, skip_special_tokens=False))
 
-    def expected_held_out(self) -> int:
-        """How many prompts to keep apart."""
-        return int(HELD_OUT_SHARE * self._total) if self.is_finite else MOST_HELD_OUT
-
     @property
     def _seed(self) -> int:
         return self._options.seed * 1_000_003 + self._round * ROUND
 
-    def requests(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """What is to be continued for the round after this one, and the parameters of each."""
-        if self._writer is None:
-            return [], []
-        self._round += 1
-        return self._writer.requests(ROUND, self._seed)
-
-    def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """What came of `requests`."""
-        if self._writer is not None:
-            self._written = self._writer.prompts_of(outputs, self._seed)
-
     def next(self) -> list[Prompt]:
         """The next round."""
-        if self._writer is not None:
-            if self._written is None:
-                self._round += 1
-                self._written = self._writer.write(ROUND, self._seed)
-            found, self._written = self._written, None
-            return [prompt for prompt in found if len(prompt.token_ids) <= self._longest]
+        if self._writer is not None and not self._prompts:
+            self._round += 1
+            self._prompts = self._writer.write(ROUND, self._seed)
         taken, self._prompts = self._prompts[:ROUND], self._prompts[ROUND:]
-        return taken
+        return [prompt for prompt in taken if len(prompt.token_ids) <= self._longest]
 
+    def answer(self, prompts: Sequence[tuple[int, ...]], report: Report) -> None:
+        """Have the prompts answered, and those of the next round written."""
+        if not prompts:
+            return
+        llm, store, options = self._llm, self._store, self._options
+        params: list[dict[str, Any]] = [
+            {
+                "temperature": options.temperature,
+                "max_tokens": min(options.max_answer, llm.engine.ready.max_model_len - len(prompt)),
+                "seed": options.seed + index + len(store.samples),
+            }
+            for index, prompt in enumerate(prompts)
+        ]
 
-def _answer(
-    llm: LLM,
-    store: Store,
-    prompts: Sequence[tuple[int, ...]],
-    options: DataOptions,
-    report: Report,
-    source: _Source,
-) -> None:
-    """Have the prompts answered, and those of the next round written."""
-    space = llm.engine.ready.max_model_len
-    params: list[dict[str, Any]] = [
-        {
-            "temperature": options.temperature,
-            "max_tokens": min(options.max_answer, space - len(prompt)),
-            "seed": options.seed + index + len(store.samples),
-        }
-        for index, prompt in enumerate(prompts)
-    ]
+        def keep(index: int, output: RequestOutput) -> None:
+            if index < len(prompts) and len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
+                store.add(Sample(prompts[index], tuple(output.token_ids)))
+            report(store.num_tokens, options.num_tokens)
 
-    def keep(index: int, output: RequestOutput) -> None:
-        if index < len(prompts) and len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
-            store.add(Sample(prompts[index], tuple(output.token_ids)))
-        report(store.num_tokens, options.num_tokens)
-
-    if prompts:
         is_last = store.num_tokens + len(prompts) * options.max_answer // 2 >= options.num_tokens
-        begun, their_params = ([], []) if is_last else source.requests()
-        given = [*map(list, prompts), *begun]
-        outputs = llm.generate(given, params + their_params, on_finished=keep)
-        if begun:
-            source.take(outputs[len(prompts) :])
+        writer = None if is_last else self._writer
+        begun: list[list[int]] = []
+        if writer is not None:
+            self._round += 1
+            begun, their_params = writer.requests(ROUND, self._seed)
+            params += their_params
+        outputs = llm.generate([*map(list, prompts), *begun], params, on_finished=keep)
+        if writer is not None:
+            self._prompts = writer.prompts_of(outputs[len(prompts) :], self._seed)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import TargetStates, draft_loss
+from dflash_backend.training.loss import DraftBatch, TargetStates, draft_loss
 from dflash_backend.training.network import DrafterConfig, DraftModel, Tables, layers_of
 
 TAPS = 2
@@ -73,31 +73,14 @@ class DFlash2DraftModel(DraftModel):
         out: Tensor = getattr(self.layers[index], f"{name}_conv")(normed, block, run)
         return out
 
-    def losses(
-        self,
-        tables: Tables,
-        features: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        target: TargetStates | None = None,
-    ) -> Tensor:
+    def losses(self, tables: Tables, features: Tensor, batch: DraftBatch, target: TargetStates | None = None) -> Tensor:
         """The drafter's own loss, and that of the selector: cross-entropy of each draft's right token among its
         candidates, behind the right token before it. Where the right token is no candidate it takes the last one's
         place."""
-        hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
-        found = draft_loss(labels[..., 1:], (hidden, tables.head), target=target, count=self.config.selector_top_k)
-        return found.losses + selector_loss(self.candidate_selector, tables.head, hidden, labels, found.likeliest)
-
-    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
-        """A walk from the anchor: the candidate with the largest sum of its logit and its edge."""
-        tokens, previous = [], torch.tensor(anchor)
-        values, candidates = logits.topk(self.config.selector_top_k, dim=-1)
-        for i in range(len(logits)):
-            scores = values[i] + self.candidate_selector(hidden[i], previous, candidates[i])
-            previous = candidates[i, scores.argmax()]
-            tokens.append(int(previous))
-        return tokens
+        labels, count = batch.labels, self.config.selector_top_k
+        hidden = self.outputs(tables, features, batch.anchors, labels[..., 0])[:, :, 1:]
+        losses, likeliest = draft_loss(labels[..., 1:], (hidden, tables.head), target=target, count=count)
+        return losses + selector_loss(self.candidate_selector, tables.head, hidden, labels, likeliest)
 
 
 def selector_loss(

@@ -3,13 +3,11 @@ draft's logits that follows from the token before it, and a head that says how s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
+from dflash_backend.training.loss import DraftBatch, TargetStates, draft_loss
 from dflash_backend.training.network import DrafterConfig, DraftModel, Tables
 
 TABLE_STD = 0.02
@@ -43,35 +41,15 @@ class DSparkDraftModel(DraftModel):
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
 
-    def losses(
-        self,
-        tables: Tables,
-        features: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        target: TargetStates | None = None,
-    ) -> Tensor:
+    def losses(self, tables: Tables, features: Tensor, batch: DraftBatch, target: TargetStates | None = None) -> Tensor:
         """Cross-entropy of each draft behind the right token before it, and that of the confidence head, which changes
         no other parameter."""
-        hidden = self.outputs(tables, features, anchors, labels[..., 0], self.config.num_drafts - 1)
+        labels = batch.labels
+        hidden = self.outputs(tables, features, batch.anchors, labels[..., 0], self.config.num_drafts - 1)
         before, right = self.markov_head.markov_w1(labels[..., :-1]), tables.labels(labels[..., 1:])
         bias = self.markov_head.markov_w2.weight.to(tables.head.dtype)
-        found = draft_loss(right, (hidden, tables.head), (before, bias), target=target, count=1)
+        losses, likeliest = draft_loss(right, (hidden, tables.head), (before, bias), target=target, count=1)
         read = torch.cat((hidden, before.to(hidden.dtype)), dim=-1).detach()
-        sure = self.confidence_head.proj(read)[..., 0].to(found.losses.dtype)
-        is_right = (found.likeliest[..., 0] == right).to(sure.dtype)
-        return found.losses + F.binary_cross_entropy_with_logits(sure, is_right, reduction="none")
-
-    def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
-        anchors, first = torch.tensor([[features.shape[1]]]), torch.tensor([[tokens[-1]]])
-        hidden = self.outputs(tables, features, anchors, first, self.config.num_drafts - 1)[0, 0]
-        return self.choose(head_logits(hidden, tables.head), hidden, tokens[-1])
-
-    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
-        """A walk from the anchor: each draft's logits and the bias of the token before it."""
-        tokens = [anchor]
-        for own in logits:
-            bias = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[tokens[-1]])
-            tokens.append(int((own + bias).argmax()))
-        return tokens[1:]
+        sure = self.confidence_head.proj(read)[..., 0].to(losses.dtype)
+        is_right = (likeliest[..., 0] == right).to(sure.dtype)
+        return losses + F.binary_cross_entropy_with_logits(sure, is_right, reduction="none")

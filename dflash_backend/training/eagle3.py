@@ -3,13 +3,11 @@ hidden state, and drafts one token in a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
+from dflash_backend.training.loss import DraftBatch, TargetStates, draft_loss
 from dflash_backend.training.network import (
     Attention,
     DrafterConfig,
@@ -61,27 +59,11 @@ class Eagle3DraftModel(DraftModel):
         assert isinstance(only, EagleLayer)
         return only
 
-    def losses(
-        self,
-        tables: Tables,
-        features: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        target: TargetStates | None = None,
-    ) -> Tensor:
-        passes = Passes(self, tables, features, F.pad(tokens[:, 1:], (0, 1)), anchors)
-        outputs = torch.stack([passes.run(labels[..., i]) for i in range(self.config.num_drafts)], dim=2)
-        right = tables.labels(labels[..., 1 : self.config.num_drafts + 1])
-        return draft_loss(right, (outputs, tables.head), target=target).losses
-
-    def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
-        anchor = torch.tensor([[features.shape[1]]])
-        passes = Passes(self, tables, features, torch.tensor([tokens[1:]]), anchor)
-        drafts = list(tokens[-1:])
-        for _ in range(self.config.num_drafts):
-            drafts.append(int(head_logits(passes.run(torch.tensor([drafts[-1:]])), tables.head).argmax()))
-        return drafts[1:]
+    def losses(self, tables: Tables, features: Tensor, batch: DraftBatch, target: TargetStates | None = None) -> Tensor:
+        passes = Passes(self, tables, features, F.pad(batch.tokens[:, 1:], (0, 1)), batch.anchors)
+        outputs = torch.stack([passes.run(batch.labels[..., i]) for i in range(self.config.num_drafts)], dim=2)
+        right = tables.labels(batch.labels[..., 1 : self.config.num_drafts + 1])
+        return draft_loss(right, (outputs, tables.head), target=target)[0]
 
 
 class Passes:

@@ -22,9 +22,18 @@ MODULES: Mapping[str, type[DraftModel]] = {
 }
 KINDS = tuple(MODULES)
 # By which name each kind's own code has its class: z-lab's, and DeepSpec's.
-ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
-DEEPSPEC_EAGLE3 = "Qwen3Eagle3Model"
-LIBRARY = {DFLASH: "DFlashSpeculator", DFLASH2: "DFlash2Speculator", DSPARK: "DSparkSpeculator"}
+ARCHITECTURES = {
+    DFLASH: "DFlashDraftModel",
+    DFLASH2: "DFlash2DraftModel",
+    DSPARK: "Qwen3DSparkModel",
+    EAGLE3: "Qwen3Eagle3Model",
+}
+LIBRARY = {
+    DFLASH: "DFlashSpeculator",
+    DFLASH2: "DFlash2Speculator",
+    DSPARK: "DSparkSpeculator",
+    EAGLE3: "Eagle3DraftModel",
+}
 
 
 @dataclass(frozen=True)
@@ -77,27 +86,21 @@ def config_fields(config: DrafterConfig, form: str, naming: Naming) -> Fields:
     decoder = decoder_fields(config.shape, layers, naming.special)
     if form == SPECULATORS:
         return _speculators(config, decoder, naming)
-    if config.drafter in (DFLASH, DFLASH2):
-        return _zlab(config, decoder)
-    return _deepspec(config, decoder, naming)
-
-
-def _zlab(config: DrafterConfig, decoder: Fields) -> Fields:
-    """As z-lab saves DFlash and DFlash2."""
-    own = _conv(config) if config.drafter == DFLASH2 else {}
-    return {
-        "architectures": [ARCHITECTURES[config.drafter]],
-        **decoder,
-        **_smaller_vocabulary(config),
-        "block_size": config.block_size,
-        "num_target_layers": config.target_layers,
-        "dflash_config": {
-            "target_layer_ids": list(config.target_layer_ids),
-            "mask_token_id": config.mask_token_id,
-            "causal": False,
-            **own,
-        },
-    }
+    fields: Fields = {"architectures": [ARCHITECTURES[config.drafter]], **decoder}
+    if config.draft_vocab_size is not None:
+        fields["draft_vocab_size"] = config.draft_vocab_size
+    layer_ids = list(config.target_layer_ids)
+    if config.drafter in (DFLASH, DFLASH2):  # as z-lab saves them
+        own = {"target_layer_ids": layer_ids, "mask_token_id": config.mask_token_id, "causal": False}
+        own |= _conv(config) if config.drafter == DFLASH2 else {}
+        fields |= {"block_size": config.block_size, "num_target_layers": config.target_layers, "dflash_config": own}
+        return fields
+    # As deepseek-ai's DeepSpec saves EAGLE-3, and DSpark, each place of whose block gives a draft.
+    taps = {"num_target_layers": config.target_layers, "target_layer_ids": layer_ids}
+    if config.drafter == EAGLE3:
+        return fields | taps | {"ttt_length": config.eagle_drafts, "target_model_name_or_path": naming.target_name}
+    of_block = {"block_size": config.num_drafts, **taps, "mask_token_id": config.mask_token_id}
+    return fields | of_block | _markov(config)
 
 
 def _conv(config: DrafterConfig) -> Fields:
@@ -119,32 +122,12 @@ def _markov(config: DrafterConfig) -> Fields:
     }
 
 
-def _smaller_vocabulary(config: DrafterConfig) -> Fields:
-    return {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
-
-
-def _deepspec(config: DrafterConfig, decoder: Fields, naming: Naming) -> Fields:
-    """As deepseek-ai's DeepSpec saves DSpark, each place of whose block gives a draft, and EAGLE-3."""
-    taps = {"num_target_layers": config.target_layers, "target_layer_ids": list(config.target_layer_ids)}
-    if config.drafter == EAGLE3:
-        own = {"ttt_length": config.eagle_drafts, "target_model_name_or_path": naming.target_name}
-        return {"architectures": [DEEPSPEC_EAGLE3], **decoder, **_smaller_vocabulary(config), **taps, **own}
-    return {
-        "architectures": [ARCHITECTURES[DSPARK]],
-        **decoder,
-        **_smaller_vocabulary(config),
-        "block_size": config.num_drafts,
-        **taps,
-        "mask_token_id": config.mask_token_id,
-        **_markov(config),
-    }
-
-
 def _speculators(config: DrafterConfig, decoder: Fields, naming: Naming) -> Fields:
     """As the speculators library saves it. It counts a target's layers from the embedding's output on."""
     boundary_ids = [i + 1 for i in config.target_layer_ids]
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts, "verifier_accept_k": 1}
     fields: Fields = {
+        "architectures": [LIBRARY[config.drafter]],
         "speculators_model_type": config.drafter,
         "speculators_config": {
             "algorithm": config.drafter,
@@ -160,7 +143,6 @@ def _speculators(config: DrafterConfig, decoder: Fields, naming: Naming) -> Fiel
     }
     if config.drafter == EAGLE3:
         return {
-            "architectures": ["Eagle3DraftModel"],
             **fields,
             "norm_before_residual": False,
             "norm_output": False,
@@ -172,7 +154,6 @@ def _speculators(config: DrafterConfig, decoder: Fields, naming: Naming) -> Fiel
     if config.drafter == DSPARK:
         own = _markov(config)
     return {
-        "architectures": [LIBRARY[config.drafter]],
         **fields,
         "block_size": config.num_drafts if config.drafter == DSPARK else config.block_size,
         "aux_hidden_state_layer_ids": boundary_ids,

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from dflash_backend.engine.llm import HeldInterrupt
 from dflash_backend.training.data import Sample
 from dflash_backend.training.errors import TrainingError, cannot_write
 from dflash_backend.training.features import Teacher
-from dflash_backend.training.loss import Distillation, TargetStates, decay_of, draw_blocks, weighted_mean
+from dflash_backend.training.loss import Distillation, DraftBatch, TargetStates, decay_of, draw_blocks, weighted_mean
 from dflash_backend.training.network import DraftModel, Tables
 from dflash_backend.training.optim import Optimizer
 
@@ -83,25 +82,19 @@ class BlockLoss(nn.Module):
         self.draft = draft
         self._tables, self._distillation = tables, distillation
 
-    def forward(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
+    def forward(self, features: Tensor, batch: DraftBatch) -> Tensor:
         target, tables = None, self._tables
         if self._distillation is not None:
             size = self.draft.config.shape.hidden_size
             features, states = features[..., :-size], features[..., -size:]
             # The token of draft i is the one that the target chose behind the token before it.
-            behind = anchors[..., None] + torch.arange(self.draft.config.num_drafts, device=anchors.device)
-            row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+            anchors, device = batch.anchors, batch.anchors.device
+            behind = anchors[..., None] + torch.arange(self.draft.config.num_drafts, device=device)
+            row = torch.arange(len(anchors), device=device)[:, None, None]
             states = states[row, behind.clamp(max=states.shape[1] - 1)]
             head = tables.head if tables.target_head is None else tables.target_head
             target = TargetStates(states, head, self._distillation, tables.softcap)
-        return weighted_mean(self.draft.losses(tables, features, tokens, anchors, labels, target), weights)
+        return weighted_mean(self.draft.losses(tables, features, batch, target), batch.weights)
 
 
 def make_batches(samples: Sequence[Sample], batch_tokens: int, seed: int) -> list[list[int]]:
@@ -140,7 +133,7 @@ class Trainer:
         loss = BlockLoss(self.draft, tables, options.distillation)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # EAGLE-3 and DFlash2 use every parameter in each pass, as all kinds do.
-        self._loss: nn.Module = nn.parallel.DistributedDataParallel(loss) if self.world > 1 else loss
+        self._loss: Any = nn.parallel.DistributedDataParallel(loss) if self.world > 1 else loss
         self._batches = make_batches(samples, options.batch_tokens, options.seed)
         self._kept: dict[int, Tensor] = {}
         self._kept_bytes = 0
@@ -152,7 +145,7 @@ class Trainer:
         for part in range(self.options.accumulate):
             last = part + 1 == self.options.accumulate
             index = (self.progress.step * self.options.accumulate + part) * self.world + self.rank
-            with contextlib.nullcontext() if last else self._without_exchange():
+            with contextlib.nullcontext() if last or self.world == 1 else self._loss.no_sync():
                 loss, count = self._run(index)
                 torch.autograd.backward(loss / self.options.accumulate)
             total += float(loss.detach()) / self.options.accumulate
@@ -164,13 +157,6 @@ class Trainer:
             )
         self.optimizer.step(self.progress.step / self.options.steps)
         self.progress.tick(tokens, total, time.monotonic() - began)
-
-    def _without_exchange(self) -> AbstractContextManager[None]:
-        loss = self._loss
-        if isinstance(loss, nn.parallel.DistributedDataParallel):
-            found: AbstractContextManager[None] = loss.no_sync()
-            return found
-        return contextlib.nullcontext()
 
     def _run(self, index: int) -> tuple[Tensor, int]:
         """The loss of batch `index` of the whole run, and the drafts that it has."""
@@ -191,9 +177,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + index)
         decay = self.options.decay or decay_of(block)
         batch = draw_blocks(tokens, is_answer, anchors, block, generator, decay, self._can_draft)
-        inputs = (each.to(self._device) for each in (batch.tokens, batch.anchors, batch.labels, batch.weights))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.options.bf16):
-            loss: Tensor = self._loss(features, *inputs)
+            loss: Tensor = self._loss(features, batch.to(self._device))
         return loss, int((batch.weights > 0).sum())
 
     def _features(self, number: int, rows: Sequence[Sample]) -> Tensor:
@@ -212,10 +197,6 @@ class Trainer:
             generator = torch.Generator().manual_seed(self.options.seed + 7919 * (epoch + 1))
             self._orders = {epoch: torch.randperm(len(self._batches), generator=generator).tolist()}
         return self._orders[epoch]
-
-    def end_at(self, steps: int) -> None:
-        """End after this many steps of the whole run."""
-        self.options = replace(self.options, steps=steps)
 
     def seconds_of_a_step(self) -> float:
         """How long a step takes, by a few whose gradients are thrown away."""
@@ -240,10 +221,9 @@ class Trainer:
         self.draft.load_state_dict(state["draft"])
         self.optimizer.restore(state["optimizer"])
         self.progress = Progress(**state["progress"])
-        self.progress.losses = [(int(step), float(loss)) for step, loss in self.progress.losses]
 
 
-def save_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a file beside `path`, and put it in its place once it is on the disk: a run that ends meanwhile
     leaves the old one whole. Raises `TrainingError`."""
     partial = path.with_name(f"{path.name}.partial")
@@ -267,15 +247,14 @@ def save_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 @dataclass
 class Schedule:
-    """What happens beside steps: a checkpoint every `save_every_s` seconds, a report every `report_every` steps, an
-    evaluation every `evaluate_every`."""
+    """What happens beside steps: a checkpoint now and then, a report every `report_every` steps, an evaluation every
+    `evaluate_every`."""
 
     save: Callable[[], None]
     report: Callable[[], None]
     evaluate: Callable[[], bool]
     evaluate_every: int
     report_every: int = 20
-    save_every_s: float = SAVE_EVERY_S
 
 
 def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = None) -> str:
@@ -296,7 +275,7 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
                 progress.losses.append((progress.step, progress.loss))
                 if deadline is not None:
                     left = (deadline - time.monotonic()) * (progress.step - step) / (progress.seconds - seconds)
-                    trainer.end_at(progress.step + max(1, int(left)))
+                    trainer.options = replace(trainer.options, steps=progress.step + max(1, int(left)))
                     seconds, step = progress.seconds, progress.step
                 schedule.report()
             is_last = progress.step == trainer.options.steps
@@ -304,7 +283,7 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
                 if schedule.evaluate():
                     return "plateau"
                 saved = time.monotonic()
-            elif time.monotonic() - saved > schedule.save_every_s:
+            elif time.monotonic() - saved > SAVE_EVERY_S:
                 schedule.save()
                 saved = time.monotonic()
         return "steps"

@@ -30,6 +30,10 @@ class DraftBatch:
     labels: Tensor
     weights: Tensor
 
+    def to(self, device: torch.device) -> DraftBatch:
+        """The same on a device."""
+        return DraftBatch(*(each.to(device) for each in (self.tokens, self.anchors, self.labels, self.weights)))
+
 
 def decay_of(block: int) -> float:
     """How slowly the weights of drafts fall in blocks of this size: 7 for 16, 4 for 8 (arXiv 2602.06036, appendix)."""
@@ -124,29 +128,21 @@ class TargetStates:
         return (own - aim).square().sum(dim=-1) / aim.square().sum(dim=-1).clamp(min=1e-9)
 
 
-@dataclass(frozen=True)
-class HeadLoss:
-    """losses: float32 `[...]`, the cross-entropy of each right token. likeliest: int64 `[..., count]`, the tokens with
-    the largest logits, in their order."""
-
-    losses: Tensor
-    likeliest: Tensor
-
-
 def draft_loss(
     right: Tensor,
     *products: tuple[Tensor, Tensor],
     target: TargetStates | None = None,
     count: int = 0,
     rows: int | None = None,
-) -> HeadLoss:
+) -> tuple[Tensor, Tensor]:
     """The cost of right tokens, int64 `[...]`, by logits that are a sum of products, and of what is to be learnt from
     `target`.
 
     Each product is of inputs `[..., size]` and a table `[vocab, size]`; gradients reach inputs and those tables that
     want some. The first one's inputs are the drafter's hidden states. The logits of no more than `rows` tokens exist at
     a time, by default of as many as `MAX_LOGITS` allows: they are made once, for losses and gradients, and again where
-    a table wants gradients. count: how many of the likeliest tokens to name.
+    a table wants gradients. Returns the cost of each token, float32 `[...]`, and the `count` tokens with the largest
+    logits, in their order, int64 `[..., count]`.
     """
     flat = [(inputs.flatten(0, -2).to(table.dtype), table) for inputs, table in products]
     vocab, device = products[0][1].shape[0], right.device
@@ -158,7 +154,7 @@ def draft_loss(
     losses = losses.view(right.shape)
     if target is not None and target.distillation.hidden > 0:
         losses = losses + target.distillation.hidden * target.distance(products[0][0])
-    return HeadLoss(losses, likeliest.view(*right.shape, -1))
+    return losses, likeliest.view(*right.shape, -1)
 
 
 class _Rows(torch.autograd.Function):

@@ -6,7 +6,7 @@ it, each in a file of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dflash_backend.attention import AttentionPattern
 from dflash_backend.checkpoints.spec import RopeSpec
 from dflash_backend.models.rope import inverse_frequencies
-from dflash_backend.training.loss import TargetStates, draft_loss, head_logits
+from dflash_backend.training.loss import DraftBatch, TargetStates, draft_loss
 
 DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
 SEES_ALL = AttentionPattern(causal=False)
@@ -96,11 +96,6 @@ class Tables:
     draft_ids: Tensor | None = None
     target_head: Tensor | None = None
     softcap: float | None = None
-
-    @classmethod
-    def tied(cls, embedding: Tensor) -> Tables:
-        """Of a target whose embedding is its LM head, and a drafter that can propose every token."""
-        return cls(embedding, embedding)
 
     def labels(self, tokens: Tensor) -> Tensor:
         """The draft ids of tokens, int64 of any shape."""
@@ -299,23 +294,13 @@ class DraftModel(nn.Module):
         """What a sublayer of layer `index` adds to blocks of this length: `[batch, blocks * block, hidden]`."""
         return run(normed)
 
-    def losses(
-        self,
-        tables: Tables,
-        features: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        target: TargetStates | None = None,
-    ) -> Tensor:
+    def losses(self, tables: Tables, features: Tensor, batch: DraftBatch, target: TargetStates | None = None) -> Tensor:
         """What each draft of training blocks costs: float32 `[batch, blocks, drafts]`.
 
-        features: as `forward` has them. tokens: int64 `[batch, length]`, those of the rows. anchors: int64
-        `[batch, blocks]`. labels: int64 `[batch, blocks, block]`, the true tokens from the anchor on. target: where it
-        chose each draft's token, `[batch, blocks, drafts, hidden]`.
+        features: as `forward` has them. target: where it chose each draft's token, `[batch, blocks, drafts, hidden]`.
         """
-        hidden = self.outputs(tables, features, anchors, labels[..., 0])[:, :, 1:]
-        return draft_loss(tables.labels(labels[..., 1:]), (hidden, tables.head), target=target).losses
+        hidden = self.outputs(tables, features, batch.anchors, batch.labels[..., 0])[:, :, 1:]
+        return draft_loss(tables.labels(batch.labels[..., 1:]), (hidden, tables.head), target=target)[0]
 
     def outputs(
         self, tables: Tables, features: Tensor, anchors: Tensor, first: Tensor, masks: int | None = None
@@ -329,16 +314,6 @@ class DraftModel(nn.Module):
         """Tokens as a block has them: int64 `[...]` -> `[..., hidden]`."""
         rows = F.embedding(tokens, tables.embedding)
         return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
-
-    def propose(self, tables: Tables, features: Tensor, tokens: Sequence[int]) -> list[int]:
-        """The drafts behind the last of `tokens`, before which features `[1, length, layers * hidden]` are known."""
-        anchors, first = torch.tensor([[features.shape[1]]]), torch.tensor([[tokens[-1]]])
-        hidden = self.outputs(tables, features, anchors, first)[0, 0, 1:]
-        return self.choose(head_logits(hidden, tables.head), hidden, tokens[-1])
-
-    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
-        """The drafts behind an anchor, from their logits `[k, vocab]` and final hidden states `[k, hidden]`."""
-        return logits.argmax(-1).tolist()
 
 
 def _attend(

@@ -50,11 +50,10 @@ def read_prompts(
     to continue as it is. options: variables of the chat template. Raises `TrainingError`.
     """
     found: dict[str, Prompt] = {}
-    num_rows = num_long = 0
+    num_long = 0
     try:
         for path in files:
             for row in read_rows(path):
-                num_rows += 1
                 prompt = _read_row(row, tokenizer, options)
                 if len(prompt.token_ids) > longest:
                     num_long += 1

@@ -59,11 +59,7 @@ def vocabulary_tensors(
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
     """Write a JSON file. Raises `TrainingError`."""
     text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-
-    def write(partial: Path) -> None:
-        partial.write_text(text, encoding="utf-8")
-
-    save_atomically(path, write)
+    save_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def plot(path: Path, losses: Sequence[tuple[int, float]], evaluations: Sequence[Mapping[str, Any]], title: str) -> bool:

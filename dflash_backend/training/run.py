@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.llm import LLM, RequestError
+from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.sampling_params import ParameterError
@@ -46,7 +48,6 @@ from dflash_backend.training.start import (
     begin_from_target,
     default_config,
     draft_vocabulary,
-    for_vocabulary,
     mask_token,
     read_published,
 )
@@ -61,6 +62,11 @@ PATIENCE, BETTER = 4, 1.005
 NEW_RATE, FROM_RATE = 4e-3, 1e-3
 FEWEST_STEPS = 20
 KV_GIB = {"cpu": 1.0, "cuda": 4.0}
+# Options that a run must have in common with the one that it goes on with, beside others of other names.
+IDENTITY = (
+    *("kind", "learning_rate", "decay", "soft_labels", "hidden_loss", "batch_tokens", "accumulate", "draft_vocab"),
+    "share_head",
+)
 STATE, SUMMARY, PLOT = "state.pt", "train.json", "train.png"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError)
 Say = Callable[[str], None]
@@ -189,7 +195,6 @@ class Run:
             samples = samples[: self._resumed["num_samples"]]
         config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
         loop = self._loop_options(teacher.device)
-        draft_tokens = None if tables.draft_ids is None else draft_tokens_of(publication.tensors["d2t"])
         if options.hidden_loss and tables.target_head is not None:
             raise TrainingError(
                 "--hidden-loss is for drafters with the target's LM head; the one of --from has its own"
@@ -203,15 +208,14 @@ class Run:
         check_fits(memory, free)
         loop = replace(loop, feature_bytes=max(0, int((free - memory.total) * 0.5)))
         can_draft = None
-        if draft_tokens is not None:
+        if tables.draft_ids is not None:
             can_draft = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
-            can_draft[draft_tokens] = True
+            can_draft[draft_tokens_of(publication.tensors["d2t"])] = True
         trainer = Trainer(draft, teacher, tables, samples, self._capture(config), loop, can_draft)
-        loop = self._set_steps(trainer, loop)
-        trainer.options = loop
+        trainer.options = replace(loop, steps=self._num_steps(trainer))
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-            self._say(f"going on behind step {trainer.progress.step:,} of {loop.steps:,}")
+            self._say(f"going on behind step {trainer.progress.step:,} of {trainer.options.steps:,}")
         return self._train(trainer, teacher, store, publication)
 
     def _settings(self, spare: bool = False) -> dict[str, Any]:
@@ -257,7 +261,9 @@ class Run:
         options, published = self.options, self.published
         torch.manual_seed(options.data.seed)
         dtype = torch.bfloat16 if self._bf16(teacher.device) else torch.float32
-        naming = Naming(str(self.spec.path.resolve()), (self.spec.architecture,), _special(tokenizer))
+        ends = tokenizer.eos_token_ids
+        special = {"eos_token_id": ends[0]} if ends else {}
+        naming = Naming(str(self.spec.path.resolve()), (self.spec.architecture,), special)
         if published is not None:
             tables = self._published_tables(published, teacher, dtype)
             draft = make_drafter(published.config)
@@ -270,12 +276,10 @@ class Run:
         config = default_config(
             self.spec, options.kind or DFLASH, mask_token(tokenizer, whole.embedding) if mask is None else mask, **given
         )
-        tokens = None
-        if options.draft_vocab:
-            tokens = draft_vocabulary(answers, options.draft_vocab, self.spec.vocab_size)
+        tokens = draft_vocabulary(answers, options.draft_vocab or self.spec.vocab_size, self.spec.vocab_size)
         if tokens is not None:
             whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=tokens)
-        config = for_vocabulary(config, tokens)
+            config = replace(config, draft_vocab_size=len(tokens))
         head = None if options.share_head else whole.head
         tensors = vocabulary_tensors(tokens, head, self.spec.vocab_size, self.form)
         draft = make_drafter(config)
@@ -319,13 +323,13 @@ class Run:
             1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay, distillation=distillation
         )
 
-    def _set_steps(self, trainer: Trainer, loop: LoopOptions) -> LoopOptions:
+    def _num_steps(self, trainer: Trainer) -> int:
         """How many steps there are: as asked, as before, or as many as fit the time that is left."""
         options = self.options
         if self._resumed is not None:
-            return replace(loop, steps=self._resumed["steps"])
+            return int(self._resumed["steps"])
         if options.steps is not None:
-            return replace(loop, steps=options.steps)
+            return options.steps
         seconds = trainer.seconds_of_a_step()
         left = 60 * options.minutes * (1 - LAST_SHARE * 2) - (time.monotonic() - self.began)
         steps = max(FEWEST_STEPS, int(left / seconds))
@@ -334,7 +338,7 @@ class Run:
             dist.broadcast_object_list(shared)
             steps = shared[0]
         self._say(f"a step takes {seconds:.2f} s: {steps:,} steps in about {steps * seconds / 60:.1f} minutes")
-        return replace(loop, steps=steps)
+        return steps
 
     def _train(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> dict[str, Any]:
         options = self.options
@@ -344,11 +348,7 @@ class Run:
         if self.published is not None and not self.record.evaluations and self._speaks:
             self._measure(0, self.published.spec.path, teacher, store)
 
-        def save() -> None:
-            self._save(trainer, store)
-
-        def evaluate() -> bool:
-            return self._evaluate(trainer, teacher, store, publication)
+        evaluate = partial(self._evaluate, trainer, teacher, store, publication)
 
         def report() -> None:
             progress, steps = trainer.progress, trainer.options.steps
@@ -359,7 +359,9 @@ class Run:
                 f"about {left / 60:.1f} min left"
             )
 
-        schedule = Schedule(save, report, evaluate, every, max(1, min(100, trainer.options.steps // 20)))
+        schedule = Schedule(
+            partial(self._save, trainer), report, evaluate, every, max(1, min(100, trainer.options.steps // 20))
+        )
         alone = not dist.is_initialized() and options.steps is None
         deadline = self.began + 60 * options.minutes * (1 - LAST_SHARE) if alone else None
         self.record.ended = run_steps(trainer, schedule, deadline)
@@ -377,7 +379,7 @@ class Run:
             if found > before or not (self.options.out / "model.safetensors").exists():
                 publication.write(trainer.draft, self.options.out)
             stops = [self.options.steps is None and self.is_plateau()]
-            self._save(trainer, store)
+            self._save(trainer)
         if dist.is_initialized():
             dist.broadcast_object_list(stops)
         return stops[0]
@@ -389,40 +391,34 @@ class Run:
 
     def _measure(self, step: int, drafter: Path, teacher: Teacher, store: Store) -> float:
         temperature = self.options.data.temperature
-        found = measure_acceptance(self.options.target, drafter, store.held_out, temperature, self._settings(), teacher)
+        length, speed = measure_acceptance(
+            self.options.target, drafter, store.held_out, temperature, self._settings(), teacher
+        )
         self.record.evaluations.append(
             {
                 "step": step,
                 "minutes": round((time.monotonic() - self.began) / 60, 2),
-                "acceptance_length": round(found.length, 4),
-                "tokens_per_second": round(found.tokens_per_second, 1),
+                "acceptance_length": round(length, 4),
+                "tokens_per_second": round(speed, 1),
             }
         )
         which = "the drafter it begins with" if step == 0 else f"step {step:,}"
-        self._say(f"{which}: acceptance length {found.length:.2f} on {len(store.held_out)} held-out prompts")
-        return found.length
+        self._say(f"{which}: acceptance length {length:.2f} on {len(store.held_out)} held-out prompts")
+        return length
 
     def _identity(self) -> dict[str, Any]:
         """What a run must have in common with the one that it goes on with."""
         options = self.options
         return {
             "data": self.fingerprint,
-            "--kind": options.kind,
             "--format": options.form,
             "--from": None if options.begin_from is None else str(options.begin_from),
-            "--learning-rate": options.learning_rate,
-            "--decay": options.decay,
-            "--soft-labels": options.soft_labels,
-            "--hidden-loss": options.hidden_loss,
-            "--batch-tokens": options.batch_tokens,
-            "--accumulate": options.accumulate,
-            "--draft-vocab": options.draft_vocab,
-            "--share-head": options.share_head,
+            **{f"--{name.replace('_', '-')}": getattr(options, name) for name in IDENTITY},
             "--seed": options.data.seed,
             "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
         }
 
-    def _save(self, trainer: Trainer, store: Store) -> None:
+    def _save(self, trainer: Trainer) -> None:
         if not self._speaks:
             return
         state = {
@@ -443,8 +439,9 @@ class Run:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             identity = state["identity"]
         except UNREADABLE as error:
+            why = first_line(error).partition(". ")[0]
             raise TrainingError(
-                f"{path} is damaged ({_first_sentence(error)}); add --restart to train anew from the data that is there"
+                f"{path} is damaged ({why}); add --restart to train anew from the data that is there"
             ) from None
         own = self._identity()
         other = [name for name, value in own.items() if identity.get(name) != value]
@@ -490,16 +487,6 @@ class Run:
 def draft_tokens_of(offsets: Tensor) -> Tensor:
     """The tokens that a drafter with the map `d2t` (`[draft vocab]`) can propose, by their draft ids: int64."""
     return offsets.long() + torch.arange(len(offsets))
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Of what torch says at length."""
-    return str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
-
-
-def _special(tokenizer: Any) -> dict[str, int]:
-    """Ids for the drafter's config."""
-    return {"eos_token_id": tokenizer.eos_token_ids[0]} if tokenizer.eos_token_ids else {}
 
 
 def _check(options: TrainOptions) -> None:

@@ -3,7 +3,6 @@ is."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
-from dflash_backend.drafters.base import is_unused
+from dflash_backend.drafters.base import draft_patterns, is_unused
 from dflash_backend.drafters.dflash.config import DFlashSpec, default_layer_ids
 from dflash_backend.drafters.dflash2.config import DFlash2Spec
 from dflash_backend.drafters.dspark.config import VANILLA, DSparkSpec
@@ -26,10 +26,12 @@ from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.mlp import DenseMlp
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.network import DFLASH2, DSPARK, EAGLE3, DrafterConfig, DraftModel, Shape, layers_of
+from dflash_backend.training.network import DFLASH2, EAGLE3, DrafterConfig, DraftModel, Shape, layers_of
 
 # From how many hidden numbers on a target gets five layers and blocks of 16 in place of three and 8.
 LARGE = 1536
+# What a checkpoint may have beside its layers, which is not trained.
+SHIPPED = frozenset(("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
 NO_NORM = 0.1
 """An embedding that is shorter than this share of the usual one tells a layer nothing."""
 MASKS = ("<|mask|>", "<mask>", "[MASK]", "<|reserved_special_token_0|>", "<|fim_pad|>", "<unk>", "<|unk|>")
@@ -45,17 +47,7 @@ def default_config(target: TargetSpec, kind: str, mask_token_id: int, **given: A
     inner = own.pop("intermediate_size", None)
     if inner is None:
         inner = decoder.intermediate_size if decoder.moe is None else 3 * decoder.hidden_size
-    shape = Shape(
-        vocab_size=target.vocab_size,
-        hidden_size=decoder.hidden_size,
-        intermediate_size=inner,
-        num_attention_heads=decoder.num_heads,
-        num_key_value_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        rms_norm_eps=decoder.rms_norm_eps,
-        rope_theta=decoder.rope.theta,
-        max_position_embeddings=decoder.max_len,
-    )
+    shape = _shape(decoder, target.vocab_size, intermediate_size=inner)
     if "target_layer_ids" not in own:
         own["target_layer_ids"] = _taps(num, layers, kind)
     if max(own["target_layer_ids"]) >= num or min(own["target_layer_ids"]) < 0:
@@ -68,6 +60,20 @@ def default_config(target: TargetSpec, kind: str, mask_token_id: int, **given: A
             raise TrainingError("a dflash2 drafter proposes any token; leave --draft-vocab out")
     own.setdefault("block_size", 16 if large else 8)
     return DrafterConfig(shape, num, layers, mask_token_id=mask_token_id, drafter=kind, **own)
+
+
+def _shape(decoder: DecoderSpec, vocab_size: int, **own: Any) -> Shape:
+    """That of a decoder, but for fields that are its `own`."""
+    fields = {
+        "intermediate_size": decoder.intermediate_size,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "rms_norm_eps": decoder.rms_norm_eps,
+        "rope_theta": decoder.rope.theta,
+        "max_position_embeddings": decoder.max_len,
+    }
+    return Shape(vocab_size, decoder.hidden_size, **{**fields, **own})
 
 
 def _taps(num_target_layers: int, layers: int, kind: str) -> tuple[int, ...]:
@@ -199,14 +205,13 @@ class Published:
         def read(source: WeightSource) -> dict[str, Tensor]:
             return {name: source.tensor(renamed[name], *shape) for name, shape in names.items()}
 
-        others = frozenset(("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
         draft.load_state_dict(
             load_weights(
                 self.spec.path,
                 read,
                 torch.float32,
                 torch.device("cpu"),
-                ignored=lambda name: name in others or is_unused(self.spec, name),
+                ignored=lambda name: name in SHIPPED or is_unused(self.spec, name),
             )
         )
 
@@ -224,24 +229,12 @@ def read_published(directory: Path, target: TargetSpec) -> Published:
     `CheckpointError`."""
     spec = read_draft(directory).for_target(target)
     assert isinstance(spec, DraftModelSpec)
-    if why := _cannot_train(spec, target):
+    fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if why := _cannot_train(spec, fields, target):
         raise TrainingError(f"{directory}: {why}; leave --from out, and a new drafter is trained")
     decoder, own = spec.decoder, _own_sizes(spec)
-    shape = Shape(
-        vocab_size=spec.vocab_size,
-        hidden_size=decoder.hidden_size,
-        intermediate_size=decoder.intermediate_size,
-        num_attention_heads=decoder.num_heads,
-        num_key_value_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        rms_norm_eps=decoder.rms_norm_eps,
-        rope_theta=decoder.rope.theta,
-        max_position_embeddings=decoder.max_len,
-        rope=decoder.rope,
-        qk_norm=decoder.qk_norm,
-    )
     config = DrafterConfig(
-        shape=shape,
+        shape=_shape(decoder, spec.vocab_size, rope=decoder.rope, qk_norm=decoder.qk_norm),
         target_layers=target.decoder.num_layers,
         draft_layers=decoder.num_layers,
         target_layer_ids=spec.target_layer_ids,
@@ -249,7 +242,6 @@ def read_published(directory: Path, target: TargetSpec) -> Published:
         draft_vocab_size=spec.draft_vocab_size if spec.maps_vocabulary else None,
         **own,
     )
-    fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return Published(spec, config, fields, _shipped(spec))
 
 
@@ -265,8 +257,6 @@ def _own_sizes(spec: DraftModelSpec) -> dict[str, Any]:
     }
     windows = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
     if any(causal or window for causal, window in windows):
-        from dflash_backend.drafters.base import draft_patterns
-
         own["patterns"] = draft_patterns(spec)
     if isinstance(spec, DFlash2Spec):
         own |= {
@@ -280,9 +270,8 @@ def _own_sizes(spec: DraftModelSpec) -> dict[str, Any]:
     return own
 
 
-def _cannot_train(spec: DraftModelSpec, target: TargetSpec) -> str | None:
-    """Why a drafter cannot be trained further; None where it can."""
-    fields = json.loads((spec.path / "config.json").read_text(encoding="utf-8"))
+def _cannot_train(spec: DraftModelSpec, fields: Mapping[str, Any], target: TargetSpec) -> str | None:
+    """Why a drafter cannot be trained further; None where it can. fields: of its `config.json`."""
     decoder = spec.decoder
     if fields.get("quantization_config") or fields.get("compression_config") or fields.get("gguf"):
         return "its weights are quantised or come from a GGUF file"
@@ -305,29 +294,10 @@ def _cannot_train(spec: DraftModelSpec, target: TargetSpec) -> str | None:
 
 def _shipped(spec: DraftModelSpec) -> dict[str, Tensor]:
     """Tensors that a checkpoint has beside its layers and that are not trained."""
-    from safetensors.torch import load_file
-
     found: dict[str, Tensor] = {}
     for path in sorted(spec.path.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
             short = name.removeprefix("model.")
-            if short in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"):
+            if short in SHIPPED:
                 found[short] = tensor
     return found
-
-
-def for_vocabulary(config: DrafterConfig, tokens: Tensor | None) -> DrafterConfig:
-    """The config with a draft vocabulary of these tokens."""
-    return dataclasses.replace(config, draft_vocab_size=None if tokens is None else len(tokens))
-
-
-__all__ = [
-    "DSPARK",
-    "Published",
-    "begin_from_target",
-    "default_config",
-    "draft_vocabulary",
-    "for_vocabulary",
-    "mask_token",
-    "read_published",
-]

@@ -19,8 +19,6 @@ from dflash_backend.text.prompt_size import (
     PromptTooLong,
     check_fits,
     check_num_tokens,
-    most_chars,
-    too_long,
 )
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.text.truncation import Truncation
@@ -140,13 +138,6 @@ class PromptBuilder:
         message = f"This model's maximum context length is {length} tokens. However, {error}"
         return invalid(message, param, "context_length_exceeded")
 
-    def _check_fits(self, text: str, truncation: Truncation | None) -> None:
-        """Raise `PromptTooLong` for a text that is certainly too long, also to be tokenised and then made shorter."""
-        if truncation is None:
-            check_fits(text, self.tokenizer, self.max_model_len)
-        elif len(text) > most_chars(self.tokenizer, self.max_model_len):
-            raise too_long(f"{len(text)} characters", self.tokenizer, self.max_model_len)
-
     def _chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], truncation: Truncation | None
     ) -> list[int]:
@@ -156,7 +147,7 @@ class PromptBuilder:
             )
         self._check_size(messages, options)
         chat = self.tokenizer.render_chat(messages, **options)
-        self._check_fits(chat.text, truncation)
+        check_fits(chat.text, self.tokenizer, self.max_model_len, truncation)
         return self.tokenizer.encode_chat(chat)
 
     def _check_size(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
@@ -172,5 +163,5 @@ class PromptBuilder:
             )
 
     def _text(self, text: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
-        self._check_fits(text, truncation)
+        check_fits(text, self.tokenizer, self.max_model_len, truncation)
         return self.tokenizer.encode(text, add_special_tokens) if text else []

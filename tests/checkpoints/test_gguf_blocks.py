@@ -26,6 +26,7 @@ from dflash_backend.checkpoints.gguf.blocks import BLOCKS
 from dflash_backend.checkpoints.gguf.convert import converted
 from dflash_backend.checkpoints.gguf.parts import in_order
 from dflash_backend.checkpoints.gguf.reader import GgufTensor
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
@@ -188,7 +189,7 @@ def test_parts_of_a_weight_are_those_of_its_numbers(file: Path) -> None:
                 if each != name:
                     source.tensor(each, *shape)
             size = [len(parts) * n // num if i == dim else n for i, n in enumerate(shapes[name])]
-            source.read_projection_slice(name, out := source.empty(*size), dim, parts, num)
+            source.read_projection(name, out := source.empty(*size), Slice(dim, tuple(parts), num))
             return out
 
         chunks = whole.chunk(num_parts, dim)

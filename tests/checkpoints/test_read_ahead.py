@@ -75,7 +75,7 @@ def test_what_is_held_stays_within_the_largest_file_and_is_read_before_it_is_ask
             tensor = ahead.take(name)
             assert tensor is not None
             assert torch.equal(tensor, values(name))
-            held = sum(reading.memory.nbytes for reading in ahead._readings.values())
+            held = sum(memory.nbytes for memory, _ in ahead._readings.values())
             most = max(most, held)
             ahead.release(name)
     assert most == SHARD_BYTES

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.checkpoints import CheckpointError, read_target
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.tensor_names import bare_name, beginnings
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 from dflash_backend.drafters.registry import drafter_class, read_draft
@@ -74,12 +75,12 @@ class Kept(WeightSource):
         super().__init__(source.dtype, source.device)
         self._source, self._found = source, found
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        self._source.read(name, out)
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._source.read(name, out, taken)
         self._found[name] = out
 
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
-        self._source.read_projection(name, out)
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._source.read_projection(name, out, taken)
         self._found[name] = out
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.weights import WeightSource, load_weights
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def load(
     """The tensors of these names and this size, of which only `d2t` is of integers."""
 
     def read(source: WeightSource) -> dict[str, torch.Tensor]:
-        return {n: source.integers(n, *size) if n == "d2t" else source.tensor(n, *size) for n in names}
+        return {n: source.tensor(n, *size, dtype=torch.int64 if n == "d2t" else None) for n in names}
 
     return load_weights(directory, read, torch.float32, CPU, ignored=ignored)
 
@@ -164,7 +165,7 @@ def test_weights_that_are_no_numbers_are_refused_by_their_tensors_name(tmp_path:
 
     def read_part(source: WeightSource) -> torch.Tensor:
         out = source.empty(1)
-        source.read_slice("b", out, 0, (1,), 2)
+        source.read("b", out, Slice(0, (1,), 2))
         return out
 
     with pytest.raises(CheckpointError, match="the tensor b has values"):

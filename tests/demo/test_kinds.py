@@ -18,6 +18,7 @@ from demo.checkpoint import (
 )
 from demo.evaluate import ReferencePair
 from demo.model import PairConfig
+from demo.propose import propose
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import DraftLoss
 from dflash_backend import LLM
@@ -52,8 +53,8 @@ def smoke(kind: str) -> PairConfig:
     return replace(SMOKE_CONFIG, drafter=kind)
 
 
-def inputs(config: PairConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Embedding, features, tokens, anchors and labels of a row with two blocks."""
+def inputs(config: PairConfig) -> tuple[Tensor, Tensor, DraftBatch]:
+    """Embedding, features and two blocks of a row."""
     generator = torch.Generator().manual_seed(0)
     size, vocab = config.shape.hidden_size, config.shape.vocab_size
     embedding = torch.randn(vocab, size, generator=generator)
@@ -61,15 +62,15 @@ def inputs(config: PairConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens = torch.randint(vocab, (1, LENGTH + config.block_size), generator=generator)
     anchors = torch.tensor([ANCHORS])
     labels = tokens[0][anchors[..., None] + torch.arange(config.num_drafts + 1)]
-    return embedding, features, tokens[:, :LENGTH], anchors, labels
+    weights = torch.ones(1, len(ANCHORS), config.num_drafts)
+    return embedding, features, DraftBatch(tokens[:, :LENGTH], anchors, labels, weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_has_a_gradient(kind: str) -> None:
     draft = random_drafter(smoke(kind))
-    embedding, features, tokens, anchors, labels = inputs(draft.config)
-    weights = torch.ones(1, len(ANCHORS), draft.config.num_drafts)
-    DraftLoss(draft)(embedding, features, DraftBatch(tokens, anchors, labels, weights)).backward()
+    embedding, features, batch = inputs(draft.config)
+    DraftLoss(draft)(embedding, features, batch).backward()
     assert [name for name, parameter in draft.named_parameters() if parameter.grad is None] == []
 
 
@@ -77,30 +78,30 @@ def test_every_parameter_has_a_gradient(kind: str) -> None:
 def test_a_block_learns_from_nothing_behind_its_anchor_nor_from_other_blocks(kind: str) -> None:
     """Else the drafter would be trained on what it will not have."""
     draft = random_drafter(smoke(kind))
-    embedding, features, tokens, anchors, labels = inputs(draft.config)
-    whole = draft.losses(Tables.tied(embedding), features, tokens, anchors, labels)
-    first = draft.losses(Tables.tied(embedding), features, tokens, anchors[:, :1], labels[:, :1])
+    embedding, features, batch = inputs(draft.config)
+    tables, one = Tables(embedding, embedding), replace(batch, anchors=batch.anchors[:, :1], labels=batch.labels[:, :1])
+    whole, first = draft.losses(tables, features, batch), draft.losses(tables, features, one)
     torch.testing.assert_close(whole[:, :1], first)
     # Before its anchor lie the features that it reads; its own token is the last that it may know.
-    cut = features.clone(), tokens.clone()
+    cut = features.clone(), replace(one, tokens=batch.tokens.clone())
     cut[0][:, ANCHORS[0] :] = 7.0
-    cut[1][:, ANCHORS[0] + 1 :] = 5
-    torch.testing.assert_close(draft.losses(Tables.tied(embedding), *cut, anchors[:, :1], labels[:, :1]), first)
+    cut[1].tokens[:, ANCHORS[0] + 1 :] = 5
+    torch.testing.assert_close(draft.losses(tables, *cut), first)
     cut[0][:, ANCHORS[0] - 1] = 7.0
-    assert not torch.allclose(draft.losses(Tables.tied(embedding), *cut, anchors[:, :1], labels[:, :1]), first)
+    assert not torch.allclose(draft.losses(tables, *cut), first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_trained_behind_the_right_ones_before_it_alone(kind: str) -> None:
     """The loss of a draft knows no later label; what it reads of earlier ones is of its kind."""
     draft = random_drafter(smoke(kind))
-    embedding, features, tokens, anchors, labels = inputs(draft.config)
-    tokens[:, ANCHORS[0] + 1 :] = 5
-    anchors, labels = anchors[:, :1], labels[:, :1]
-    before = draft.losses(Tables.tied(embedding), features, tokens, anchors, labels)
-    changed = labels.clone()
+    embedding, features, batch = inputs(draft.config)
+    batch.tokens[:, ANCHORS[0] + 1 :] = 5
+    batch = replace(batch, anchors=batch.anchors[:, :1], labels=batch.labels[:, :1])
+    tables, changed = Tables(embedding, embedding), batch.labels.clone()
+    before = draft.losses(tables, features, batch)
     changed[..., 4] = (changed[..., 4] + 1) % draft.config.shape.vocab_size
-    after = draft.losses(Tables.tied(embedding), features, tokens, anchors, changed)
+    after = draft.losses(tables, features, replace(batch, labels=changed))
     assert torch.equal(before[..., :3], after[..., :3])
     assert not torch.equal(before[..., 3], after[..., 3])
     later = (before[..., 4:] != after[..., 4:]).any(dim=(0, 1)).tolist()
@@ -118,7 +119,7 @@ def test_serving_drafts_what_the_module_drafts(kind: str, tmp_path: Path) -> Non
     assert (read_draft_config(tmp_path), read_draft(tmp_path).notes) == (config, ())
     target_folder = asset_path("demo", "pair", "target")
     target, draft = load_target(target_folder, config), load_draft(tmp_path, config)
-    tokens, k = cases.token_ids(60), config.num_drafts
+    embedding, tokens, k = target.model.embed_tokens.weight, cases.token_ids(60), config.num_drafts
     steps = [Step(5, int(tokens[5]), k), Step(16, int(tokens[21]), k - 4), Step(30, int(tokens[51]), k)]
     features = torch.randn(51, len(config.target_layer_ids) * config.shape.hidden_size)
     length = 0
@@ -126,7 +127,7 @@ def test_serving_drafts_what_the_module_drafts(kind: str, tmp_path: Path) -> Non
         length += step.num_new
         draft.config = replace(config, block_size=step.k + 1, eagle_drafts=step.k)
         known = tokens[: length + 1].tolist()
-        assert found == draft.propose(Tables.tied(target.model.embed_tokens.weight), features[None, :length], known)
+        assert found == propose(draft, Tables(embedding, embedding), features[None, :length], known)
 
 
 def test_each_kind_has_its_number_of_drafts_as_serving_reads_it(tmp_path: Path) -> None:

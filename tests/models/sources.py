@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.weights import WeightSource
 
 
@@ -15,6 +16,7 @@ class TensorSource(WeightSource):
         self.unread = dict(tensors)
         self.outs: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        assert taken is None
         assert out.shape == self.unread[name].shape
         self.outs[name] = out.copy_(self.unread.pop(name))

@@ -68,7 +68,7 @@ DELTA_STREAM_MUTANTS = (
         SERVER,
         (
             "what a batch cannot hold is left out of it",
-            "    if asked is not None or not _is_plain(sampling, returns):\n        deltas = None\n",
+            "    if asked is not None or sampling.n > 1 or has_logprobs:\n        deltas = None\n",
             "",
         ),
         ("names that can be guessed", "if not FEWEST_NAME_CHARS <= len(name) <= MOST_NAME_CHARS:", "if not name:"),

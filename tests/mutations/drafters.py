@@ -211,7 +211,11 @@ DRAFTERS_MUTANTS = (
     *mutants_of(
         "dflash_backend/checkpoints/decoder_fields.py",
         ("tests/checkpoints/test_targets.py",),
-        ("a dtype of auto is a dtype", "if given and given[0][1] != AUTO:", "if given:"),
+        (
+            "a dtype of auto is a dtype",
+            "_dtype_of(tensors) if first == AUTO else",
+            "_dtype_of(tensors) if not given else",
+        ),
         ("of several dtypes that with the fewest bytes counts", "-sizes[kind]", "sizes[kind]"),
         ("scales of quantised weights count as weights", "not in PARTS:", "not in ():"),
     ),

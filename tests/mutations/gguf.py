@@ -70,7 +70,7 @@ GGUF_MUTANTS = (
             "(within_group * key_heads + key) * size",
             "(key * group + within_group) * size",
         ),
-        ("the decay stays an exponential", "= np.log(-numbers)", "= numbers"),
+        ("the decay stays an exponential", "np.log(-decay)", "decay"),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/gguf/gpt_oss.py",

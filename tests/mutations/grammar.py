@@ -315,9 +315,9 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "the end of an answer goes to the grammar",
-            "self._ended = True\n"
-            "            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]",
-            "del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) + 1 :]",
+            "tokens = self._before_end(token_ids[begin:])\n"
+            "        self._ended = len(tokens) < len(token_ids) - begin\n",
+            "tokens = list(token_ids[begin:])\n",
         ),
         (
             "an end of sequence among the drafts is looked at as any other",
@@ -361,7 +361,7 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "an answer may take long in every step",
-            "if self._slow_seconds > SLOW_LIMIT_S:",
+            "if self.slow_seconds > SLOW_LIMIT_S:",
             "if False:",
         ),
         (

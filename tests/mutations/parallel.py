@@ -122,8 +122,8 @@ PARALLEL_MUTANTS = (
         KEPT,
         (
             "kept FP8 at load has the first rank's columns",
-            "_take(made.codes, columns, 1, taken.parts,",
-            "_take(made.codes, columns, 1, (0,),",
+            "made.codes.new_empty(shape), taken)",
+            "made.codes.new_empty(shape), replace(taken, parts=(0,)))",
         ),
     ),
     *mutants_of(
@@ -193,9 +193,8 @@ PARALLEL_MUTANTS = (
     Mutant(
         "FP8 at load has a scale for a rank's part of a row",
         "dflash_backend/checkpoints/quantization/at_load.py",
-        "self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))\n"
-        "        _take(whole, out, dim, parts, num_parts)",
-        "self._plain.read_projection_slice(name, out, dim, parts, num_parts)\n        round_to_fp8(name, out)",
+        "whole = out if taken is None else out.new_empty(taken.whole(out.shape))\n        read(name, whole)\n",
+        "whole, taken = out, read(name, out, taken)\n",
         ("tests/parallel/test_shards.py::test_fp8_at_load_rounds_whole_rows",),
     ),
     Mutant(

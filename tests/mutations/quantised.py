@@ -101,7 +101,11 @@ QUANTISED_MUTANTS = (
     *mutants_of(
         f"{FOLDER}/stored.py",
         (f"{LOADING}::test_sizes_count_weights_and_not_words",),
-        ("an int32 of packed weights counts as one", "numbers * WORD_BITS // scheme.bits", "numbers"),
+        (
+            "an int32 of packed weights counts as one",
+            "    per_word = WORD_BITS // scheme.bits\n",
+            "    per_word = 1\n",
+        ),
     ),
     *mutants_of(
         f"{FOLDER}/at_load.py",
@@ -111,7 +115,7 @@ QUANTISED_MUTANTS = (
         ("scales at load are left out", ".to(CODE).float() * scale", ".to(CODE).float()"),
         ("the LM head is made FP8", '("lm_head", "gate",', '("gate",'),
         ("routers are made FP8", '"lm_head", "gate",', '"lm_head",'),
-        ("experts in one tensor stay as they are", "if name.endswith(STACKED):", "if False:"),
+        ("experts in one tensor stay as they are", "out, taken, name.endswith(STACKED))", "out, taken, False)"),
         ("a row of zeros becomes no numbers", ".clamp(min=SMALLEST_SCALE)", ""),
         ("weights that are not finite become FP8", "if not bool(largest.isfinite().all()):", "if False:"),
     ),

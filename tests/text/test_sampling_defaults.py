@@ -18,8 +18,8 @@ def test_the_fields_that_vllm_takes_are_taken_by_our_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "it is not JSON"),
-        ("[]", "it must be a JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds list; expected a JSON object"),
         ('{"top_p": 7}', "'top_p' has the value 7; .*; set generation_config to none to leave it out"),
     ],
 )

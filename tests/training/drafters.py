@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_backend.training.formats import make_drafter
-from dflash_backend.training.loss import TargetStates
+from dflash_backend.training.loss import DraftBatch, TargetStates
 from dflash_backend.training.network import DrafterConfig, DraftModel, Shape, Tables
 
 SHAPE = Shape(
@@ -20,7 +20,7 @@ ANCHORS = (5, 9)
 
 @dataclass(frozen=True)
 class Blocks:
-    """A row with two blocks, in float64. right: what `DraftModel.losses` takes, but for the tables."""
+    """A row with two blocks, in float64."""
 
     draft: DraftModel
     tables: Tables
@@ -32,8 +32,8 @@ class Blocks:
     def losses(self, dtype: torch.dtype = torch.float64, target: TargetStates | None = None) -> Tensor:
         """The drafter's losses with everything in this dtype."""
         tables = Tables(self.tables.embedding.to(dtype), self.tables.head.to(dtype), self.tables.draft_ids)
-        features = self.features.to(dtype)
-        return self.draft.to(dtype).losses(tables, features, self.tokens, self.anchors, self.labels, target)
+        batch = DraftBatch(self.tokens, self.anchors, self.labels, torch.ones(1))
+        return self.draft.to(dtype).losses(tables, self.features.to(dtype), batch, target)
 
 
 def blocks_of(kind: str, draft_vocab_size: int | None = None) -> Blocks:

@@ -31,12 +31,12 @@ def test_cross_entropy_of_some_rows_at_a_time_is_that_of_all(rows: int) -> None:
     x, w, y, v = products(torch.float64)
     right = torch.randint(VOCAB, (COUNT,), generator=torch.Generator().manual_seed(2))
     weights = torch.linspace(0, 1, COUNT, dtype=torch.float64)
-    found = draft_loss(right, (x, w), (y, v), count=4, rows=rows)
-    own = torch.autograd.grad((found.losses * weights).sum(), [x, w, y, v])
+    found, likeliest = draft_loss(right, (x, w), (y, v), count=4, rows=rows)
+    own = torch.autograd.grad((found * weights).sum(), [x, w, y, v])
     logits = x @ w.T + y @ v.T
     expected = F.cross_entropy(logits, right, reduction="none")
-    torch.testing.assert_close(found.losses, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(found.likeliest, logits.topk(4).indices)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(likeliest, logits.topk(4).indices)
     for mine, theirs in zip(own, torch.autograd.grad((expected * weights).sum(), [x, w, y, v]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -55,7 +55,7 @@ def test_a_soft_label_costs_its_share_of_the_targets_distribution(rows: int, sha
     right = torch.randint(VOCAB, (COUNT,), generator=torch.Generator().manual_seed(2))
     states = states_of((COUNT,), VOCAB, soft_labels=share, temperature=0.7)
     weights = torch.linspace(0, 1, COUNT, dtype=torch.float64)
-    found = draft_loss(right, (x, w), (y, v), target=states, rows=rows).losses
+    found = draft_loss(right, (x, w), (y, v), target=states, rows=rows)[0]
     own = torch.autograd.grad((found * weights).sum(), [x, w, y, v])
     aims = share * torch.softmax(1.5 * torch.tanh(states.hidden @ states.head.T / 1.5) / 0.7, dim=-1)
     aims[torch.arange(COUNT), right] += 1 - share
@@ -69,8 +69,8 @@ def test_the_distance_from_the_targets_state_is_a_share_of_its_square() -> None:
     x, w, y, v = products(torch.float64)
     right = torch.zeros(COUNT, dtype=torch.int64)
     states = states_of((COUNT,), VOCAB, hidden=2.5)
-    found = draft_loss(right, (x, w), (y, v), target=states).losses
-    plain = draft_loss(right, (x, w), (y, v)).losses
+    found = draft_loss(right, (x, w), (y, v), target=states)[0]
+    plain = draft_loss(right, (x, w), (y, v))[0]
     aim = states.hidden
     expected = plain + 2.5 * ((x - aim) ** 2).sum(1) / (aim**2).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -109,7 +109,7 @@ def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.Monke
     monkeypatch.setattr(losses, "_logits", noted)
     monkeypatch.setattr(losses, "MAX_LOGITS", {"cpu": 300_000})
     x, w = torch.randn(1000, 4, requires_grad=True), torch.randn(5000, 4)
-    draft_loss(torch.zeros(1000, dtype=torch.int64), (x, w)).losses.sum().backward()
+    draft_loss(torch.zeros(1000, dtype=torch.int64), (x, w))[0].sum().backward()
     assert max(shape.numel() for shape in seen) == 300_000
     assert sum(shape[0] for shape in seen) == 1000  # each row once
 

@@ -233,7 +233,6 @@ def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
     trainer = Trainer.__new__(Trainer)
     trainer.options, trainer.progress, trainer.world, trainer.rank = LoopOptions(4, 1.0), loop.Progress(), 1, 0
     monkeypatch.setattr(Trainer, "_run", lambda self, index: (torch.tensor(float("nan"), requires_grad=True), 1))
-    monkeypatch.setattr(Trainer, "_without_exchange", lambda self: None)
     with pytest.raises(TrainingError, match=r"the loss of step 1 is nan: lower --learning-rate"):
         trainer.step()
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from demo.checkpoint import load_target as demo_target
 from demo.model import PairConfig
+from demo.propose import propose
 from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import asset_path
@@ -21,14 +22,13 @@ from dflash_backend.training.errors import TrainingError
 from dflash_backend.training.features import Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, Naming, make_drafter
 from dflash_backend.training.loop import BlockLoss
-from dflash_backend.training.loss import Distillation, TargetStates
+from dflash_backend.training.loss import Distillation, DraftBatch, TargetStates
 from dflash_backend.training.network import DFLASH, DFLASH2, DSPARK, EAGLE3, DrafterConfig, Tables, layers_of
 from dflash_backend.training.publish import Publication, vocabulary_tensors
 from dflash_backend.training.start import (
     begin_from_target,
     default_config,
     draft_vocabulary,
-    for_vocabulary,
     mask_token,
     read_published,
 )
@@ -102,7 +102,7 @@ def test_the_state_of_a_draft_is_that_of_the_token_before_it() -> None:
     given = torch.cat((blocks.features, states), dim=-1)
     own = torch.randn_like(blocks.tables.head)
     for tables in (blocks.tables, replace(blocks.tables, target_head=own)):
-        BlockLoss(draft, tables, how)(given, blocks.tokens, anchors, blocks.labels, weights)
+        BlockLoss(draft, tables, how)(given, DraftBatch(blocks.tokens, anchors, blocks.labels, weights))
     for features, target in seen:
         assert torch.equal(features, blocks.features)
         assert target.hidden[..., 0].tolist() == [[[5, 6, 7], [LENGTH - 2, LENGTH - 1, LENGTH - 1]]]
@@ -118,13 +118,13 @@ def test_what_is_written_drafts_in_the_engine_as_the_module_does(kind: str, form
     torch.manual_seed(4)
     config, tokens = random_config(kind), cases.token_ids(60)
     embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
-    tables, own = Tables.tied(embedding), None
+    tables, own = Tables(embedding, embedding), None
     if kind != DFLASH2:  # with a smaller vocabulary
         own = draft_vocabulary([tuple(tokens.tolist())], 300, SPEC.vocab_size)
         assert own is not None
         ids = torch.zeros(SPEC.vocab_size, dtype=torch.int64)
         ids[own] = torch.arange(len(own))
-        tables, config = Tables(embedding, embedding[own], ids), for_vocabulary(config, own)
+        tables, config = Tables(embedding, embedding[own], ids), replace(config, draft_vocab_size=len(own))
     draft = make_drafter(config)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -143,7 +143,7 @@ def test_what_is_written_drafts_in_the_engine_as_the_module_does(kind: str, form
     length = 0
     for step, (_, found) in zip(steps, drafts(TARGET, tmp_path, features, steps), strict=True):
         length += step.num_new
-        expected = draft.propose(tables, features[None, :length], tokens[: length + 1].tolist())
+        expected = propose(draft, tables, features[None, :length], tokens[: length + 1].tolist())
         assert found == (expected if own is None else own[expected].tolist())
 
 
@@ -175,7 +175,7 @@ def test_a_narrower_drafter_gets_the_channels_of_its_target_that_weigh_most() ->
 
 def test_a_smaller_vocabulary_without_a_head_is_read_with_the_targets_rows(tmp_path: Path) -> None:
     tokens = torch.arange(0, 600, 2)
-    config = for_vocabulary(default_config(SPEC, DFLASH, 3, draft_layers=1), tokens)
+    config = default_config(SPEC, DFLASH, 3, draft_layers=1, draft_vocab_size=len(tokens))
     draft = make_drafter(config)
     tensors = vocabulary_tensors(tokens, None, SPEC.vocab_size, "zlab")
     Publication(config, "zlab", Naming(), None, tensors).write(draft, tmp_path)

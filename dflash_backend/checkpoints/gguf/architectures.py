@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from dflash_backend.checkpoints.gguf.parts import (
     LayerParts,
     Part,
     in_order,
-    less_one,
     odd,
     rotation_of_neighbours,
     whole,
@@ -100,14 +100,14 @@ class Architecture:
         return self.model_type == drafter.NAME
 
 
-def _hybrid(name: str, model_type: str, layer_parts: LayerParts, experts: bool) -> Architecture:
+def _hybrid(name: str, model_type: str, experts: bool, is_grouped: bool = False) -> Architecture:
     return Architecture(
         name,
         model_type,
         parts=tuple((QK_NORMS | ROUTER | hybrids.PARTS).items()),
         experts=experts,
         fields=hybrids.FIELDS + EXPERT_FIELDS,
-        layer_parts=layer_parts,
+        layer_parts=partial(hybrids.delta_net_parts, is_grouped),
         centred=hybrids.CENTRED,
         some_rotated=True,
     )
@@ -125,9 +125,9 @@ ARCHITECTURES = {
         experts=True,
         fields=EXPERT_FIELDS,
     ),
-    "qwen3next": _hybrid("Qwen3NextForCausalLM", "qwen3_next", hybrids.next_parts, experts=True),
-    "qwen35": _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", hybrids.plain_parts, experts=False),
-    "qwen35moe": _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", hybrids.plain_parts, experts=True),
+    "qwen3next": _hybrid("Qwen3NextForCausalLM", "qwen3_next", experts=True, is_grouped=True),
+    "qwen35": _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", experts=False),
+    "qwen35moe": _hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", experts=True),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         "gpt_oss",
@@ -204,8 +204,10 @@ def read_config(model: GgufModel, rope_factors: list[float] | None) -> dict[str,
         "dtype": _dtype(model),
     }
     if not architecture.is_drafter:
+        if "token_embd.weight" not in model.tensors:
+            raise CheckpointError(f"{model.path} has no tensor token_embd.weight")
         config |= {
-            "vocab_size": _tensor(model, "token_embd.weight").shape[0],
+            "vocab_size": model.tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in model.tensors,
         }
     if architecture.experts:
@@ -296,7 +298,8 @@ def _own_parts(model: GgufModel, config: Mapping[str, Any], name: str, tensor: G
 
 def _norm_or_whole(architecture: Architecture, name: str, tensor: GgufTensor) -> Part:
     if name.removesuffix(".weight") in architecture.centred:
-        return Part((tensor,), tensor.shape, change=less_one)
+        # The model adds the 1 that GGUF holds.
+        return Part((tensor,), tensor.shape, change=lambda numbers: numbers - np.float32(1))
     # A row of one number is a vector to some writers.
     return whole(tensor, (1, *tensor.shape) if len(tensor.shape) == 1 and name.endswith("inp_shexp.weight") else None)
 
@@ -306,12 +309,6 @@ def _unknown(tensor: GgufTensor, model: GgufModel) -> CheckpointError:
         f"{tensor.file}: the tensor {shown(tensor.name)} is none that {model.metadata['general.architecture']} "
         "is known to have here; leaving it out would change the model's answers"
     )
-
-
-def _tensor(model: GgufModel, name: str) -> GgufTensor:
-    if name not in model.tensors:
-        raise CheckpointError(f"{model.path} has no tensor {name}")
-    return model.tensors[name]
 
 
 def _fields(model: GgufModel) -> JsonReader:

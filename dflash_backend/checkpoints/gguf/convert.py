@@ -9,7 +9,6 @@ dtype that its config names.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -62,7 +61,9 @@ def converted(path: Path, report: Report | None = None, plain: bool = False) -> 
         directory = _cache() / f"{path.stem[:MAX_STEM]}-{_key(files)}{'-plain' if plain else ''}"
         if (directory / "config.json").is_file():
             return directory
-        with _locked(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with open(directory.with_name(f".{directory.name}.lock"), "w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # while no other process converts the same file
             if not (directory / "config.json").is_file():
                 _convert(path, files, directory, report, plain)
     except OSError as error:
@@ -80,16 +81,6 @@ def _key(files: tuple[Path, ...]) -> str:
     """Of the files' paths, sizes and times, and of `FORMAT`."""
     found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([FORMAT, found]).encode()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """While the block runs, no other process converts the same file."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    lock = directory.with_name(f".{directory.name}.lock")
-    with open(lock, "w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Report | None, plain: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from dflash_backend.checkpoints.gguf.parts import Part, whole
 from dflash_backend.checkpoints.gguf.reader import GgufModel, GgufTensor
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import FULL, SLIDING
 
 NAME, ARCHITECTURE = "dflash", "DFlashDraftModel"
 FIELDS = (
@@ -43,7 +44,6 @@ SCALES = {
     "logit_scale": "output_multiplier",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_drafter(model: GgufModel, fields: JsonReader, config: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_backend.checkpoints.gguf.parts import Part, take, whole
+from dflash_backend.checkpoints.gguf.parts import Part, missing, whole
 from dflash_backend.checkpoints.gguf.reader import GgufTensor
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.checkpoints.spec import FULL, SLIDING, CheckpointError
 
 FIELDS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers", "rope.freq_base_swa"),
@@ -32,7 +32,6 @@ BARE = {
     "ffn_down_exps.weight": "experts.down_proj",
     "ffn_gate_up_exps.weight": "experts.gate_up_proj",
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
 # A frequency that is divided by so much is not rotated.
 UNROTATED = 1e20
 
@@ -123,8 +122,7 @@ def gemma4_parts(tensors: dict[str, GgufTensor], config: Mapping[str, Any]) -> d
     """What has other names than elsewhere."""
     found = {ours: whole(tensors.pop(theirs)) for theirs, ours in BARE.items() if theirs in tensors}
     if config.get("enable_moe_block"):
-        count, inner, hidden = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]
-        for name, shape in (("down_proj", (count, hidden, inner)), ("gate_up_proj", (count, 2 * inner, hidden))):
-            if f"experts.{name}" not in found:
-                take(tensors, {ours: theirs for theirs, ours in BARE.items()}[f"experts.{name}"], shape)
+        for theirs in ("ffn_down_exps.weight", "ffn_gate_up_exps.weight"):
+            if BARE[theirs] not in found:
+                raise missing(theirs, tensors)
     return found

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_backend.checkpoints.gguf.parts import Array, Part, in_order, take, whole
 from dflash_backend.checkpoints.gguf.reader import GgufTensor
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import FULL, LINEAR
 
 FIELDS = (
     *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"),
@@ -28,7 +29,6 @@ PARTS = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 CENTRED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
-LINEAR, FULL = "linear_attention", "full_attention"
 INTERVAL = 4
 
 
@@ -65,90 +65,56 @@ def _layer_types(fields: JsonReader, num_layers: int) -> list[str]:
     return [LINEAR if each else FULL for each in recurrent[:num_layers]]
 
 
-def next_parts(tensors: dict[str, GgufTensor], config: Mapping[str, Any]) -> dict[str, Part]:
-    """Of a layer of Qwen3-Next: its projections of each key head are beside one another in Hugging Face's order."""
+def delta_net_parts(is_grouped: bool, tensors: dict[str, GgufTensor], config: Mapping[str, Any]) -> dict[str, Part]:
+    """Of a layer that is a gated delta net. is_grouped: as in Qwen3-Next, whose projections of each key head are beside
+    one another in Hugging Face's order."""
     if "ssm_a" not in tensors:
         return {}
-    key_heads, group, key_dim, value_dim, hidden = _sizes(config)
-    keys, values = key_heads * key_dim, key_heads * group * value_dim
-    qkv = take(tensors, "attn_qkv.weight", (2 * keys + values, hidden))
-    gate = take(tensors, "attn_gate.weight", (values, hidden))
-    head = np.arange(key_heads)[:, None]
-    within_keys, within_values = np.arange(key_dim), np.arange(group * value_dim)
-    rows = [
-        head * key_dim + within_keys,
-        keys + head * key_dim + within_keys,
-        2 * keys + head * group * value_dim + within_values,
-        2 * keys + values + head * group * value_dim + within_values,
-    ]
-    order = np.concatenate(rows, axis=1).reshape(-1)
-    return _shared(tensors, config, None) | {
-        "linear_attn.in_proj_qkvz.weight": Part((qkv, gate), (order.size, hidden), columns=hidden, rows=order),
-        "linear_attn.in_proj_ba.weight": whole(take(tensors, "ssm_ba.weight", (2 * key_heads * group, hidden))),
-    }
-
-
-def plain_parts(tensors: dict[str, GgufTensor], config: Mapping[str, Any]) -> dict[str, Part]:
-    """Of a layer of Qwen3.5."""
-    if "ssm_a" not in tensors:
-        return {}
-    key_heads, group, key_dim, value_dim, hidden = _sizes(config)
-    keys, values = key_heads * key_dim, key_heads * group * value_dim
+    key_heads, num_heads, hidden = (
+        config[name] for name in ("linear_num_key_heads", "linear_num_value_heads", "hidden_size")
+    )
+    key_dim, value_dim, width = (config[f"linear_{name}_dim"] for name in ("key_head", "value_head", "conv_kernel"))
+    keys, values, group = key_heads * key_dim, num_heads * value_dim, num_heads // key_heads
     # Before there are orders of as many rows as the file says.
     qkv = take(tensors, "attn_qkv.weight", (2 * keys + values, hidden))
     gate = take(tensors, "attn_gate.weight", (values, hidden))
-    heads, numbers = _tiled(key_heads, group, 1), _tiled(key_heads, group, value_dim)
+    heads, numbers = np.arange(num_heads), np.arange(values)
+    if not is_grouped:
+        heads, numbers = _tiled(key_heads, group, 1), _tiled(key_heads, group, value_dim)
     order = np.concatenate([np.arange(2 * keys), 2 * keys + numbers])
-    head_shape = (key_heads * group, hidden)
-    return _shared(tensors, config, numbers) | {
-        "linear_attn.in_proj_qkv.weight": in_order(qkv, order),
-        "linear_attn.in_proj_z.weight": in_order(gate, numbers),
-        "linear_attn.in_proj_b.weight": in_order(take(tensors, "ssm_beta.weight", head_shape), heads),
-        "linear_attn.in_proj_a.weight": in_order(take(tensors, "ssm_alpha.weight", head_shape), heads),
-    }
-
-
-def _shared(tensors: dict[str, GgufTensor], config: Mapping[str, Any], tiled: Array | None) -> dict[str, Part]:
-    """What both have. tiled: the order of the values' numbers, None where it is Hugging Face's."""
-    key_heads, group, key_dim, value_dim, hidden = _sizes(config)
-    values, heads = key_heads * group * value_dim, np.arange(key_heads * group)
-    if tiled is not None:
-        heads = _tiled(key_heads, group, 1)
-    channels, width = 2 * key_heads * key_dim + values, config["linear_conv_kernel_dim"]
-    conv_order = np.concatenate(
-        [np.arange(channels - values), channels - values + (np.arange(values) if tiled is None else tiled)]
-    )
-    conv = take(tensors, "ssm_conv1d.weight", (channels, width))
+    conv = take(tensors, "ssm_conv1d.weight", (2 * keys + values, width))
     out = take(tensors, "ssm_out.weight", (hidden, values))
-    return {
-        "linear_attn.A_log": in_order(take(tensors, "ssm_a", heads.shape), heads, change=_decay),
-        "linear_attn.dt_bias": in_order(take(tensors, "ssm_dt.bias", heads.shape), heads),
-        "linear_attn.conv1d.weight": in_order(conv, conv_order, (channels, 1, width)),
+    found = {
+        "linear_attn.A_log": in_order(take(tensors, "ssm_a", (num_heads,)), heads, change=lambda decay: np.log(-decay)),
+        "linear_attn.dt_bias": in_order(take(tensors, "ssm_dt.bias", (num_heads,)), heads),
+        "linear_attn.conv1d.weight": in_order(conv, order, (2 * keys + values, 1, width)),
         "linear_attn.norm.weight": whole(take(tensors, "ssm_norm.weight", (value_dim,))),
-        "linear_attn.out_proj.weight": in_order(out, np.arange(hidden), column_order=tiled),
+        "linear_attn.out_proj.weight": in_order(out, np.arange(hidden), column_order=None if is_grouped else numbers),
     }
-
-
-def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
-    """Key heads, value heads of each, the sizes of both kinds of heads, the hidden size."""
-    key_heads = config["linear_num_key_heads"]
-    return (
-        key_heads,
-        config["linear_num_value_heads"] // key_heads,
-        config["linear_key_head_dim"],
-        config["linear_value_head_dim"],
-        config["hidden_size"],
-    )
+    if not is_grouped:
+        beta, alpha = (take(tensors, f"ssm_{name}.weight", (num_heads, hidden)) for name in ("beta", "alpha"))
+        return found | {
+            "linear_attn.in_proj_qkv.weight": in_order(qkv, order),
+            "linear_attn.in_proj_z.weight": in_order(gate, numbers),
+            "linear_attn.in_proj_b.weight": in_order(beta, heads),
+            "linear_attn.in_proj_a.weight": in_order(alpha, heads),
+        }
+    head, of_keys, of_values = np.arange(key_heads)[:, None], np.arange(key_dim), np.arange(group * value_dim)
+    rows = [
+        head * key_dim + of_keys,
+        keys + head * key_dim + of_keys,
+        2 * keys + head * group * value_dim + of_values,
+        2 * keys + values + head * group * value_dim + of_values,
+    ]
+    order = np.concatenate(rows, axis=1).reshape(-1)
+    return found | {
+        "linear_attn.in_proj_qkvz.weight": Part((qkv, gate), (order.size, hidden), columns=hidden, rows=order),
+        "linear_attn.in_proj_ba.weight": whole(take(tensors, "ssm_ba.weight", (2 * num_heads, hidden))),
+    }
 
 
 def _tiled(key_heads: int, group: int, size: int) -> Array:
     """Where llama.cpp has the numbers of the value heads, `size` of each."""
     key, within_group, number = np.indices((key_heads, group, size))
     found: Array = ((within_group * key_heads + key) * size + number).reshape(-1)
-    return found
-
-
-def _decay(numbers: Array) -> Array:
-    """A_log of -exp(A_log)."""
-    found: Array = np.log(-numbers)
     return found

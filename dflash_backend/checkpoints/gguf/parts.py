@@ -72,19 +72,18 @@ def odd(tensor: GgufTensor, expected: str) -> CheckpointError:
     )
 
 
+def missing(name: str, tensors: Mapping[str, GgufTensor]) -> CheckpointError:
+    """The error for a layer, of which these are tensors, that lacks one."""
+    some = next(iter(tensors.values()), None)
+    where = "" if some is None else f"{some.file}: beside {some.name} "
+    return CheckpointError(f"{where}there is no tensor {name}")
+
+
 def take(tensors: dict[str, GgufTensor], name: str, shape: tuple[int, ...]) -> GgufTensor:
     """Take a tensor of this shape out of a layer's. Raises `CheckpointError`."""
-    tensor = tensors.pop(name, None)
-    if tensor is None:
-        some = next(iter(tensors.values()), None)
-        where = "" if some is None else f"{some.file}: beside {some.name} "
-        raise CheckpointError(f"{where}there is no tensor {name}")
+    if name not in tensors:
+        raise missing(name, tensors)
+    tensor = tensors.pop(name)
     if tensor.shape != shape:
         raise odd(tensor, str(list(shape)))
     return tensor
-
-
-def less_one(numbers: Array) -> Array:
-    """The weight of a norm that multiplies by 1 plus its weight, which GGUF holds with the 1."""
-    found: Array = numbers - np.float32(1)
-    return found

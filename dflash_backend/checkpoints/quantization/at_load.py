@@ -7,7 +7,7 @@ quantised weights are there, projections stay FP8; else they become numbers of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from dflash_backend.checkpoints.quantization.keepable import (
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme, damaged
 from dflash_backend.checkpoints.quantization.slices import Slice
-from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource, whole_shape
+from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource
 
 CODE = torch.float8_e4m3fn
 LARGEST = torch.finfo(CODE).max
@@ -46,17 +46,25 @@ class Fp8Source(WeightSource):
         super().__init__(plain.dtype, plain.device, plain.keep_quantised)
         self._plain = plain
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        self._plain.read(name, out)
-        if name.endswith(STACKED):
-            round_to_fp8(name, out)
+    def read(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._read(self._plain.read, name, out, taken, name.endswith(STACKED))
 
-    def read_projection(self, name: str, out: torch.Tensor) -> None:
-        """Raises `CheckpointError` for weights that are not finite."""
-        self._plain.read_projection(name, out)
-        projection = name.removesuffix(".weight")
-        if not _stays(projection):
-            round_to_fp8(projection, out)
+    def read_projection(self, name: str, out: torch.Tensor, taken: Slice | None = None) -> None:
+        self._read(self._plain.read_projection, name, out, taken, not _stays(name.removesuffix(".weight")))
+
+    def _read(
+        self, read: Callable[..., None], name: str, out: torch.Tensor, taken: Slice | None, is_rounded: bool
+    ) -> None:
+        """Of a slice the whole is rounded first where it is, since a row has one scale. Raises `CheckpointError` for
+        weights that are not finite."""
+        if out.is_meta or not is_rounded:
+            read(name, out, taken)
+            return
+        whole = out if taken is None else out.new_empty(taken.whole(out.shape))
+        read(name, whole)
+        round_to_fp8(name.removesuffix(".weight"), whole)
+        if taken is not None:
+            _take(whole, out, taken)
 
     def keeps(
         self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
@@ -68,15 +76,12 @@ class Fp8Source(WeightSource):
         """Of a slice of columns the whole is read, since a row has one scale. Raises `CheckpointError` for weights that
         are not finite."""
         projection, shape = name.removesuffix(".weight"), (out_features, in_features)
-        if taken is not None and taken.dim == 0:
-            self._plain.read_projection_slice(name, own := self.empty(*shape), 0, taken.parts, taken.num_parts)
-            return _made(projection, own)
-        self._plain.read_projection(name, plain := self.empty(*(shape if taken is None else taken.whole(shape))))
+        if taken is None or taken.dim == 0:
+            self._plain.read_projection(name, plain := self.empty(*shape), taken)
+            return _made(projection, plain)
+        self._plain.read_projection(name, plain := self.empty(*taken.whole(shape)))
         made = _made(projection, plain)
-        if taken is None:
-            return made
-        columns = made.codes.new_empty(shape)
-        _take(made.codes, columns, 1, taken.parts, taken.num_parts)
+        _take(made.codes, columns := made.codes.new_empty(shape), taken)
         return replace(made, codes=columns, columns=in_features)
 
     def keeps_experts(self, name: str, out_features: int, in_features: int) -> bool:
@@ -86,23 +91,6 @@ class Fp8Source(WeightSource):
         """Raises `CheckpointError` for weights that are not finite."""
         self._plain.read(name, plain := self.empty(num_experts, out_features, in_features))
         return _made(name, plain.view(-1, in_features))
-
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        """The whole is rounded first where it is, since a row has one scale."""
-        if out.is_meta or not name.endswith(STACKED):
-            self._plain.read_slice(name, out, dim, parts, num_parts)
-            return
-        self.read(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))
-        _take(whole, out, dim, parts, num_parts)
-
-    def read_projection_slice(
-        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
-    ) -> None:
-        if out.is_meta:
-            self._plain.read_projection_slice(name, out, dim, parts, num_parts)
-            return
-        self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))
-        _take(whole, out, dim, parts, num_parts)
 
 
 def _made(projection: str, plain: torch.Tensor) -> KeptWeight:
@@ -116,16 +104,14 @@ def _made(projection: str, plain: torch.Tensor) -> KeptWeight:
     return KeptWeight(FP8, codes, scales, None, 1, plain.shape[1])
 
 
-def _take(whole: torch.Tensor, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-    chunks = whole.chunk(num_parts, dim)
-    out.copy_(torch.cat([chunks[part] for part in parts], dim))
+def _take(whole: torch.Tensor, out: torch.Tensor, taken: Slice) -> None:
+    chunks = whole.chunk(taken.num_parts, taken.dim)
+    out.copy_(torch.cat([chunks[part] for part in taken.parts], taken.dim))
 
 
 def round_to_fp8(projection: str, weight: torch.Tensor) -> None:
     """Make each row of `weight`, `[..., in_features]` and contiguous, what FP8 holds of it: `code * scale` in float32,
     the scale the row's largest number by that of e4m3. Raises `CheckpointError` where a number is not finite."""
-    if weight.device.type == "meta":
-        return
     weights = weight.view(-1, weight.shape[-1])
     for rows in _chunks(weights):
         numbers = weights[rows].float()

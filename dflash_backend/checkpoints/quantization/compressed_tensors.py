@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization.names import LINEAR, PATTERN, make_names, read_names
-from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Rule, Scheme
+from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Scheme
 from dflash_backend.checkpoints.spec import CheckpointError
 
 METHOD = "compressed-tensors"
@@ -55,7 +55,7 @@ def read(config: JsonReader) -> Quantization:
             schemes[target] = scheme
     # The most exact first: a projection's own name, then patterns, then the class that all projections are of.
     ordered = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith(PATTERN), target))
-    rules = tuple(Rule(make_names(config, "config_groups", [target]), schemes[target]) for target in ordered)
+    rules = tuple((make_names(config, "config_groups", [target]), schemes[target]) for target in ordered)
     return Quantization(METHOD, config.where, rules, read_names(config, "ignore"), lists_all=True)
 
 

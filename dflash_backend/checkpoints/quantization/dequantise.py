@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme, damaged
+from dflash_backend.checkpoints.quantization.scheme import TRANSPOSED, Layout, Scheme, damaged
 from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 
 Parts = Mapping[Role, torch.Tensor]
@@ -33,7 +33,7 @@ def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
     moved = {role: part.to(device) for role, part in parts.items()}
     codes, zeros = UNPACK[scheme.layout](scheme, moved, rows, columns)
     scales = moved[Role.SCALE].float()
-    scales = scales.T if scheme.layout in (Layout.GPTQ, Layout.AWQ) else scales.reshape(below, beside)
+    scales = scales.T if scheme.layout in TRANSPOSED else scales.reshape(below, beside)
     block_of_column = torch.arange(columns, device=device) // (scheme.block[1] or columns)
     if Role.ORDER in moved:
         block_of_column = moved[Role.ORDER].long()

@@ -19,7 +19,6 @@ FP8, INT8, INT4 = "fp8", "int8", "int4"
 MIN_RUN = 32
 # Below, a projection is too small for its size to matter, and others than products read it.
 MIN_OUTPUTS = 16
-TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
 # A projection of an expert: what is before is that of its layer, the end says which it is.
 OF_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(\w+)")
 INTO_EXPERTS = ("gate_proj", "up_proj")

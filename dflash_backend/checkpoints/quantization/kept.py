@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dflash_backend.checkpoints.quantization.dequantise import UNPACK, Parts, check_small_parts
-from dflash_backend.checkpoints.quantization.keepable import FP8, TRANSPOSED, Kind, kind_of
-from dflash_backend.checkpoints.quantization.scheme import Layout, damaged
+from dflash_backend.checkpoints.quantization.keepable import FP8, Kind, kind_of
+from dflash_backend.checkpoints.quantization.scheme import TRANSPOSED, Layout, damaged
 from dflash_backend.checkpoints.quantization.slices import Read, Slice, read_parts, splits_block
 from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization.names import Names, make_names, read_names
-from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Rule, Scheme
+from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Scheme
 
 EVERY = Names(all=True)
 # The same thing by two names: what a weight's codes are multiplied by.
@@ -78,7 +78,7 @@ def read_awq(config: JsonReader) -> Quantization:
 
 
 def _of_one(config: JsonReader, method: str, scheme: Scheme, ignored: Names) -> Quantization:
-    return Quantization(method, config.where, (Rule(EVERY, scheme),), ignored, lists_all=False)
+    return Quantization(method, config.where, ((EVERY, scheme),), ignored, lists_all=False)
 
 
 def _bits(config: JsonReader, field: str, possible: tuple[int, ...]) -> int:

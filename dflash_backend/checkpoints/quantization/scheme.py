@@ -25,6 +25,7 @@ class Layout(Enum):
     AWQ = "transposed: an int32 holds numbers of eight rows of the weight that follow another, in an order of its own"
 
 
+TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
 # The tensor of the codes, behind the projection's name.
 CODES = {
     Layout.FLOAT8: "weight",
@@ -71,12 +72,8 @@ class Scheme:
         return f"{name}, a scale{zero} for each {what}" + (", columns in an order of their own" if self.ordered else "")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The scheme of the projections that `targets` names; None leaves them as they are."""
-
-    targets: Names
-    scheme: Scheme | None
+Rule = tuple[Names, Scheme | None]
+"""Projections and their scheme; None leaves them as they are."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,8 @@ class Quantization:
         names = {projection, _stored_projection(projection, headers)}
         if any(name in self.ignored for name in names):
             return None
-        rule = next((rule for rule in self.rules if any(name in rule.targets for name in names)), None)
-        scheme = None if rule is None else rule.scheme
+        rules = (scheme for targets, scheme in self.rules if any(name in targets for name in names))
+        scheme = next(rules, None)
         if scheme is None or self.lists_all:
             return scheme
         plain = headers.get(f"{projection}.weight")

@@ -10,13 +10,12 @@ from types import EllipsisType
 import torch
 
 from dflash_backend.checkpoints.quantization.dequantise import check_shape, dequantise
-from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme
+from dflash_backend.checkpoints.quantization.scheme import TRANSPOSED, Layout, Scheme
 from dflash_backend.checkpoints.quantization.stored import WORD_BITS, Role, StoredWeight
 
 Index = tuple[slice, ...] | EllipsisType
 Read = Callable[[str, Index], torch.Tensor]
 """Gives an index of the tensor of this name."""
-_TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
 SPLIT_WITHIN = (
     "the border between ranks lies within a word, a block with one scale, or columns in an order of their own; weights "
     "that it cuts so are dequantised whole and each rank keeps its part, which makes loading longer and takes the "
@@ -25,41 +24,32 @@ SPLIT_WITHIN = (
 """What is said of a weight for which `read_parts` gives None."""
 
 
-def runs(parts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first of each run of consecutive parts, and their number."""
-    found: list[tuple[int, int]] = []
-    for part in parts:
-        if found and sum(found[-1]) == part:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((part, 1))
-    return found
-
-
 @dataclass(frozen=True)
 class Slice:
-    """Which parts of a tensor a rank has: `parts` of `num_parts` of equal size along `dim`."""
+    """Which parts of a tensor a rank has, one behind the other: `parts` of `num_parts` of equal size along `dim`."""
 
     dim: int
     parts: tuple[int, ...]
     num_parts: int
 
-    def whole(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The shape of the weight of which one of `shape` is the slice."""
-        rows, columns = (
-            size // len(self.parts) * self.num_parts if dim == self.dim else size for dim, size in enumerate(shape)
-        )
-        return rows, columns
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor of which one of `shape` is the slice."""
+        own = self.dim
+        return (*shape[:own], shape[own] // len(self.parts) * self.num_parts, *shape[own + 1 :])
 
     def bounds(self, shape: Sequence[int]) -> list[tuple[int, int]]:
         """Of each run of consecutive parts its first row or column and the one behind its last, in the whole. shape: of
         the slice."""
         size = shape[self.dim] // len(self.parts)
-        return [(first * size, (first + count) * size) for first, count in runs(self.parts)]
+        found: list[tuple[int, int]] = []
+        for part in self.parts:
+            start = found.pop()[0] if found and found[-1][1] == part * size else part * size
+            found.append((start, (part + 1) * size))
+        return found
 
 
 def read_parts(
-    stored: StoredWeight, read: Read, shape: tuple[int, int], dim: int, start: int, stop: int
+    stored: StoredWeight, read: Read, shape: Sequence[int], dim: int, start: int, stop: int
 ) -> dict[Role, torch.Tensor] | None:
     """The parts of the rows (`dim` 0) or columns (1) from `start` to below `stop` of a weight of `shape`: of each what
     holds them, so that together they are a weight by the same scheme.
@@ -84,7 +74,7 @@ def read_parts(
     return found
 
 
-def splits_block(stored: StoredWeight, shape: tuple[int, int], dim: int, start: int, stop: int) -> bool:
+def splits_block(stored: StoredWeight, shape: Sequence[int], dim: int, start: int, stop: int) -> bool:
     """Whether the bounds, as of `read_parts`, lie within a word or a block."""
     return _indices(stored, shape, dim, start, stop) is None
 
@@ -107,7 +97,7 @@ def dequantise_slice(stored: StoredWeight, read: Read, out: torch.Tensor, taken:
     return made_whole
 
 
-def _indices(stored: StoredWeight, shape: tuple[int, int], dim: int, start: int, stop: int) -> dict[Role, Index] | None:
+def _indices(stored: StoredWeight, shape: Sequence[int], dim: int, start: int, stop: int) -> dict[Role, Index] | None:
     """What `read_parts` reads of each part; None where the bounds lie within a word or a block."""
     scheme = stored.scheme
     if Role.ZERO in stored.tensors and scheme.layout is Layout.PACKED and scheme.block[0] is None:
@@ -129,11 +119,11 @@ def _place(scheme: Scheme, role: Role, dim: int) -> tuple[int, int] | None:
     """Along which axis of the part the weight's rows or columns lie, and how many of them one index there has; None
     where the part is the same for all of them."""
     per_word, block = WORD_BITS // scheme.bits, scheme.block[dim]
-    axis = 1 - dim if scheme.layout in _TRANSPOSED else dim
+    axis = 1 - dim if scheme.layout in TRANSPOSED else dim
     if role is Role.CODES:
         packed_along = {Layout.PACKED: 1, Layout.GPTQ: 1, Layout.AWQ: 0}.get(scheme.layout)
         return axis, per_word if packed_along == dim else 1
-    if role is Role.ZERO and dim == 0 and (scheme.layout is Layout.PACKED or scheme.layout in _TRANSPOSED):
+    if role is Role.ZERO and dim == 0 and (scheme.layout is Layout.PACKED or scheme.layout in TRANSPOSED):
         return axis, per_word * (block or 1)
     if role in (Role.SCALE, Role.ZERO):
         return None if block is None else (axis, block)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dflash_backend.checkpoints.files import TensorHeader, num_weights
-from dflash_backend.checkpoints.quantization.scheme import CODES, PLAIN_DTYPES, Layout, Quantization, Scheme
+from dflash_backend.checkpoints.quantization.scheme import CODES, PLAIN_DTYPES, TRANSPOSED, Layout, Quantization, Scheme
 from dflash_backend.checkpoints.spec import CheckpointError
 
 WORD_BITS = 32
@@ -56,7 +56,6 @@ class Expected:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    required: bool = True
 
 
 def stored_weight(
@@ -87,7 +86,7 @@ def _parts(projection: str, shape: tuple[int, int], scheme: Scheme) -> Iterator[
     out, inner = shape
     below, beside = scheme.blocks(out, inner)
     codes, per_word = CODES[scheme.layout], WORD_BITS // scheme.bits
-    if scheme.layout in (Layout.GPTQ, Layout.AWQ):
+    if scheme.layout in TRANSPOSED:
         packed = inner if scheme.layout is Layout.GPTQ else out
         if packed % per_word or out % per_word:
             raise CheckpointError(
@@ -180,12 +179,6 @@ def shape_of(projection: str, scheme: Scheme, headers: Mapping[str, TensorHeader
     return first, second * per_word if scheme.layout is Layout.PACKED else second
 
 
-def weights_of(projection: str, scheme: Scheme, headers: Mapping[str, TensorHeader]) -> int:
-    """How many numbers the weight has, rounded up to whole words."""
-    numbers = math.prod(headers[f"{projection}.{CODES[scheme.layout]}"].shape)
-    return numbers if scheme.layout in (Layout.FLOAT8, Layout.INT8) else numbers * WORD_BITS // scheme.bits
-
-
 def num_parameters(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> int:
     """How many numbers the tensors of a checkpoint are once its weights are dequantised."""
     if quantization is None:
@@ -193,7 +186,7 @@ def num_parameters(headers: Mapping[str, TensorHeader], quantization: Quantizati
     weights = quantised(headers, quantization)
     plain = sum(num_weights(name, header) for name, header in headers.items() if name.rpartition(".")[0] not in weights)
     # A bias beside a quantised weight, which is a few numbers, counts with neither.
-    return plain + sum(weights_of(name, scheme, headers) for name, scheme in weights.items())
+    return plain + sum(math.prod(shape_of(name, scheme, headers)) for name, scheme in weights.items())
 
 
 def holds_weight(headers: Collection[str], projection: str) -> bool:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import MAX_LAYERS, read_decoder, refuse_unsupported
 from dflash_backend.checkpoints.describe import Facts
-from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
+from dflash_backend.checkpoints.families import LLAMA, QWEN3, Family, qwen_windows
 from dflash_backend.checkpoints.files import MASK_EMBEDDING
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import refuse_nested
-from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
+from dflash_backend.checkpoints.spec import FULL, SLIDING, CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.drafters.fields import (
     check_own_head,
     missing_fields,
@@ -190,7 +190,7 @@ def read_windows(config: JsonReader, num_layers: int, dflash: JsonReader) -> tup
 def sliding_layers(config: JsonReader, num_layers: int) -> tuple[bool, ...]:
     """Which layers slide by themselves: those that `layer_types` calls sliding; without it those that Qwen3's config
     class would, from `max_window_layers` on where `use_sliding_window` is true."""
-    types = read_layer_types(config, num_layers)
+    types = config.layer_types(num_layers, FULL, SLIDING)
     if types is None:
         return tuple(window is not None for window in qwen_windows(config, num_layers))
     return tuple(name == SLIDING for name in types)
