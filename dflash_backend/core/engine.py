@@ -335,24 +335,6 @@ class EngineCore:
             kept=TransferStats() if scheduler.kv.tiers is None else scheduler.kv.tiers.kept_stats,
         )
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError when a request is in no queue or in two, or OWN or RETURN is broken. For tests:
-        O(blocks)."""
-        scheduler = self.scheduler
-        compiling = {request_id: entry[0] for request_id, entry in self._grammars.waiting.items()}
-        queues = (scheduler.running, scheduler.waiting, scheduler.loading, compiling)
-        together = scheduler.running | scheduler.waiting | scheduler.loading | compiling
-        assert together == self._requests, "a request is in no queue"
-        assert sum(map(len, queues)) == len(self._requests), "a request is in two queues"
-        scheduler.queue.check()
-        assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
-        for request in (*scheduler.waiting.values(), *scheduler.loading.values()):
-            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-            assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
-        for request in scheduler.running.values():
-            assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
-        scheduler.kv.check(scheduler.running.values())
-
     def _expire(self, now: float, outputs: EngineCoreOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
         for request in self._deadlines.pop_expired(now):

@@ -86,7 +86,7 @@ def test_a_hit_ends_where_every_group_of_layers_lets_it() -> None:
             pool.publish(block_id, hashes[index])
     for num_blocks in (1, 3):
         assert states.snapshots.reserve(hashes[num_blocks - 1]) is not None
-        states.snapshots.publish(hashes[num_blocks - 1])
+        states.snapshots.settle(hashes[num_blocks - 1], is_there=True)
     assert manager.find_hit(request) == manager.pool.find_chain(hashes, 1)
     assert request.num_cached_blocks == 8
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.config import ConfigError, asset_path
 from dflash_backend.core.kv import KVTiers
 from dflash_backend.core.moves import DISK, HOST
@@ -96,7 +97,7 @@ def steps_of(built: BuiltEngine, prompt: list[int], sampling: dict[str, Any]) ->
     while core.has_unfinished():
         deltas += core.step().deltas
         core.finish_step()
-        core.check_invariants()
+        check_core(core)
     assert deltas[-1].stats is not None
     steps = [(delta.token_ids, delta.num_draft_tokens, delta.logprobs) for delta in deltas]
     return steps, deltas[-1].stats.num_cached_tokens, request.num_loaded_tokens
@@ -198,7 +199,7 @@ def test_a_working_set_larger_than_the_device_is_found_again(tmp_path: Path) -> 
     core = llms[1].engine.core
     assert core.scheduler.kv.pool.num_evicted > core.config.num_blocks
     assert core.stats().tiers[HOST].num_hit_tokens > 0
-    core.check_invariants()
+    check_core(core)
 
 
 def test_a_salted_prefix_stays_salted_in_every_tier(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ prefix cache is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -43,14 +43,6 @@ class BlockLists:
     def first(self, number: int) -> int:
         """The block that has been in list `number` for longest, which must not be empty."""
         return self._next[self._num_blocks + number]
-
-    def walk(self, number: int) -> Iterator[int]:
-        """The blocks of list `number` from first to last."""
-        end = self._num_blocks + number
-        block_id = self._next[end]
-        while block_id != end:
-            yield block_id
-            block_id = self._next[block_id]
 
 
 class Evictions(Protocol):
@@ -227,36 +219,6 @@ class BlockPool:
             if self._events is not None:
                 self._events.removed(block_hash)
         self._cached.clear()
-
-    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless counts and lists agree with the block tables of all live requests.
-
-        With no tables this is invariant RETURN: every block free, every reference count zero. For tests: O(blocks).
-        """
-        held = [0] * self.num_blocks
-        for table in block_tables:
-            assert len(set(table)) == len(table), f"a block table names a block twice: {table}"
-            for block_id in table:
-                held[block_id] += 1
-        assert held == self._ref_counts.tolist(), "reference counts differ from the block tables"
-        probationary, protected = list(self._evictable.walk(PROBATIONARY)), list(self._evictable.walk(PROTECTED))
-        assert (len(probationary), len(protected)) == (self._num_probationary, self._num_protected), (
-            "an eviction list and its count differ"
-        )
-        assert len(protected) <= self._max_protected, "too many free blocks are protected"
-        free = {*self._unused, *probationary, *protected}
-        assert len(free) == self.num_free, "a block is in the free lists twice"
-        assert free == {block_id for block_id, count in enumerate(held) if count == 0}, "free lists and counts differ"
-        cached = {block_id: block_hash for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert {block_id: block_hash for block_hash, block_id in self._cached.items()} == cached, (
-            "the cache map is torn"
-        )
-        assert cached.keys() >= {*probationary, *protected}, "an evictable block is not cached"
-        assert cached.keys().isdisjoint(self._unused), "an unused block is cached"
-        assert all(self._reused[block_id] for block_id in protected), "a block is protected that no request reused"
-        assert not any(self._reused[block_id] for block_id in probationary), (
-            "a block is probationary that a request reused"
-        )
 
     def _add_probationary(self, block_id: int) -> None:
         self._evictable.append(PROBATIONARY, block_id)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflash_backend.core.kv.groups import KVGroup
+from dflash_backend.core.kv.record_slots import RecordSlots
 from dflash_backend.core.kv.tier import KVTier
 from dflash_backend.core.moves import REMOTE, Kept, KVSender, Peer, Record
 from dflash_backend.core.request import Request
@@ -57,11 +58,6 @@ class KeptForOthers:
     def has_new(self) -> bool:
         """Whether something is kept that cannot be read before the next `advance`."""
         return bool(self._new)
-
-    @property
-    def hold_ids(self) -> set[int]:
-        """Under which the groups hold its blocks: below those of loads."""
-        return {-number for number in self._keeping}
 
     def keep(self, request: Request) -> KVTransferParams | None:
         """Keep the KV of a request's prompt, which has just ended, before its blocks are given back: as many blocks as
@@ -158,16 +154,28 @@ class KeptForOthers:
             group.let_go(-number)
 
 
+class OfferedRecords(RecordSlots):
+    """Those of one group that another server keeps for the request at hand. They take no slot here."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.offered: frozenset[bytes] = frozenset()
+
+    def slot(self, block_hash: bytes) -> int | None:
+        return 0 if block_hash in self.offered else None
+
+    def touch(self, block_hash: bytes, reused: bool) -> None:
+        """How long they stay is the other server's to say."""
+
+
 class RemoteTier(KVTier):
     """What other servers keep, each for one request: no other finds it."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(REMOTE)
-        self._block_size = block_size
-        self._offered: set[tuple[int, bytes]] = set()
+    groups: list[OfferedRecords]
 
-    def slot(self, group: int, block_hash: bytes) -> int | None:
-        return 0 if (group, block_hash) in self._offered else None
+    def __init__(self, block_size: int) -> None:
+        super().__init__(REMOTE, [])
+        self._block_size = block_size
 
     def peer(self, request: Request) -> Peer | None:
         """Who keeps KV for a request that has neither fetched it nor let go of it; None: none does, or it is that of
@@ -183,18 +191,17 @@ class RemoteTier(KVTier):
 
     def offer(self, request: Request, groups: Sequence[KVGroup]) -> bool:
         """Let be found what is kept for this request, until `withdraw`; whether there is any."""
-        self._offered.clear()
         if self.peer(request) is None:
             return False
         params = request.sampling.kv_transfer_params
         assert params is not None
         end = params.num_blocks
         hashes = request.block_hashes.first(end, request.token_ids)
-        self._offered.update(
-            (number, hashes[index]) for number, group in enumerate(groups) for index in group.needed(end)
-        )
+        for offered, group in zip(self.groups, groups, strict=True):
+            offered.offered = frozenset(hashes[index] for index in group.needed(end))
         return True
 
     def withdraw(self) -> None:
         """Let nothing be found."""
-        self._offered.clear()
+        for group in self.groups:
+            group.offered = frozenset()
