@@ -39,7 +39,7 @@ from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import SpecDecodingCounts
-from dflash_backend.core.trace import StepTrace, TraceTimes
+from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineCoreOutputs,
     EngineStats,
@@ -67,18 +67,12 @@ _NO_STOPS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A submitted step, the requests of its rows in the plan's order, and when planning started, ended, and the worker
-    had it; then its result, when that was awaited, had come, and was applied."""
+    """A submitted step, the requests of its rows in the plan's order, and then its result."""
 
     plan: SchedulerOutput
     requests: list[Request]
-    started: float
-    planned: float
-    submitted: float
+    times: StepTimes
     result: ModelRunnerOutput | None = None
-    waited: float = 0.0
-    executed: float = 0.0
-    applied: float = 0.0
 
 
 class EngineCore:
@@ -217,7 +211,8 @@ class EngineCore:
             self._drop_in_flight()
             self._failed_step = step.plan, str(error)
             return
-        finished = self._clock()
+        times = step.times
+        times.finished = finished = self._clock()
         for request_id, (reason, status) in drafts.errors.items():
             request = next(request for row, request in rows if row.request_id == request_id)
             if self._is_in_progress(request):
@@ -231,9 +226,9 @@ class EngineCore:
         self._outputs.phase_seconds.update(drafts.phase_seconds)
         if self._overlap:
             # Behind another step in flight, this one began when that one had run.
-            seconds = finished - max(step.planned, self._last_finished)
+            seconds = finished - max(times.planned, self._last_finished)
         else:
-            seconds = step.executed - step.planned + finished - begun
+            seconds = times.executed - times.planned + finished - begun
         self._last_finished = finished
         self._step_seconds += finished - begun
         self.scheduler.observe(step.plan, result, seconds, drafts.phase_seconds.get("draft", 0.0))
@@ -242,11 +237,7 @@ class EngineCore:
             self._drop_in_flight()
             self._take_error(drafts.next_error, plan, self._outputs)
         if self._trace is not None:
-            drafted_from = None if self._overlap else begun
-            times = TraceTimes(
-                step.started, step.planned, step.submitted, step.waited, step.executed, step.applied, finished,
-                drafted_from,
-            )  # fmt: skip
+            times.drafted_from = None if self._overlap else begun
             self._trace.step(step.plan, result, drafts.phase_seconds, times)
 
     def check_swap(self) -> None:
@@ -432,7 +423,7 @@ class EngineCore:
         if self._overlap:
             for row, request in zip(plan.rows, requests, strict=True):
                 request.row_in_flight = row
-        self._in_flight.append(_StepInFlight(plan, requests, started, planned, self._clock()))
+        self._in_flight.append(_StepInFlight(plan, requests, StepTimes(started, planned, self._clock())))
         return True
 
     def _isolate(self, plan: SchedulerOutput, message: str, outputs: EngineCoreOutputs) -> None:
@@ -494,7 +485,7 @@ class EngineCore:
             if not self._in_flight:
                 return  # a step that waited for those drafts did not run
             step = self._in_flight[0]
-            step.waited = self._clock()
+            step.times.waited = self._clock()
             try:
                 step.result = result = self._worker.collect()
             except StepFailed as error:
@@ -502,7 +493,7 @@ class EngineCore:
                 self._failed_step = step.plan, str(error)
                 return
             self._in_flight.popleft()
-            step.executed = now = self._clock()
+            step.times.executed = now = self._clock()
             plan = step.plan
             if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
                 raise RuntimeError(
@@ -520,7 +511,7 @@ class EngineCore:
                     self._compare_drafters(swap, outputs)
             if result.mask_seconds:
                 self._grammars.observe_masks(result.mask_seconds)
-            step.applied = self._clock()
+            step.times.applied = self._clock()
             self._drafting = step
 
     def _apply(

@@ -76,41 +76,27 @@ class VerifiedBlock(NamedTuple):
     confidences: Sequence[float] = ()
 
 
-@dataclass
 class Moments:
     """Mean and variance of the confidences at each position, float64 `[k]`; older ones count less."""
 
-    total: Floats
-    sum: Floats
-    squares: Floats
-
-    @classmethod
-    def zeros(cls, k: int) -> Moments:
-        """Before there are any."""
-        return cls(np.zeros(k), np.zeros(k), np.zeros(k))
+    def __init__(self, k: int) -> None:
+        self.sums = np.zeros((3, k))
+        """Of weights, of values and of their squares, each by its weight."""
 
     def add(self, weights: Floats, values: Floats) -> None:
         """Take in values of some blocks, both `[n, k]`."""
         weighted = weights * values
-        self.total += weights.sum(axis=0)
-        self.sum += weighted.sum(axis=0)
-        self.squares += (weighted * values).sum(axis=0)
-
-    def decay(self, keep: float) -> None:
-        """Let everything so far count for this part of what it did."""
-        self.total *= keep
-        self.sum *= keep
-        self.squares *= keep
+        self.sums += np.stack((weights, weighted, weighted * values)).sum(axis=1)
 
     @property
     def mean(self) -> Floats:
         """0 where there are no values."""
-        return np.asarray(self.sum / np.maximum(self.total, TINY))
+        return np.asarray(self.sums[1] / np.maximum(self.sums[0], TINY))
 
     @property
     def variance(self) -> Floats:
         """0 where there are no values."""
-        return np.asarray(np.maximum(self.squares / np.maximum(self.total, TINY) - self.mean**2, 0.0))
+        return np.asarray(np.maximum(self.sums[2] / np.maximum(self.sums[0], TINY) - self.mean**2, 0.0))
 
 
 @dataclass
@@ -140,7 +126,7 @@ class AcceptanceEstimator:
     def __post_init__(self) -> None:
         self.trials, self.accepted = np.zeros(self.k), np.zeros(self.k)
         self._position = np.arange(self.k)
-        self._moments = Moments.zeros(self.k)
+        self._moments = Moments(self.k)
         self._update_rates()
 
     def rates(self) -> list[float]:
@@ -152,18 +138,13 @@ class AcceptanceEstimator:
             rates.append(before)
         return rates
 
-    def chances(self, group: int) -> Floats:
-        """For requests of a group: the chance of each draft to be accepted when those before it are, whatever the
-        drafter's confidence, `[k]`."""
-        return self._chances(self.level + group * EFFECT_STEP)
-
     def survival(self, group: int, hopeful: bool = False) -> Floats:
         """For requests of a group: the chance of each draft that it and all before it are accepted, whatever the
         drafter's confidence, `[k]`. `hopeful`: with a level as high as it may well be."""
         shift = self.level + group * EFFECT_STEP
         if hopeful:
             shift += OPTIMISM * math.sqrt(self.variance)
-        return self._chances(shift).cumprod()
+        return _sigmoid(self._slopes * (self._logits + shift)).cumprod()
 
     def block_survival(
         self,
@@ -227,7 +208,7 @@ class AcceptanceEstimator:
         corrected = tried * (accepted + self._rates - _sigmoid(slopes * usual))
         self.trials = keep * (self.trials + tried.sum(axis=0))
         self.accepted = keep * (self.accepted + corrected.sum(axis=0))
-        self._moments.decay(keep)
+        self._moments.sums *= keep
         self._update_rates()
         return expected
 
@@ -292,9 +273,6 @@ class AcceptanceEstimator:
             self._means = self._moments.mean
         self._num_measured += len(rows)
         return known * (confidences - self._means)
-
-    def _chances(self, shift: float) -> Floats:
-        return _sigmoid(self._slopes * (self._logits + shift))
 
     @property
     def _slopes(self) -> Floats:
