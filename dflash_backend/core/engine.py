@@ -109,7 +109,7 @@ class EngineCore:
         self._swap: DrafterSwap | None = None
         self._acceptance = Acceptance()  # of the drafter that drafts
         self._due_swap: DrafterSwap | None = None
-        self.beat: Callable[[], None] = _say_nothing
+        self.beat: Callable[[], None] = lambda: None
         """Called between the steps of a call that runs many of them, after a failed one: the engine goes on."""
         self._clock = clock
         self._last_finished = 0.0  # when the drafts of the last step had come
@@ -183,13 +183,18 @@ class EngineCore:
             plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
             submitted = plan is not None and self._submit(plan, started, outputs)
             self._collect_down_to(1 if self._overlap and submitted else 0, outputs)
-        if (events := self.scheduler.kv.events) is not None:
-            outputs = msgspec.structs.replace(outputs, kv_events=events.take())
         ended = self._clock()
         self._step_seconds += ended - started
-        if self.has_unfinished() and ended - self._stats_sent_at < STATS_INTERVAL_S:
+        return self._told(outputs, ended, self.has_unfinished())
+
+    def _told(self, outputs: EngineCoreOutputs, now: float, goes_on: bool) -> EngineCoreOutputs:
+        """The outputs with the events of the prefix cache, and with stats now and then, always where nothing goes
+        on."""
+        if (events := self.scheduler.kv.events) is not None:
+            outputs = msgspec.structs.replace(outputs, kv_events=events.take())
+        if goes_on and now - self._stats_sent_at < STATS_INTERVAL_S:
             return outputs
-        self._stats_sent_at = ended
+        self._stats_sent_at = now
         return msgspec.structs.replace(outputs, stats=self.stats())
 
     def finish_step(self) -> None:
@@ -282,17 +287,12 @@ class EngineCore:
         while not tiers.is_idle and (left := until - time.monotonic()) > 0:
             tiers.wait(left)
             tiers.advance()
-        outputs = EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
-        now = self._clock()
-        if (self.is_moving or self.is_keeping) and now - self._stats_sent_at < STATS_INTERVAL_S:
-            return outputs
-        self._stats_sent_at = now
-        return msgspec.structs.replace(outputs, stats=self.stats())
+        return self._told(EngineCoreOutputs(), self._clock(), self.is_moving or self.is_keeping)
 
     @property
     def num_waiting(self) -> int:
         """Queued requests that do not run yet."""
-        return len(self.scheduler.waiting) + len(self.scheduler.loading) + self._grammars.num_waiting
+        return len(self.scheduler.waiting) + len(self.scheduler.loading) + len(self._grammars.waiting)
 
     @property
     def num_free_rows(self) -> int:
@@ -334,7 +334,7 @@ class EngineCore:
 
     def _queue_compiled(self, outputs: EngineCoreOutputs) -> None:
         """Queue the requests whose grammars are compiled; refuse those whose grammars cannot be followed."""
-        for request, error in self._grammars.pop_done(idle=len(self._requests) == self._grammars.num_waiting):
+        for request, error in self._grammars.pop_done(idle=len(self._requests) == len(self._grammars.waiting)):
             if error is None:
                 self.scheduler.add(request)
             else:
@@ -612,10 +612,6 @@ class Deadlines:
         _, arrival, request_id = entry
         request = self._requests.get(request_id)
         return request if request is not None and request.arrival == arrival else None
-
-
-def _say_nothing() -> None:
-    """For an engine whose silence is not watched."""
 
 
 def out_of_memory(message: str) -> str:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,7 +65,6 @@ from dflash_backend.parallel.group import (
     load_parallel_target,
     num_rank_0_threads,
     own_part,
-    rank_group,
 )
 from dflash_backend.parallel.links import RankSetup
 from dflash_backend.parallel.target import TensorParallelTarget
@@ -153,7 +151,7 @@ def build_engine(
     _check_pair(config, pair, dtype, device, report)
     ranks = None
     if config.tensor_parallel_size > 1:
-        ranks = rank_group(config, pair.target, loaded_bytes(pair, dtype), dtype, device)
+        ranks = RankGroup.of(config, pair.target, loaded_bytes(pair, dtype), dtype, device)
     device = device if ranks is None else ranks.device
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
@@ -280,7 +278,10 @@ def _measured_sizes(
     report("measuring the memory of the largest steps", 0.9)
 
     def make_runner() -> Callable[[SchedulerOutput], object]:
-        runner = _runner(config, models, most, _one_block(config, models, most))
+        # The smallest KV, under as many tables as there will be.
+        own, of_windows = own_part(config, models.pair), min(1, most.num_window_blocks)
+        kv = allocate_kv(config, own, 1, models.dtype, models.device, of_windows)
+        runner = _runner(config, models, most, kv)
 
         def run(plan: SchedulerOutput) -> ModelRunnerOutput:
             runner.submit(plan)
@@ -295,13 +296,6 @@ def _measured_sizes(
     if sizes.max_model_len <= most.max_model_len:
         return sizes
     return dataclasses.replace(most, num_blocks=sizes.num_blocks, num_window_blocks=sizes.num_window_blocks)
-
-
-def _one_block(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> PagedKVCache:
-    """The smallest KV, under as many tables as there will be."""
-    return allocate_kv(
-        config, own_part(config, models.pair), 1, models.dtype, models.device, min(1, sizes.num_window_blocks)
-    )
 
 
 def _wanted_ops(backend: AttentionBackend) -> str | None:
@@ -376,6 +370,9 @@ def _check_pair(
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
     drafter = None if models.pair.draft is None else drafter_class(models.pair.draft)
     copies = None if models.pair.target.decoder.delta_net is None else num_snapshots(config)
+    decoder, kv_dtype = models.target.spec.decoder, target_kv_dtype(config) or models.dtype
+    heads = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+    sharing = CascadeCost.of(*heads, models.dtype.itemsize, kv_dtype.itemsize)
     return SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
@@ -399,7 +396,9 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
         uneven_cost=UNEVEN_COST[models.device.type],
-        **sharing_limits(config, models.backend, models.target, models.dtype),
+        min_shared_positions=min_shared_positions(config, models.backend, models.target),
+        shared_queries_per_tile=sharing.queries_per_tile,
+        positions_per_shared_query=sharing.positions_per_query,
         kv_write_guard=config.kv_write_guard,
         kv_events=config.reported_kv_events,
         seed=config.seed,
@@ -530,17 +529,3 @@ def min_shared_positions(config: EngineConfig, backend: AttentionBackend, target
     wanted = config.share_prefix_attention and config.enable_prefix_caching and not config.batch_invariant
     sees_all = any(pattern.causal and pattern.sliding_window is None for pattern in target.patterns)
     return MIN_SHARED_POSITIONS if wanted and backend.capabilities.shares_prefixes and sees_all else 0
-
-
-def sharing_limits(
-    config: EngineConfig, backend: AttentionBackend, target: TargetModel, dtype: torch.dtype
-) -> dict[str, Any]:
-    """What the scheduler must know of it, as fields of its config."""
-    decoder = target.spec.decoder
-    heads, kv_dtype = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim), target_kv_dtype(config) or dtype
-    cost = CascadeCost.of(*heads, dtype.itemsize, kv_dtype.itemsize)
-    return {
-        "min_shared_positions": min_shared_positions(config, backend, target),
-        "shared_queries_per_tile": cost.queries_per_tile,
-        "positions_per_shared_query": cost.positions_per_query,
-    }

@@ -152,7 +152,7 @@ class Replicas(Engines):
             one.wake()
         for thread in self._threads:
             thread.join()
-        self._close_all()
+        super().close()
 
     @property
     def _of_router(self) -> routing.Router:

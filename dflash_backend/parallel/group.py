@@ -107,16 +107,18 @@ class RankGroup:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False, on_gpus: bool = False
+        cls, config: EngineConfig, spec: TargetSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> RankGroup:
-        """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
-        size = config.tensor_parallel_size
+        """The ranks that share the target on devices like this one. weight_bytes: of all models. Raises `ConfigError`
+        when they cannot run where they should."""
+        size, on_gpus = config.tensor_parallel_size, device.type == "cuda"
         by_ray = config.distributed_executor == "ray"
         links: RankLinks = ray_ranks(size, on_gpus) if by_ray else LocalRanks(Shard(0, size))
         gpu = None
         if on_gpus:
             gpu = GpuRanks.of(size, config.batch_invariant, links.device_index(0))
             links.sum_by(gpu.sums)
+        splits_vocabulary = vocabulary_bytes(spec, dtype) >= MIN_SPLIT_BYTES
         return cls(links, size, weight_bytes, splits_vocabulary, gpu, config.data_parallel_size)
 
     def start(self, setup: RankSetup) -> None:
@@ -189,15 +191,6 @@ class RankGroup:
 MIN_SPLIT_BYTES = 64 << 20
 """From this size of embedding and head on each rank has a slice of both. Below there is little memory to save, and each
 step would take more exchanges."""
-
-
-def rank_group(
-    config: EngineConfig, spec: TargetSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
-) -> RankGroup:
-    """The ranks that share the target on devices like this one. weight_bytes: of all models. Raises `ConfigError` when
-    they cannot run where they should."""
-    splits_vocabulary = vocabulary_bytes(spec, dtype) >= MIN_SPLIT_BYTES
-    return RankGroup.of(config, weight_bytes, splits_vocabulary, device.type == "cuda")
 
 
 def load_parallel_target(ranks: RankGroup, setup: RankSetup, progress: Progress, ops: LayerOps) -> TargetModel:

@@ -20,22 +20,17 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-from dflash_backend.messages import EngineStats, TierStats
+from dflash_backend.messages import EngineStats
 from dflash_backend.triton.metric_specs import (
-    CONFIDENCE_WEIGHT,
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    GRAMMAR_COUNTERS,
+    FOLLOWING,
     INFINITY,
     INSTANCE_GAUGES,
     METRICS,
     SMALL_FAMILY,
-    TIER_COUNTERS,
-    TRANSFER_COUNTERS,
     VLLM_GAUGES,
     VLLM_NAMES,
     MetricSpec,
@@ -146,39 +141,13 @@ class Metrics:
     def follow(self, stats: EngineStats, index: int = 0) -> None:
         """Bring counters and gauges up to those of the engine with this number."""
         last, self._last[index] = self._last[index], stats
-        for field, name in ENGINE_COUNTERS.items():
-            if increase := getattr(stats, field) - getattr(last, field):
-                self.count(name, increase)
-        for field, name in GRAMMAR_COUNTERS.items():
-            if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
-                self.count(name, increase)
-        for field, name in TRANSFER_COUNTERS.items():
-            if increase := getattr(stats.kept, field) - getattr(last.kept, field):
-                self.count(name, increase)
-        for tier, counts in stats.tiers.items():
-            before = last.tiers.get(tier, TierStats())
-            for field, name in TIER_COUNTERS.items():
-                if increase := getattr(counts, field) - getattr(before, field):
-                    self.count(name, increase, tier)
-        drafted = stats.spec_decoding - last.spec_decoding
-        for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            if increase := getattr(drafted, field):
-                self.count(f"dflash:spec_decode_{field}_total", increase)
-        for position, increase in enumerate(drafted.num_accepted_tokens_per_pos):
-            if increase:
-                self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", increase, str(position))
-        for field in ("num_steps", "num_steps_without_drafts", "num_proposed_tokens", "num_budgeted_steps"):
-            if increase := getattr(stats.speculation, field) - getattr(last.speculation, field):
-                self.count(f"dflash:spec_decode_{field}_total", increase)
-        for field in ("num_draft_tokens_per_pos", "num_expected_tokens_per_pos"):
-            pairs = zip_longest(getattr(stats.speculation, field), getattr(last.speculation, field), fillvalue=0)
-            for position, (now, then) in enumerate(pairs):
-                if now != then:
-                    self.count(f"dflash:spec_decode_{field}_total", now - then, str(position))
-        for field, name in ENGINE_GAUGES.items():
-            self.set(name, getattr(stats, field), index)
-        self.set(CONFIDENCE_WEIGHT, stats.speculation.confidence_weight, index)
-
+        for spec in FOLLOWING:
+            before = spec.numbers(last)
+            for label, number in spec.numbers(stats).items():
+                if spec.kind == "gauge":
+                    self.set(spec.name, number, index)
+                elif increase := number - before.get(label, 0):
+                    self.count(spec.name, increase, label)
         self._follow_vllm()
 
     def _follow_vllm(self) -> None:
@@ -215,8 +184,8 @@ class Metrics:
     def reset_engine(self, index: int = 0) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last[index] = EngineStats()
-        others = (CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
-        for name in (*ENGINE_GAUGES.values(), *others):
+        gauges = [spec.name for spec in FOLLOWING if spec.kind == "gauge"]
+        for name in (*gauges, "dflash:engine_ready", "dflash:engine_silence_seconds"):
             self.set(name, 0.0, index)
         self._follow_vllm()
 

@@ -282,7 +282,7 @@ def test_records_from_before_the_start_are_found_and_those_too_many_are_removed(
     hashes = BlockHashes("", 4).first(10, PROMPT)
     mover.brought = [(0, b"old"), *((0, each) for each in reversed(hashes)), (7, b"of no group")]
     tiers = KVTiers(make_config(tiers=(TierConfig(HOST, (10,)), TierConfig(DISK, (10,)))), mover)
-    assert [tiers.tiers[1].slot(0, each) is not None for each in hashes] == [True] * 10
+    assert [tiers.tiers[1].groups[0].slot(each) is not None for each in hashes] == [True] * 10
     assert mover.removed == [b"old", b"of no group"]
 
 

@@ -263,25 +263,22 @@ class WindowBlocks(BlockGroup):
                 end, index = index, index - 1
         return end
 
-    def find_hit(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def own_hit(self, request: Request, num_blocks: int) -> list[int]:
         """The blocks that the first query after a hit of `num_blocks` blocks sees, in order; all are cached."""
         first = self._group.first_visible_after(num_blocks)
+        hashes = request.block_hashes.first(num_blocks, request.token_ids)
         return self.pool.find_chain(hashes[first:num_blocks], num_blocks - first)
-
-    def _own_hit(self, request: Request, num_blocks: int) -> list[int]:
-        hashes = request.block_hashes.first(num_blocks, request.token_ids) if num_blocks else ()
-        return self.find_hit(hashes, num_blocks)
 
     def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
         # Others were promised blocks here as well, each as many as it can hold at a time.
-        own = self._own_hit(request, len(hit))
+        own = self.own_hit(request, len(hit))
         from_free = sum(1 for block_id in own if self.pool.ref_count(block_id) == 0)
         promised = sum(max(0, most - self._num_held(each)) for each, most in self._promised.values())
         needed = min(num_blocks - (len(hit) - len(own)), self._group.most_blocks) - len(own)
         return needed <= self.pool.num_free - from_free - promised
 
     def start(self, request: Request, hit: Sequence[int]) -> None:
-        own = self._own_hit(request, len(hit))
+        own = self.own_hit(request, len(hit))
         self.pool.touch(own, reused=not request.is_resumed)
         request.num_window_freed = len(hit) - len(own)
         request.window_block_ids = [0] * request.num_window_freed + own
