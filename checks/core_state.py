@@ -100,8 +100,7 @@ def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]]) -> None:
             held[block_id] += 1
     assert held == pool._ref_counts.tolist(), "reference counts differ from the block tables"
     probationary, protected = (list(evictable_blocks(pool, number)) for number in (PROBATIONARY, PROTECTED))
-    counts = pool._num_probationary, pool._num_protected
-    assert (len(probationary), len(protected)) == counts, "an eviction list and its count differ"
+    assert [len(probationary), len(protected)] == pool._num_evictable, "an eviction list and its count differ"
     assert len(protected) <= pool._max_protected, "too many free blocks are protected"
     free = {*pool._unused, *probationary, *protected}
     assert len(free) == pool.num_free, "a block is in the free lists twice"

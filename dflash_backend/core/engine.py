@@ -90,7 +90,7 @@ class EngineCore:
     ) -> None:
         """`clock` gives seconds and never goes back; `trace` records requests and steps on the same clock. `overlap`
         keeps a step in flight, on a worker that overlaps. `grammars`: of structured output. `mover`: of the KV tiers
-        that `config` names. Raises ValueError for a config that cannot work."""
+        that `config` names. Raises `ConfigError` for a config that cannot work."""
         check_config(config)
         self.config = config
         self.scheduler = Scheduler(config, mover)
@@ -140,7 +140,7 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[state.request_id] = state
         if not must_compile:
-            self.scheduler.add(state)
+            self.scheduler.queue.add(state)
         if self._trace is not None:
             self._trace.request_arrived(state.request_id, state.num_prompt_tokens, state.arrival_s)
         if state.deadline_s is not None:
@@ -277,16 +277,11 @@ class EngineCore:
         tiers = self.scheduler.kv.tiers
         return tiers is not None and tiers.is_keeping
 
-    def advance_moves(self, timeout_s: float = 0.0) -> EngineCoreOutputs:
-        """Go on with what is to go to tiers while nothing is unfinished, for `timeout_s` at most, and say what came
-        of it: gauges and counters now and then, and once nothing is left to do."""
-        tiers = self.scheduler.kv.tiers
-        assert tiers is not None
-        until = time.monotonic() + timeout_s
-        tiers.advance()
-        while not tiers.is_idle and (left := until - time.monotonic()) > 0:
-            tiers.wait(left)
-            tiers.advance()
+    def advance_moves(self) -> EngineCoreOutputs:
+        """Go on with what is to go to tiers while nothing is unfinished, and say what came of it: gauges and counters
+        now and then, and once nothing is left to do."""
+        assert self.scheduler.kv.tiers is not None
+        self.scheduler.kv.tiers.advance()
         return self._told(EngineCoreOutputs(), self._clock(), self.is_moving or self.is_keeping)
 
     @property
@@ -336,7 +331,7 @@ class EngineCore:
         """Queue the requests whose grammars are compiled; refuse those whose grammars cannot be followed."""
         for request, error in self._grammars.pop_done(idle=len(self._requests) == len(self._grammars.waiting)):
             if error is None:
-                self.scheduler.add(request)
+                self.scheduler.queue.add(request)
             else:
                 self._remove(request, "error", self._clock(), queued=False)
                 outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
@@ -447,12 +442,12 @@ class EngineCore:
                     self._fail(request, failed(message), outputs, queued=False)
         for request in queued:
             if self._is_in_progress(request):
-                self.scheduler.add(request)
+                self.scheduler.queue.add(request)
 
     def _run_alone(self, request: Request, outputs: EngineCoreOutputs) -> None:
         """Run a request that no queue holds until it has decoded, overlapping as usual; fail it if a step fails. No
         queue holds it afterwards."""
-        self.scheduler.add(request)
+        self.scheduler.queue.add(request)
         alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
         num_decodes = 0
         while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):

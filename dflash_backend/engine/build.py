@@ -75,7 +75,6 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
@@ -176,9 +175,10 @@ def build_engine(
     trace = _trace(config)
     scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
     scheduler_config, mover = with_tiers(config, scheduler_config, models.pair, runner)
-    kind = (device, dtype, models.backend.name, config.kv_cache_dtype)
-    ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
-    core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars, mover)
+    ready = engine_ready(models, sizes, scheduler_config, config.kv_cache_dtype)
+    core = EngineCore(
+        scheduler_config, runner, trace=trace, overlap=config.enable_overlap, grammars=grammars, mover=mover
+    )
     report("the model is loaded", 1.0)
     drafters = _drafter_loader(config, models, sizes, runner)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars, drafters)
@@ -229,7 +229,19 @@ def _load_models(
     if loaded is not None:
         target = loaded
     elif ranks is not None:
-        setup = _rank_setup(config, pair.target, ranks, needs, num_positions, sizes.num_blocks)
+        setup = RankSetup(
+            spec=pair.target,
+            max_positions=num_positions,
+            num_blocks=sizes.num_blocks,
+            num_states=num_states(config),
+            block_size=config.kv_block_size,
+            fp8=config.quantization == "fp8",
+            log_level=config.log_level,
+            attention=config.attention_backend,
+            needs=needs,
+            shard=ranks.shard,
+            device=ranks.device,
+        )
         target = load_parallel_target(ranks, setup, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
@@ -244,30 +256,6 @@ def _load_models(
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype, options)
-
-
-def _rank_setup(
-    config: EngineConfig,
-    spec: TargetSpec,
-    ranks: RankGroup,
-    needs: Requirements,
-    max_positions: int,
-    num_blocks: int,
-) -> RankSetup:
-    """As rank 0 has it."""
-    return RankSetup(
-        spec=spec,
-        max_positions=max_positions,
-        num_blocks=num_blocks,
-        num_states=num_states(config),
-        block_size=config.kv_block_size,
-        fp8=config.quantization == "fp8",
-        log_level=config.log_level,
-        attention=config.attention_backend,
-        needs=needs,
-        shard=ranks.shard,
-        device=ranks.device,
-    )
 
 
 def _measured_sizes(
@@ -431,20 +419,6 @@ def _trace(config: EngineConfig) -> StepTrace | None:
         ) from None
 
 
-def _core(
-    config: SchedulerConfig,
-    runner: ModelRunner,
-    trace: StepTrace | None,
-    overlap: bool,
-    grammars: GrammarCompiler,
-    mover: BackgroundMover | None,
-) -> EngineCore:
-    try:
-        return EngineCore(config, runner, trace=trace, overlap=overlap, grammars=grammars, mover=mover)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:
     name = config.dtype or ("float32" if device.type == "cpu" else target.dtype)
     return TORCH_DTYPES[DTYPE_NAMES[name]]
@@ -476,17 +450,10 @@ def report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
         report(f"drafter: {label}: {text}", 0.1)
 
 
-def engine_ready(
-    pair: ModelPair,
-    sizes: Sizes,
-    scheduler: SchedulerConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    kv_dtype: str | None,
-) -> EngineReady:
-    """The message that the engine takes requests. `attention` names the backend of the target's attention, `kv_dtype`
-    what its KV is in where that is not `dtype`."""
+def engine_ready(models: LoadedModels, sizes: Sizes, scheduler: SchedulerConfig, kv_dtype: str | None) -> EngineReady:
+    """The message that the engine takes requests. `kv_dtype` names what the target's KV is in where that is not the
+    models' dtype."""
+    pair = models.pair
     kv = f"{sizes.num_blocks} blocks of {scheduler.block_size} tokens{f' in {kv_dtype}' if kv_dtype else ''}"
     if sizes.num_window_blocks:
         kv += f" ({sizes.num_window_blocks} in layers with a window)"
@@ -496,7 +463,7 @@ def engine_ready(
         num_kv_blocks=sizes.num_blocks,
         kv_block_size=scheduler.block_size,
         vocab_size=pair.target.vocab_size,
-        description=_describe(pair, sizes, kv, device, dtype, attention),
+        description=_describe(models, sizes, kv),
         reads_next_tokens=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
         has_drafter=pair.draft_model is not None,
@@ -505,15 +472,15 @@ def engine_ready(
     )
 
 
-def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtype: torch.dtype, attention: str) -> str:
-    number_type = str(dtype).removeprefix("torch.")
+def _describe(models: LoadedModels, sizes: Sizes, kv: str) -> str:
+    pair, device, number_type = models.pair, models.device, str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
     if sizes.limited_from is not None:
         length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{pair.drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
+        f"{pair.drafting}; {device.type}, {number_type}, attention {models.backend.name}{threads}; "
         f"KV cache of {kv}; {length}"
     )
 

@@ -13,13 +13,10 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, QueueLoad
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger
 from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineReady, SamplingParams, SwapDrafter
+from dflash_backend.routing.router import NoEngineError as NoEngineError
 from dflash_backend.routing.router import Route
 
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
-
-
-class NoEngineError(Exception):
-    """No engine takes the request now. The message is for clients."""
 
 
 class Placement(NamedTuple):

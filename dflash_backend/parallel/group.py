@@ -37,26 +37,14 @@ def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.
             f"setting 'tensor_parallel_size' is {size}, which the target in {spec.path} cannot have: {reason}"
         )
     if device.type == "cuda" and config.distributed_executor != "ray":
-        _check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _check_gpus(size: int, count: int, visible: str | None) -> None:
-    """Raises `ConfigError` where there are fewer GPUs than ranks."""
-    if count < size:
-        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        raise ConfigError(
-            f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees {count}"
-            f"{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of KIND_GPU, which "
-            "shows one, or set distributed_executor=ray for GPUs of several machines"
-        )
-
-
-@dataclass
-class Traffic:
-    """What rank 0 has sent: passes, and bytes of messages to all other ranks."""
-
-    num_passes: int = 0
-    message_bytes: int = 0
+        count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        if count < size:
+            shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+            raise ConfigError(
+                f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees "
+                f"{count}{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of "
+                "KIND_GPU, which shows one, or set distributed_executor=ray for GPUs of several machines"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,8 +85,8 @@ class RankGroup:
         self._weight_bytes = weight_bytes
         self._num_engines = num_engines
         self.reduce = links.reduce
-        self.traffic = Traffic()
-        self.num_sent = 0
+        self.num_sent = self.num_passes = 0
+        self.message_bytes = 0  # to all other ranks
         self.device = torch.device("cpu") if gpu is None else gpu.device
         self.peers: Peers = ALONE if gpu is None else GpuPeers(self, links.reduce, gpu.device)
         self._nccl_id = b"" if gpu is None else gpu.nccl_id
@@ -180,10 +168,10 @@ class RankGroup:
         if self.links.lost:
             raise RuntimeError(self.links.lost)
         self.num_sent += 1
-        self.traffic.num_passes += isinstance(step, ForwardPass)
+        self.num_passes += isinstance(step, ForwardPass)
         try:
             num_bytes = self._messages.send(step, self.links.send)
-            self.traffic.message_bytes += num_bytes * (self.shard.size - 1)
+            self.message_bytes += num_bytes * (self.shard.size - 1)
         except OSError as error:
             raise RuntimeError(cause_of(self.links) or f"a rank has ended ({error})") from error
 

@@ -203,9 +203,6 @@ class Metrics:
 
     def _flush(self, of_steps: bool) -> None:
         """Hand over counters and histograms."""
-        if not self._enabled:
-            self._drop()
-            return
         self._count_histograms(of_steps)
         with self._counts_lock:
             due = [key for key in self._counts if of_steps or not self._specs[key[0]].of_steps]
@@ -220,17 +217,10 @@ class Metrics:
             if refused:
                 self._observations[name] += refused
 
-    def _drop(self) -> None:
-        with self._counts_lock:
-            self._counts.clear()
-        self._histograms.clear()
-        self._observations.clear()
-
     def _tell_gauges(self, gauges: Mapping[tuple[str, str], float]) -> None:
-        if self._enabled:
-            for (name, engine), value in gauges.items():
-                if self._tell((name, engine, ""), "set", value):
-                    self._told_gauges[name, engine] = value
+        for (name, engine), value in gauges.items():
+            if self._tell((name, engine, ""), "set", value):
+                self._told_gauges[name, engine] = value
 
     def _count_histograms(self, of_steps: bool) -> None:
         """Turn the observations into counts."""
@@ -247,7 +237,9 @@ class Metrics:
                 self._add(f"{name}_count", label, "", buckets[-1][1])
 
     def _tell(self, key: tuple[str, str, str], action: str, value: float) -> bool:
-        """Do `action` of a metric; False when Triton did not take it."""
+        """Do `action` of a metric, where there are any; False when Triton did not take it."""
+        if not self._enabled:
+            return True
         try:
             getattr(self._metric(*key), action)(value)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises: a figure is missing, and no more

@@ -344,5 +344,5 @@ def test_without_tiers_there_is_nothing_of_them(names: tuple[str, ...]) -> None:
     engine = CheckedEngine(config, None, ToyMover())
     assert engine.scheduler.kv.tiers is None
     assert not engine.core.is_moving
-    assert engine.pool._events is None
+    assert engine.pool._removed is None
     assert engine.core.stats().tiers == {}

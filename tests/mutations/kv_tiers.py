@@ -127,8 +127,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what nobody fetches is kept for ever",
-            "oldest := next(iter(self._keeping.values()))).until_s <= now",
-            "oldest := next(iter(self._keeping.values()))).until_s <= 0",
+            "next(iter(self._keeping.values()))[1] <= now",
+            "next(iter(self._keeping.values()))[1] <= 0",
         ),
         (
             "the last block of a prompt is kept too, which no hit can use",

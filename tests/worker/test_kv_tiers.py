@@ -23,6 +23,7 @@ from load_tests.prompts import load_prompts
 from tests.drafters.drafts import make_demo_dflash2, make_demo_dspark, make_demo_eagle3
 from tests.support.scale import SCALE, by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.waiting import eventually
 from tests.worker.engines import engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -112,10 +113,14 @@ def tiers_of(built: BuiltEngine, always: bool = True) -> KVTiers:
     return tiers
 
 
+def move_all(built: BuiltEngine) -> None:
+    """Let all that is to go to tiers go there."""
+    eventually(lambda: built.core.advance_moves() and not built.core.is_moving, "the moves", 10.0)
+
+
 def lose_device(built: BuiltEngine) -> None:
     """Let all that is to go to tiers go there, and then nothing be left on the device: neither names nor numbers."""
-    built.core.advance_moves(10.0)
-    assert not built.core.is_moving
+    move_all(built)
     built.core.scheduler.kv.reset_prefix_cache()
     step = built.runner.step
     pools = step.pool.tensors if step.pool is not None else ()
@@ -155,7 +160,7 @@ def test_what_comes_back_from_a_disk_after_a_restart_is_what_left(case: dict[str
     first = engine(**settings)
     for prompt, (_, sampling) in zip(prompts(first), ASKED, strict=True):
         steps_of(first, prompt, sampling)
-    first.core.advance_moves(10.0)
+    move_all(first)
     end(first)
     again = engine(**settings)
     tiers_of(again)

@@ -8,8 +8,7 @@ prefix cache is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockLists:
@@ -45,14 +44,6 @@ class BlockLists:
         return self._next[self._num_blocks + number]
 
 
-class Evictions(Protocol):
-    """What is told of blocks that leave the prefix cache."""
-
-    def removed(self, block_hash: bytes) -> None:
-        """A block with this hash can no longer be found."""
-        ...
-
-
 # The two lists of evictable blocks, by whether a request has reused them since they were cached.
 PROBATIONARY, PROTECTED = 0, 1
 # At most this share of the pool may be free protected blocks; the rest lets new prefixes earn a second hit.
@@ -76,10 +67,10 @@ class BlockPool:
     `MAX_PROTECTED_SHARE` of the pool, the longest free first, and when they outlive `PROTECTED_LIFE_IN_POOLS`.
     """
 
-    def __init__(self, num_blocks: int, events: Evictions | None = None) -> None:
-        """events: is told of evicted blocks."""
+    def __init__(self, num_blocks: int, removed: Callable[[bytes], None] | None = None) -> None:
+        """removed: is told of blocks that leave the prefix cache, by their hashes."""
         self.num_blocks = num_blocks
-        self._events = events
+        self._removed = removed
         self._ref_counts = array("q", bytes(8 * num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -87,10 +78,9 @@ class BlockPool:
         self._next_block = array("q", [-1]) * num_blocks
         self._unused = array("q", range(num_blocks - 1, -1, -1))
         self._evictable = BlockLists(num_blocks, num_lists=2)
-        self._num_probationary = 0
-        self._num_protected = 0
+        self._num_evictable = [0, 0]  # in each of the two lists
         self._max_protected = int(num_blocks * MAX_PROTECTED_SHARE)
-        self._reused = bytearray(num_blocks)  # 1 for a cached block that another request has used
+        self._reused = bytearray(num_blocks)  # `PROTECTED` for a cached block that another request has used
         self.num_evicted = 0
         self._num_published = 0
         self._protected_since = array(
@@ -100,7 +90,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give out, the evictable ones included."""
-        return len(self._unused) + self._num_probationary + self._num_protected
+        return len(self._unused) + sum(self._num_evictable)
 
     @property
     def usage(self) -> float:
@@ -185,10 +175,8 @@ class BlockPool:
             if count == 1:
                 if self._hashes[block_id] is None:
                     self._unused.append(block_id)
-                elif self._reused[block_id]:
-                    self._add_protected(block_id)
                 else:
-                    self._add_probationary(block_id)
+                    self._link(block_id)
 
     def publish(self, block_id: int, block_hash: bytes, before: int | None = None) -> bool:
         """Put a held block into the prefix cache; whether it went in. `before` is the block before it in its request.
@@ -216,40 +204,36 @@ class BlockPool:
                 self._unused.append(block_id)
             self._reused[block_id] = 0
             self.num_evicted += 1
-            if self._events is not None:
-                self._events.removed(block_hash)
+            if self._removed is not None:
+                self._removed(block_hash)
         self._cached.clear()
 
-    def _add_probationary(self, block_id: int) -> None:
-        self._evictable.append(PROBATIONARY, block_id)
-        self._num_probationary += 1
-
-    def _add_protected(self, block_id: int) -> None:
-        self._evictable.append(PROTECTED, block_id)
-        self._num_protected += 1
-        self._protected_since[block_id] = self.num_evicted
-        if self._num_protected > self._max_protected:
-            self._demote()
+    def _link(self, block_id: int) -> None:
+        """Put a free cached block into its list."""
+        number = self._reused[block_id]
+        self._evictable.append(number, block_id)
+        self._num_evictable[number] += 1
+        if number == PROTECTED:
+            self._protected_since[block_id] = self.num_evicted
+            if self._num_evictable[PROTECTED] > self._max_protected:
+                self._demote()
 
     def _demote(self) -> None:
         """Make the protected block that has been free for longest probationary."""
         block_id = self._evictable.first(PROTECTED)
         self._unlink(block_id)
-        self._reused[block_id] = 0
-        self._add_probationary(block_id)
+        self._reused[block_id] = PROBATIONARY
+        self._link(block_id)
 
     def _unlink(self, block_id: int) -> None:
         self._evictable.remove(block_id)
-        if self._reused[block_id]:
-            self._num_protected -= 1
-        else:
-            self._num_probationary -= 1
+        self._num_evictable[self._reused[block_id]] -= 1
 
     def _evict(self) -> int:
         """Take the least valuable free block out of the prefix cache."""
-        if self._num_protected:
+        if self._num_evictable[PROTECTED]:
             age = self.num_evicted - self._protected_since[self._evictable.first(PROTECTED)]
-            if not self._num_probationary or age > PROTECTED_LIFE_IN_POOLS * self.num_blocks:
+            if not self._num_evictable[PROBATIONARY] or age > PROTECTED_LIFE_IN_POOLS * self.num_blocks:
                 self._demote()
         block_id = self._evictable.first(PROBATIONARY)
         self._unlink(block_id)
@@ -258,6 +242,6 @@ class BlockPool:
         del self._cached[block_hash]
         self._hashes[block_id] = None
         self.num_evicted += 1
-        if self._events is not None:
-            self._events.removed(block_hash)
+        if self._removed is not None:
+            self._removed(block_hash)
         return block_id

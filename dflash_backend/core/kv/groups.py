@@ -20,8 +20,8 @@ the state after them: a hit needs a copy of it at its end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.events import KVEventLog
@@ -111,17 +111,16 @@ class KVGroup:
         """Give up what a load holds; what was loaded can still be found."""
 
 
-class Outlet(Protocol):
-    """Who takes what leaves the device's cache, of one group (`tiers.py`)."""
+@dataclass(frozen=True)
+class Outlet:
+    """Who takes what leaves the device's cache, of one group (`tiers.py`).
 
-    def released(self, block_hash: bytes, reused: bool) -> None:
-        """A record that can be found is not held by a request that held it; it may leave soon. reused: whether another
-        request has found it."""
-        ...
+    released: a record that can be found is not held by a request that held it; it may leave soon; and whether another
+    request has found it. removed: a record can no longer be found.
+    """
 
-    def removed(self, block_hash: bytes) -> None:
-        """A record can no longer be found."""
-        ...
+    released: Callable[[bytes, bool], None]
+    removed: Callable[[bytes], None]
 
 
 class BlockGroup(KVGroup):
@@ -197,7 +196,8 @@ class FullBlocks(BlockGroup):
     ) -> None:
         """events: is told of blocks that enter and leave the prefix cache; of those that leave by `outlet`, where there
         is one."""
-        super().__init__(BlockPool(num_blocks, outlet or events), block_size, outlet)
+        told = outlet or events
+        super().__init__(BlockPool(num_blocks, None if told is None else told.removed), block_size, outlet)
         self._events = events
 
     def _table(self, request: Request) -> list[int]:
@@ -244,7 +244,8 @@ class WindowBlocks(BlockGroup):
     """Blocks of the target's layers with a window. OWN, PUBLISH and RETURN hold for them too."""
 
     def __init__(self, group: WindowGroup, outlet: Outlet | None = None) -> None:
-        super().__init__(BlockPool(group.num_blocks, outlet), group.block_size, outlet)
+        removed = None if outlet is None else outlet.removed
+        super().__init__(BlockPool(group.num_blocks, removed), group.block_size, outlet)
         self._group = group
         # Blocks that requests in prefill hold at most until they decode, by id: what admission leaves free for them.
         self._promised: dict[str, tuple[Request, int]] = {}
@@ -384,7 +385,7 @@ class RecurrentStates(KVGroup):
             block_hash = request.pending_snapshots.pop(0)[1]
             self.snapshots.settle(block_hash, is_there=True)
             if self._outlet is not None:
-                self._outlet.released(block_hash, reused=False)
+                self._outlet.released(block_hash, False)
 
     def needed(self, num_blocks: int) -> range:
         return range(max(0, num_blocks - 1), num_blocks)

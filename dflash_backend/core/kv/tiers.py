@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -53,21 +54,6 @@ class KVLoad:
     arrived: list[tuple[int, int, bytes, int]] = field(default_factory=list)
     followers: list[Request] = field(default_factory=list)
     given_up: bool = False
-
-
-class _Outlet:
-    """As `groups.Outlet`, of one group. events: is told of blocks that leave the device, too."""
-
-    def __init__(self, tiers: KVTiers, group: int, events: KVEventLog | None) -> None:
-        self._tiers, self._group, self._events = tiers, group, events
-
-    def released(self, block_hash: bytes, reused: bool) -> None:
-        self._tiers.released(self._group, block_hash, reused)
-
-    def removed(self, block_hash: bytes) -> None:
-        self._tiers.removed(self._group, block_hash)
-        if self._events is not None:
-            self._events.removed(block_hash)
 
 
 class KVTiers:
@@ -117,10 +103,10 @@ class KVTiers:
 
     def outlet(self) -> Outlet:
         """That of the next group."""
-        self._num_outlets += 1
+        group, self._num_outlets = self._num_outlets, self._num_outlets + 1
         if self.remote is not None:
             self.remote.groups.append(OfferedRecords())
-        return _Outlet(self, self._num_outlets - 1, self._events if self._num_outlets == 1 else None)
+        return Outlet(partial(self.released, group), partial(self.removed, group))
 
     @property
     def is_idle(self) -> bool:
@@ -206,6 +192,8 @@ class KVTiers:
             self._void.add((group, block_hash))
         if self.kept is not None:
             self.kept.removed(group, block_hash)
+        if self._events is not None and group == 0:
+            self._events.removed(block_hash)
 
     def _put_out(self, number: int, key: tuple[int, bytes]) -> None:
         outbox, (group, block_hash) = self._outbox[number], key
@@ -289,15 +277,8 @@ class KVTiers:
         """
         if request.has_loaded or request.wants_prompt_logprobs:
             return False
-        if self.remote is None or not self.remote.offer(request, self.groups):
-            return self._begin(request, hit, seconds_per_token, wait_s)
-        try:
-            return self._begin(request, hit, seconds_per_token, wait_s)
-        finally:
-            self.remote.withdraw()
-
-    def _begin(self, request: Request, hit: Sequence[int], seconds_per_token: float, wait_s: float) -> bool:
-        """As `begin`, with what others keep for the request."""
+        if self.remote is not None:
+            self.remote.offer(request, self.groups)
         num_blocks = (request.prefill_end - 1) // self._block_size
         hashes = request.block_hashes.first(num_blocks, request.token_ids)
         end = self._reach(hashes, num_blocks, len(hit))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dflash_backend.core.kv.groups import KVGroup
 from dflash_backend.core.kv.record_slots import RecordSlots
@@ -17,14 +16,6 @@ from dflash_backend.messages import KVTransferParams, TransferStats
 
 # Ids of blocks that a client is told: they are for people to read, and a request has to bring them back.
 MAX_BLOCK_IDS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """What is kept, until when (clock, s)."""
-
-    kept: Kept
-    until_s: float
 
 
 class KeptForOthers:
@@ -42,7 +33,8 @@ class KeptForOthers:
         """timeout_s: how long it is kept at most."""
         self._sender, self._groups = sender, groups
         self._block_size, self._timeout_s, self._clock = block_size, timeout_s, clock
-        self._keeping: dict[int, _Keeping] = {}
+        # What is kept, and until when (clock, s), by its number: the oldest first.
+        self._keeping: dict[int, tuple[Kept, float]] = {}
         self._num_kept = 0
         # Of steps that have not drafted yet.
         self._new: list[int] = []
@@ -77,7 +69,7 @@ class KeptForOthers:
                 Record(group_number, block_hash, slot, 0) for block_hash, (slot, _) in zip(needed, slots, strict=True)
             ]
         kept = Kept(number, hashes[end - 1], tuple(records))
-        self._keeping[number] = _Keeping(kept, self._clock() + self._timeout_s)
+        self._keeping[number] = kept, self._clock() + self._timeout_s
         for record in records:
             self._numbers.setdefault((record.group, record.block_hash), []).append(number)
         self._sender.keep(kept)
@@ -118,9 +110,8 @@ class KeptForOthers:
                 self.stats.num_expired += 1
         self._broken.clear()
         now = self._clock()
-        while self._keeping and (oldest := next(iter(self._keeping.values()))).until_s <= now:
-            self._withdraw(oldest.kept.number)
-            self.stats.num_expired += 1
+        while self._keeping and next(iter(self._keeping.values()))[1] <= now:
+            self._withdraw(next(iter(self._keeping)))
         for number in self._new:
             if number in self._keeping:
                 self._sender.ready(number)
@@ -137,15 +128,15 @@ class KeptForOthers:
         if not self._keeping:
             return False
         self._withdraw(next(iter(self._keeping)))
-        self.stats.num_expired += 1
         return True
 
     def _withdraw(self, number: int) -> None:
         self._sender.withdraw(number)
         self._let_go(number)
+        self.stats.num_expired += 1
 
     def _let_go(self, number: int) -> None:
-        for record in self._keeping.pop(number).kept.records:
+        for record in self._keeping.pop(number)[0].records:
             numbers = self._numbers[record.group, record.block_hash]
             numbers.remove(number)
             if not numbers:
@@ -189,19 +180,10 @@ class RemoteTier(KVTier):
         key = request.block_hashes.first(end, request.token_ids)[end - 1]
         return Peer(params.remote_host, params.remote_port, key)
 
-    def offer(self, request: Request, groups: Sequence[KVGroup]) -> bool:
-        """Let be found what is kept for this request, until `withdraw`; whether there is any."""
-        if self.peer(request) is None:
-            return False
+    def offer(self, request: Request, groups: Sequence[KVGroup]) -> None:
+        """Let be found what is kept for this request, if anything is, and nothing else."""
         params = request.sampling.kv_transfer_params
-        assert params is not None
-        end = params.num_blocks
+        end = 0 if params is None or self.peer(request) is None else params.num_blocks
         hashes = request.block_hashes.first(end, request.token_ids)
         for offered, group in zip(self.groups, groups, strict=True):
             offered.offered = frozenset(hashes[index] for index in group.needed(end))
-        return True
-
-    def withdraw(self) -> None:
-        """Let nothing be found."""
-        for group in self.groups:
-            group.offered = frozenset()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -99,7 +99,6 @@ class Moments:
         return np.asarray(np.maximum(self.sums[2] / np.maximum(self.sums[0], TINY) - self.mean**2, 0.0))
 
 
-@dataclass
 class AcceptanceEstimator:
     """The estimate, for blocks of at most `k` drafts.
 
@@ -108,25 +107,15 @@ class AcceptanceEstimator:
     much a confidence counts. covariance: of the two.
     """
 
-    k: int
-    trials: Floats = field(init=False)
-    accepted: Floats = field(init=False)
-    level: float = 0.0
-    variance: float = LEVEL_VARIANCE
-    weight: float = 0.0
-    weight_variance: float = WEIGHT_VARIANCE
-    covariance: float = 0.0
-    _blocks: list[VerifiedBlock] = field(default_factory=list)  # that `update` takes in
-    _num_measured: int = 0  # blocks so far that had confidences
-    _rates: Floats = field(init=False)  # of all steps before this one
-    _logits: Floats = field(init=False)
-    _means: Floats = field(init=False)  # the usual confidences
-    _moments: Moments = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trials, self.accepted = np.zeros(self.k), np.zeros(self.k)
-        self._position = np.arange(self.k)
-        self._moments = Moments(self.k)
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.trials, self.accepted = np.zeros(k), np.zeros(k)
+        self.level, self.variance = 0.0, LEVEL_VARIANCE
+        self.weight, self.weight_variance, self.covariance = 0.0, WEIGHT_VARIANCE, 0.0
+        self._blocks: list[VerifiedBlock] = []  # that `update` takes in
+        self._num_measured = 0  # blocks so far that had confidences
+        self._position = np.arange(k)
+        self._moments = Moments(k)
         self._update_rates()
 
     def rates(self) -> list[float]:
@@ -281,8 +270,8 @@ class AcceptanceEstimator:
         return np.asarray(1 / np.sqrt(1 + math.pi / 8 * self.weight**2 * self._moments.variance))
 
     def _update_rates(self) -> None:
-        self._rates = np.array(self.rates())
-        self._means = self._moments.mean
+        self._rates = np.array(self.rates())  # of all steps before this one
+        self._means = self._moments.mean  # the usual confidences
         rates = np.minimum(np.maximum(self._rates, 1e-3), 1 - 1e-3)
         self._logits = np.log(rates / (1 - rates))
 

@@ -147,17 +147,14 @@ class CostTable:
     def correct(self, num_tokens: int, factor: float) -> None:
         """A pass over that many tokens took `factor` times what was expected: move the entries beside it, the nearer
         one more, and each the less the more often it was moved."""
-        i, part = self._between(num_tokens)
+        tokens = self._num_tokens
+        # The entry before, and how far towards the next one it is, 0 to 1.
+        i = min(max(bisect.bisect_right(tokens, num_tokens) - 1, 0), len(tokens) - 2)
+        part = min(max((num_tokens - tokens[i]) / (tokens[i + 1] - tokens[i]), 0.0), 1.0)
         for entry, share in ((i, 1.0 - part), (i + 1, part)):
             if share > 0:
                 self._weights[entry] = min(self._weights[entry] + share, LAST_WEIGHT)
                 self._seconds[entry] *= factor ** (share / self._weights[entry])
-
-    def _between(self, num_tokens: float) -> tuple[int, float]:
-        """The entry before a number of tokens, and how far towards the next one it is, 0 to 1."""
-        tokens = self._num_tokens
-        i = min(max(bisect.bisect_right(tokens, num_tokens) - 1, 0), len(tokens) - 2)
-        return i, min(max((num_tokens - tokens[i]) / (tokens[i + 1] - tokens[i]), 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
