@@ -113,8 +113,9 @@ class Metrics:
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
-        with self._counts_lock:
-            self._add(name, label, "", amount)
+        if self._enabled:
+            with self._counts_lock:
+                self._add(name, label, "", amount)
 
     def _add(self, name: str, label: str, bound: str, amount: float) -> None:
         """Add to a counter, and to that of the other name if it has one. Under the lock."""
@@ -124,6 +125,8 @@ class Metrics:
 
     def observe(self, name: str, value: float, label: str = "", times: int = 1) -> None:
         """Add an observation to a histogram, or several alike."""
+        if not self._enabled:
+            return
         if self._is_native(self._specs[name]):
             for each in filter(None, (name, self._aliases.get(name))):
                 self._observations[each] += [value] * times
