@@ -234,8 +234,8 @@ CORE_MUTANTS = (
         ),
         (
             "what ended requests yielded is kept for ever",
-            "while self._num_steps > MAX_STEPS:",
-            "while self._num_steps > 10 * MAX_STEPS:",
+            "while self._num_ended_steps > MAX_STEPS:",
+            "while self._num_ended_steps > 10 * MAX_STEPS:",
         ),
     ),
     *mutants_of(

@@ -140,8 +140,8 @@ SERVING_MUTANTS = (
         ("the setting seed does nothing", "seed=config.seed,", "seed=0,"),
         (
             "enable_overlap does nothing",
-            "trace, config.enable_overlap, grammars, mover)",
-            "trace, True, grammars, mover)",
+            "overlap=config.enable_overlap,",
+            "overlap=True,",
         ),
         (
             "max_prefill_tokens_per_step does nothing",

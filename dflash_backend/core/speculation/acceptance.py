@@ -116,6 +116,7 @@ class AcceptanceEstimator:
         self._num_measured = 0  # blocks so far that had confidences
         self._position = np.arange(k)
         self._moments = Moments(k)
+        self._means: Floats = self._moments.mean  # the usual confidences
         self._update_rates()
 
     def rates(self) -> list[float]:
@@ -271,9 +272,9 @@ class AcceptanceEstimator:
 
     def _update_rates(self) -> None:
         self._rates = np.array(self.rates())  # of all steps before this one
-        self._means = self._moments.mean  # the usual confidences
+        self._means = self._moments.mean
         rates = np.minimum(np.maximum(self._rates, 1e-3), 1 - 1e-3)
-        self._logits = np.log(rates / (1 - rates))
+        self._logits: Floats = np.log(rates / (1 - rates))
 
 
 def _sigmoid(logits: Floats) -> Floats:
