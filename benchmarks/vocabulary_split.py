@@ -88,13 +88,13 @@ def run(built: BuiltEngine, num_streams: int, num_tokens: int, sampling: dict[st
         prompt = [rng.randrange(1, built.pair.target.vocab_size) for _ in range(16)]
         built.core.add_request(GenerationRequest(str(number), prompt, params, ()))
     texts: dict[str, list[int]] = {str(number): [] for number in range(num_streams)}
-    passes, sent = ranks.traffic.num_passes, ranks.reduce.num_bytes
+    passes, sent = ranks.num_passes, ranks.reduce.num_bytes
     used, started = processor_s(ranks), time.perf_counter()
     while built.core.has_unfinished():
         for delta in built.core.step().deltas:
             texts[delta.request_id] += delta.token_ids
     seconds = time.perf_counter() - started
-    steps = ranks.traffic.num_passes - passes
+    steps = ranks.num_passes - passes
     return Run(texts, seconds, processor_s(ranks) - used, (ranks.reduce.num_bytes - sent) / steps)
 
 

@@ -62,8 +62,10 @@ def engine(num_positions: int, **settings: Any) -> LLM:
 def ask(llm: LLM, prompt: list[int]) -> Answer:
     """One request alone; then all that is to go to tiers goes there."""
     (output,) = llm.generate([prompt], GREEDY)
-    if llm.engine.core.is_moving:
-        llm.engine.core.advance_moves(5.0)
+    core, until = llm.engine.core, time.monotonic() + 5.0
+    while core.is_moving and time.monotonic() < until:
+        core.advance_moves()
+        time.sleep(0.01)
     assert output.first_token_s is not None
     assert output.stats is not None
     return Answer(output.first_token_s, output.stats.num_cached_tokens / len(prompt))

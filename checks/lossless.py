@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Measurement, run_engine, run_transformers
+from checks.core_state import check_core
 from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
@@ -108,7 +109,7 @@ def run_case(case: Case, prompts: list[list[int]], expected: Measurement, max_to
     """Run a case over the prompts, which are those of `expected` or the first of them, and compare."""
     llm = LLM(**{"kv_write_guard": True, "adaptive_speculation": False} | case.settings)
     run = run_engine(case.name, llm, prompts, case.streams, max_tokens)
-    llm.engine.core.check_invariants()
+    check_core(llm.engine.core)
     stats = llm.stats()
     equal = sum(tokens == expected.outputs[index] for index, tokens in run.outputs.items())
     return CaseResult(case, equal, len(prompts), stats.num_preemptions, stats.prefix_cache_hits, run.acceptance_length)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.worse_drafters import random_drafter
+from checks.core_state import check_core
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import NGRAM, asset_path
@@ -133,7 +134,7 @@ def answers(way: Way, asked: Sequence[Request]) -> tuple[list[list[int]], LLM]:
     outputs = []
     for _ in range(way.times):
         outputs = llm.generate([list(each.prompt) for each in asked], [each.sampling for each in asked])
-    llm.engine.core.check_invariants()
+    check_core(llm.engine.core)
     return [output.token_ids for output in outputs], llm
 
 

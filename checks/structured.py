@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from scipy import stats
 
+from checks.core_state import check_core
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
@@ -146,7 +147,7 @@ def answers(way: Way, prompts: list[str], sampling: list[dict[str, Any]]) -> tup
     outputs = []
     for _ in range(way.times):
         outputs = llm.generate(prompts, sampling)
-    llm.engine.core.check_invariants()
+    check_core(llm.engine.core)
     return [one.text for one in outputs], [one.token_ids for one in outputs], llm
 
 

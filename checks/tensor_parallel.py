@@ -66,8 +66,8 @@ def _sent(llm: LLM) -> tuple[int, int, int]:
     if not isinstance(target, TensorParallelTarget):
         return 0, 0, 0
     assert isinstance(target.ranks, RankGroup)
-    traffic = target.ranks.traffic
-    return traffic.num_passes, target.ranks.reduce.num_bytes, traffic.message_bytes
+    ranks = target.ranks
+    return ranks.num_passes, ranks.reduce.num_bytes, ranks.message_bytes
 
 
 def vocabulary_kib(llm: LLM) -> float:

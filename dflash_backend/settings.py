@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,25 +136,6 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
-
-
-def settings_table(settings: Sequence[Setting]) -> str:
-    """The settings as a Markdown table."""
-    rows = ["| name | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for setting in settings:
-        default = as_text(setting.default) or "empty"
-        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
-    return "\n".join(rows)
-
-
-def config_parameters(settings: Sequence[Setting]) -> str:
-    """The settings as `parameters` of a config.pbtxt, each with its default and a comment."""
-    lines = []
-    for setting in settings:
-        lines.append(f"# {setting.help}. Allowed: {setting.allowed}")
-        value = json.dumps(as_text(setting.default))
-        lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
-    return "\n".join(lines)
 
 
 def check_endpoint(text: str) -> None:

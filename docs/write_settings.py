@@ -5,10 +5,12 @@ Run by `make docs`.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_backend.config import SETTINGS, asset_path
-from dflash_backend.settings import config_parameters, settings_table
+from dflash_backend.settings import Setting, as_text
 
 PAGE = Path(__file__).resolve().parent / "settings.md"
 CONFIG = asset_path("model_repository", "dflash", "config.pbtxt")
@@ -28,6 +30,25 @@ An unknown name or a value that is not allowed stops the load, with a message th
 
 {table}
 """
+
+
+def settings_table(settings: Sequence[Setting]) -> str:
+    """The settings as a Markdown table."""
+    rows = ["| name | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for setting in settings:
+        default = as_text(setting.default) or "empty"
+        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
+    return "\n".join(rows)
+
+
+def config_parameters(settings: Sequence[Setting]) -> str:
+    """The settings as `parameters` of a config.pbtxt, each with its default and a comment."""
+    lines = []
+    for setting in settings:
+        lines.append(f"# {setting.help}. Allowed: {setting.allowed}")
+        value = json.dumps(as_text(setting.default))
+        lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
+    return "\n".join(lines)
 
 
 def page() -> str:

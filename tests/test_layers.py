@@ -170,6 +170,7 @@ def test_a_package_in_a_package_has_one_door(package: str) -> None:
     inner = f"dflash_backend.{package}."
     for name, imports in graph().items():
         past = [target for target in imports if target.startswith(inner)]
-        assert not past or f"{name}.".startswith((inner, "tests.")), (
+        # What looks at the inside of the core is no user of it.
+        assert not past or f"{name}.".startswith((inner, "tests.", "checks.core_state.")), (
             f"{name} imports {past}; others import {inner[:-1]}"
         )

@@ -5,6 +5,7 @@ Every refusal is a sentence with the numbers and what to change: the config is t
 
 from __future__ import annotations
 
+from dflash_backend.config import ConfigError
 from dflash_backend.core.request import Request, peak_positions
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
 from dflash_backend.core.tenants import FairQueue
@@ -22,25 +23,25 @@ class RequestError(Exception):
 
 
 def check_config(config: SchedulerConfig) -> None:
-    """Raise ValueError when no request could make progress within these config."""
+    """Raise `ConfigError` when no request could make progress within these config."""
     k = config.num_speculative_tokens
     if config.num_blocks < 1:
-        raise ValueError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
+        raise ConfigError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
     group = config.window_group
     longest = blocks_for(config.max_model_len, config.block_size)
     if group is not None and group.num_blocks < (most := min(group.most_blocks, longest)):
-        raise ValueError(
+        raise ConfigError(
             f"layers with a window of {group.window} positions have {group.num_blocks} KV blocks, and a request holds "
             f"up to {most} of them: raise kv_cache_gb, or lower max_num_batched_tokens"
         )
     if config.max_num_batched_tokens < 1 + k:
-        raise ValueError(
+        raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens} and num_speculative_tokens is {k}: a decode "
             f"row runs its last token and all its drafts in one step, so raise max_num_batched_tokens to at least "
             f"{1 + k} or lower num_speculative_tokens to at most {config.max_num_batched_tokens - 1}"
         )
     if k > 0 and config.drafter_max_len < 1:
-        raise ValueError(
+        raise ConfigError(
             f"num_speculative_tokens is {k} and the drafter's maximum length is {config.drafter_max_len}, so it could "
             f"never draft; set num_speculative_tokens to 0 or use a drafter with a maximum length"
         )

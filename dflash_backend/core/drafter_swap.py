@@ -20,25 +20,16 @@ MIN_BLOCKS = 100
 SURE = 2.0
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Accepted drafts, and how many would be with the drafter before: at the same positions, behind accepted drafts, as
-    far into the answers. error: the standard error of the first."""
-
-    accepted: int
-    expected: float
-    error: float
-
-    @classmethod
-    def of(cls, now: Acceptance, before: Acceptance) -> Comparison:
-        """Where both were seen."""
-        known, accepted, expected, variance = before.by_position(), 0, 0.0, 0.0
-        for place, (tried, taken) in now.by_position().items():
-            if place in known:
-                accepted += taken
-                expected += tried * known[place][1] / known[place][0]
-                variance += taken * (tried - taken) / tried
-        return cls(accepted, expected, math.sqrt(variance))
+def compared(now: Acceptance, before: Acceptance) -> tuple[int, float, float]:
+    """Accepted drafts, how many would be with the drafter before, and the standard error of the first: at the same
+    positions, behind accepted drafts, as far into the answers, where both were seen."""
+    known, accepted, expected, variance = before.by_position(), 0, 0.0, 0.0
+    for place, (tried, taken) in now.by_position().items():
+        if place in known:
+            accepted += taken
+            expected += tried * known[place][1] / known[place][0]
+            variance += taken * (tried - taken) / tried
+    return accepted, expected, math.sqrt(variance)
 
 
 @dataclass
@@ -72,15 +63,15 @@ class DrafterSwap:
         """Whether too much of the acceptance is lost, surely; False where too little is known of the drafter before."""
         if self.before.total < MIN_BLOCKS:
             return False
-        found = Comparison.of(self.now, self.before)
-        return found.accepted + SURE * found.error < (1 - self.wanted.max_loss) * found.expected
+        accepted, expected, error = compared(self.now, self.before)
+        return accepted + SURE * error < (1 - self.wanted.max_loss) * expected
 
     def comparison(self) -> str:
         """The two in words."""
-        found = Comparison.of(self.now, self.before)
-        if self.before.total < MIN_BLOCKS or not found.expected:
+        accepted, expected, _ = compared(self.now, self.before)
+        if self.before.total < MIN_BLOCKS or not expected:
             return "there were too few blocks of the drafter before to compare it with"
         return (
-            f"{found.accepted} drafts of {self.now.total} blocks were accepted; of the drafter before it would be "
-            f"{found.expected:.0f}"
+            f"{accepted} drafts of {self.now.total} blocks were accepted; of the drafter before it would be "
+            f"{expected:.0f}"
         )

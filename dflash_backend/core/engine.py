@@ -39,7 +39,7 @@ from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import SpecDecodingCounts
-from dflash_backend.core.trace import StepTrace, TraceTimes
+from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineCoreOutputs,
     EngineStats,
@@ -67,18 +67,12 @@ _NO_STOPS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A submitted step, the requests of its rows in the plan's order, and when planning started, ended, and the worker
-    had it; then its result, when that was awaited, had come, and was applied."""
+    """A submitted step, the requests of its rows in the plan's order, and then its result."""
 
     plan: SchedulerOutput
     requests: list[Request]
-    started: float
-    planned: float
-    submitted: float
+    times: StepTimes
     result: ModelRunnerOutput | None = None
-    waited: float = 0.0
-    executed: float = 0.0
-    applied: float = 0.0
 
 
 class EngineCore:
@@ -96,7 +90,7 @@ class EngineCore:
     ) -> None:
         """`clock` gives seconds and never goes back; `trace` records requests and steps on the same clock. `overlap`
         keeps a step in flight, on a worker that overlaps. `grammars`: of structured output. `mover`: of the KV tiers
-        that `config` names. Raises ValueError for a config that cannot work."""
+        that `config` names. Raises `ConfigError` for a config that cannot work."""
         check_config(config)
         self.config = config
         self.scheduler = Scheduler(config, mover)
@@ -115,7 +109,7 @@ class EngineCore:
         self._swap: DrafterSwap | None = None
         self._acceptance = Acceptance()  # of the drafter that drafts
         self._due_swap: DrafterSwap | None = None
-        self.beat: Callable[[], None] = _say_nothing
+        self.beat: Callable[[], None] = lambda: None
         """Called between the steps of a call that runs many of them, after a failed one: the engine goes on."""
         self._clock = clock
         self._last_finished = 0.0  # when the drafts of the last step had come
@@ -146,7 +140,7 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[state.request_id] = state
         if not must_compile:
-            self.scheduler.add(state)
+            self.scheduler.queue.add(state)
         if self._trace is not None:
             self._trace.request_arrived(state.request_id, state.num_prompt_tokens, state.arrival_s)
         if state.deadline_s is not None:
@@ -189,13 +183,18 @@ class EngineCore:
             plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
             submitted = plan is not None and self._submit(plan, started, outputs)
             self._collect_down_to(1 if self._overlap and submitted else 0, outputs)
-        if (events := self.scheduler.kv.events) is not None:
-            outputs = msgspec.structs.replace(outputs, kv_events=events.take())
         ended = self._clock()
         self._step_seconds += ended - started
-        if self.has_unfinished() and ended - self._stats_sent_at < STATS_INTERVAL_S:
+        return self._told(outputs, ended, self.has_unfinished())
+
+    def _told(self, outputs: EngineCoreOutputs, now: float, goes_on: bool) -> EngineCoreOutputs:
+        """The outputs with the events of the prefix cache, and with stats now and then, always where nothing goes
+        on."""
+        if (events := self.scheduler.kv.events) is not None:
+            outputs = msgspec.structs.replace(outputs, kv_events=events.take())
+        if goes_on and now - self._stats_sent_at < STATS_INTERVAL_S:
             return outputs
-        self._stats_sent_at = ended
+        self._stats_sent_at = now
         return msgspec.structs.replace(outputs, stats=self.stats())
 
     def finish_step(self) -> None:
@@ -217,7 +216,8 @@ class EngineCore:
             self._drop_in_flight()
             self._failed_step = step.plan, str(error)
             return
-        finished = self._clock()
+        times = step.times
+        times.finished = finished = self._clock()
         for request_id, (reason, status) in drafts.errors.items():
             request = next(request for row, request in rows if row.request_id == request_id)
             if self._is_in_progress(request):
@@ -231,9 +231,9 @@ class EngineCore:
         self._outputs.phase_seconds.update(drafts.phase_seconds)
         if self._overlap:
             # Behind another step in flight, this one began when that one had run.
-            seconds = finished - max(step.planned, self._last_finished)
+            seconds = finished - max(times.planned, self._last_finished)
         else:
-            seconds = step.executed - step.planned + finished - begun
+            seconds = times.executed - times.planned + finished - begun
         self._last_finished = finished
         self._step_seconds += finished - begun
         self.scheduler.observe(step.plan, result, seconds, drafts.phase_seconds.get("draft", 0.0))
@@ -242,11 +242,7 @@ class EngineCore:
             self._drop_in_flight()
             self._take_error(drafts.next_error, plan, self._outputs)
         if self._trace is not None:
-            drafted_from = None if self._overlap else begun
-            times = TraceTimes(
-                step.started, step.planned, step.submitted, step.waited, step.executed, step.applied, finished,
-                drafted_from,
-            )  # fmt: skip
+            times.drafted_from = None if self._overlap else begun
             self._trace.step(step.plan, result, drafts.phase_seconds, times)
 
     def check_swap(self) -> None:
@@ -281,27 +277,17 @@ class EngineCore:
         tiers = self.scheduler.kv.tiers
         return tiers is not None and tiers.is_keeping
 
-    def advance_moves(self, timeout_s: float = 0.0) -> EngineCoreOutputs:
-        """Go on with what is to go to tiers while nothing is unfinished, for `timeout_s` at most, and say what came
-        of it: gauges and counters now and then, and once nothing is left to do."""
-        tiers = self.scheduler.kv.tiers
-        assert tiers is not None
-        until = time.monotonic() + timeout_s
-        tiers.advance()
-        while not tiers.is_idle and (left := until - time.monotonic()) > 0:
-            tiers.wait(left)
-            tiers.advance()
-        outputs = EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
-        now = self._clock()
-        if (self.is_moving or self.is_keeping) and now - self._stats_sent_at < STATS_INTERVAL_S:
-            return outputs
-        self._stats_sent_at = now
-        return msgspec.structs.replace(outputs, stats=self.stats())
+    def advance_moves(self) -> EngineCoreOutputs:
+        """Go on with what is to go to tiers while nothing is unfinished, and say what came of it: gauges and counters
+        now and then, and once nothing is left to do."""
+        assert self.scheduler.kv.tiers is not None
+        self.scheduler.kv.tiers.advance()
+        return self._told(EngineCoreOutputs(), self._clock(), self.is_moving or self.is_keeping)
 
     @property
     def num_waiting(self) -> int:
         """Queued requests that do not run yet."""
-        return len(self.scheduler.waiting) + len(self.scheduler.loading) + self._grammars.num_waiting
+        return len(self.scheduler.waiting) + len(self.scheduler.loading) + len(self._grammars.waiting)
 
     @property
     def num_free_rows(self) -> int:
@@ -335,24 +321,6 @@ class EngineCore:
             kept=TransferStats() if scheduler.kv.tiers is None else scheduler.kv.tiers.kept_stats,
         )
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError when a request is in no queue or in two, or OWN or RETURN is broken. For tests:
-        O(blocks)."""
-        scheduler = self.scheduler
-        compiling = {request_id: entry[0] for request_id, entry in self._grammars.waiting.items()}
-        queues = (scheduler.running, scheduler.waiting, scheduler.loading, compiling)
-        together = scheduler.running | scheduler.waiting | scheduler.loading | compiling
-        assert together == self._requests, "a request is in no queue"
-        assert sum(map(len, queues)) == len(self._requests), "a request is in two queues"
-        scheduler.queue.check()
-        assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
-        for request in (*scheduler.waiting.values(), *scheduler.loading.values()):
-            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-            assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
-        for request in scheduler.running.values():
-            assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
-        scheduler.kv.check(scheduler.running.values())
-
     def _expire(self, now: float, outputs: EngineCoreOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
         for request in self._deadlines.pop_expired(now):
@@ -361,9 +329,9 @@ class EngineCore:
 
     def _queue_compiled(self, outputs: EngineCoreOutputs) -> None:
         """Queue the requests whose grammars are compiled; refuse those whose grammars cannot be followed."""
-        for request, error in self._grammars.pop_done(idle=len(self._requests) == self._grammars.num_waiting):
+        for request, error in self._grammars.pop_done(idle=len(self._requests) == len(self._grammars.waiting)):
             if error is None:
-                self.scheduler.add(request)
+                self.scheduler.queue.add(request)
             else:
                 self._remove(request, "error", self._clock(), queued=False)
                 outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
@@ -450,7 +418,7 @@ class EngineCore:
         if self._overlap:
             for row, request in zip(plan.rows, requests, strict=True):
                 request.row_in_flight = row
-        self._in_flight.append(_StepInFlight(plan, requests, started, planned, self._clock()))
+        self._in_flight.append(_StepInFlight(plan, requests, StepTimes(started, planned, self._clock())))
         return True
 
     def _isolate(self, plan: SchedulerOutput, message: str, outputs: EngineCoreOutputs) -> None:
@@ -474,12 +442,12 @@ class EngineCore:
                     self._fail(request, failed(message), outputs, queued=False)
         for request in queued:
             if self._is_in_progress(request):
-                self.scheduler.add(request)
+                self.scheduler.queue.add(request)
 
     def _run_alone(self, request: Request, outputs: EngineCoreOutputs) -> None:
         """Run a request that no queue holds until it has decoded, overlapping as usual; fail it if a step fails. No
         queue holds it afterwards."""
-        self.scheduler.add(request)
+        self.scheduler.queue.add(request)
         alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
         num_decodes = 0
         while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
@@ -512,7 +480,7 @@ class EngineCore:
             if not self._in_flight:
                 return  # a step that waited for those drafts did not run
             step = self._in_flight[0]
-            step.waited = self._clock()
+            step.times.waited = self._clock()
             try:
                 step.result = result = self._worker.collect()
             except StepFailed as error:
@@ -520,7 +488,7 @@ class EngineCore:
                 self._failed_step = step.plan, str(error)
                 return
             self._in_flight.popleft()
-            step.executed = now = self._clock()
+            step.times.executed = now = self._clock()
             plan = step.plan
             if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
                 raise RuntimeError(
@@ -538,7 +506,7 @@ class EngineCore:
                     self._compare_drafters(swap, outputs)
             if result.mask_seconds:
                 self._grammars.observe_masks(result.mask_seconds)
-            step.applied = self._clock()
+            step.times.applied = self._clock()
             self._drafting = step
 
     def _apply(
@@ -639,10 +607,6 @@ class Deadlines:
         _, arrival, request_id = entry
         request = self._requests.get(request_id)
         return request if request is not None and request.arrival == arrival else None
-
-
-def _say_nothing() -> None:
-    """For an engine whose silence is not watched."""
 
 
 def out_of_memory(message: str) -> str:

@@ -79,11 +79,6 @@ class GrammarQueue:
             self.mask_seconds,
         )
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests whose grammars are being compiled."""
-        return len(self.waiting)
-
     def remove(self, request: Request) -> bool:
         """Take a request out, if it is here."""
         entry = self.waiting.get(request.request_id)

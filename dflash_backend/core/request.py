@@ -227,20 +227,18 @@ class Request:
 
     def to_new_request(self) -> NewRequest:
         """What the worker must know to run it. The token ids are a copy: both sides append to their own."""
+        sampling = self.sampling
+        if sampling.prompt_logprobs is not None and not self.wants_prompt_logprobs:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return NewRequest(
             request_id=self.request_id,
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
-            sampling=self.sampling if self.wants_prompt_logprobs else self._without_prompt_logprobs(),
+            sampling=sampling,
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
             snapshot_slot=self.snapshot_slot,
         )
-
-    def _without_prompt_logprobs(self) -> SamplingParams:
-        if self.sampling.prompt_logprobs is None:
-            return self.sampling
-        return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
     def take_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Those of a row that began at position `start` that were not sent before: after a preemption the worker

@@ -256,10 +256,6 @@ class Scheduler:
         """The requests that wait, in no order."""
         return self.queue.waiting
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has passed admission."""
-        self.queue.add(request)
-
     def remove(self, request: Request) -> None:
         """Take out a request that finished or was aborted, and free its blocks."""
         if self.running.pop(request.request_id, None) is not None:
@@ -642,7 +638,14 @@ class Scheduler:
         tenant.charge(row.num_new)
         if request.first_scheduled_s is None:
             tenant.charge(CACHED_TOKEN_COST * request.num_computed)
-            self._count_admission(request, now)
+            # Only the first time: a preempted request finds its own blocks again, which says nothing about shared
+            # prefixes.
+            request.first_scheduled_s = now
+            request.num_cached_tokens = request.num_computed
+            self.num_prompt_tokens += request.num_prompt_tokens
+            if self._config.enable_prefix_caching:
+                self.prefix_cache_queries += request.num_prompt_tokens
+                self.prefix_cache_hits += request.num_computed
         builder.new_requests.append(request.to_new_request())
         builder.add_prefill(row)
         builder.num_admitted_tokens += row.num_new
@@ -659,13 +662,3 @@ class Scheduler:
             longer = self._prefill_row(request, row.num_computed, row.num_new + budget)
             if self.kv.reserve(request, longer):
                 builder.add_prefill(longer)
-
-    def _count_admission(self, request: Request, now: float) -> None:
-        """Count the prompt, its lookup and its wait. Only the first time: a preempted request finds its own blocks
-        again, which says nothing about shared prefixes."""
-        request.first_scheduled_s = now
-        request.num_cached_tokens = request.num_computed
-        self.num_prompt_tokens += request.num_prompt_tokens
-        if self._config.enable_prefix_caching:
-            self.prefix_cache_queries += request.num_prompt_tokens
-            self.prefix_cache_hits += request.num_computed

@@ -45,34 +45,6 @@ class RequestYields:
         return removed
 
 
-class LateStops:
-    """The yields of requests with stop strings that have ended lately."""
-
-    def __init__(self) -> None:
-        self._ended: deque[tuple[str, RequestYields]] = deque()
-        self._num_steps = 0
-
-    def remember(self, request_id: str, yields: RequestYields) -> None:
-        """The request has ended; the oldest are forgotten when there are too many steps. One without a step has nothing
-        to take back, and would never be too many."""
-        if not yields.steps:
-            return
-        self._ended.append((request_id, yields))
-        self._num_steps += len(yields.steps)
-        while self._num_steps > MAX_STEPS:
-            self._num_steps -= len(self._ended.popleft()[1].steps)
-
-    def take(self, request_id: str) -> RequestYields | None:
-        """What the last request of this id yielded, if it is still known; it is forgotten."""
-        for index in range(len(self._ended) - 1, -1, -1):
-            known, yields = self._ended[index]
-            if known == request_id:
-                del self._ended[index]
-                self._num_steps -= len(yields.steps)
-                return yields
-        return None
-
-
 class SpecDecodingCounts:
     """The counts of all requests, as metrics want them: a reported count never decreases."""
 
@@ -80,20 +52,38 @@ class SpecDecodingCounts:
         """k: the most drafts of a block."""
         self.delivered = SpecDecodingStats.zeros(k)
         """Every verified block so far, but for those that were taken back."""
-        self._ended = LateStops()
+        # The yields of requests with stop strings that have ended lately, and their steps.
+        self._ended: deque[tuple[str, RequestYields]] = deque()
+        self._num_ended_steps = 0
         # Verified drafts by position, of blocks past a stop string.
         self._removed_drafts_per_pos = [0] * k
         self._reported = SpecDecodingStats.zeros(k)
         self._reported_drafts_per_pos = [0] * k
 
     def remember(self, request_id: str, yields: RequestYields) -> None:
-        """A request with stop strings has ended."""
-        self._ended.remember(request_id, yields)
+        """A request with stop strings has ended; the oldest are forgotten when there are too many steps. One without a
+        step has nothing to take back, and would never be too many."""
+        if not yields.steps:
+            return
+        self._ended.append((request_id, yields))
+        self._num_ended_steps += len(yields.steps)
+        while self._num_ended_steps > MAX_STEPS:
+            self._num_ended_steps -= len(self._ended.popleft()[1].steps)
+
+    def take_ended(self, request_id: str) -> RequestYields | None:
+        """What the last request of this id yielded that has ended, if it is still known; it is forgotten."""
+        for index in range(len(self._ended) - 1, -1, -1):
+            known, yields = self._ended[index]
+            if known == request_id:
+                del self._ended[index]
+                self._num_ended_steps -= len(yields.steps)
+                return yields
+        return None
 
     def take_back(self, request_id: str, yields: RequestYields | None, num_kept: int) -> None:
         """A stop string ended an answer after `num_kept` tokens. yields: of the request; None: it has ended by itself
         meanwhile."""
-        if yields is None and (yields := self._ended.take(request_id)) is None:
+        if yields is None and (yields := self.take_ended(request_id)) is None:
             return
         for num_draft in yields.take_back(num_kept, self.delivered):
             for position in range(num_draft):

@@ -240,28 +240,6 @@ class FairQueue:
         if len(self._absent) > MAX_ABSENT:
             self._absent.popitem(last=False)
 
-    def check(self) -> None:
-        """Raise AssertionError when counts or orders are broken. For tests."""
-        for tenant in self.tenants.values():
-            waiting = [request for request in self.waiting.values() if request.sampling.tenant == tenant.name]
-            assert len(waiting) == tenant.num_waiting, f"tenant '{tenant.name}' miscounts who waits"
-            assert sum(request.num_tokens for request in waiting) == tenant.num_waiting_tokens
-            assert waiting or tenant.running, f"tenant '{tenant.name}' has no request"
-            assert tenant.has_turn or not waiting, f"tenant '{tenant.name}' waits and never has its turn"
-            queued = {id(request) for _, request in tenant.queue}
-            for request in waiting:
-                assert id(request) in queued, f"{request.request_id} waits and is in no queue"
-                for other in tenant.running.values():
-                    overtaken = request.rank < other.rank and request.arrival < other.arrival
-                    # One with a grammar comes into the queue when that is compiled, and others may run by then; so
-                    # does one whose KV was loaded.
-                    overtaken = overtaken and request.grammar is None and not request.was_loading
-                    assert not overtaken, f"{other.request_id} overtook {request.request_id}"
-        counts = {name: tenant.num_waiting for name, tenant in self.tenants.items() if tenant.num_waiting}
-        assert {name: count for name, count in counts.items() if count >= self._crowd} == self.crowded
-        assert sum(counts.values()) == len(self.waiting)
-        assert sum(tenant.num_waiting_tokens for tenant in self.tenants.values()) == self.num_waiting_tokens
-
 
 def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
     """The request to preempt so that another one that runs gets blocks; there must be one but `oldest`."""

@@ -42,8 +42,8 @@ _SEPARATOR = ",\n"
 _TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages", HOST: "host"}
 
 
-@dataclass(frozen=True, slots=True)
-class TraceTimes:
+@dataclass(slots=True)
+class StepTimes:
     """When the engine began to plan a step, had its plan, had submitted it, began to wait for its result, had it, had
     applied it, and had its drafts; seconds of the engine's clock. Without overlap a worker runs the step while it is
     submitted, and injects and drafts from `drafted_from` on; with overlap it goes on at once, and that is None."""
@@ -51,10 +51,10 @@ class TraceTimes:
     started: float
     planned: float
     submitted: float
-    waited: float
-    executed: float
-    applied: float
-    finished: float
+    waited: float = 0.0
+    executed: float = 0.0
+    applied: float = 0.0
+    finished: float = 0.0
     drafted_from: float | None = None
 
 
@@ -89,7 +89,7 @@ class StepTrace:
             self._write(self._request_event("e", request_id, at, args))
 
     def step(
-        self, plan: SchedulerOutput, result: ModelRunnerOutput, phase_seconds: Mapping[str, float], times: TraceTimes
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, phase_seconds: Mapping[str, float], times: StepTimes
     ) -> None:
         """A step was run and applied, and has drafted."""
         if self._file is None:

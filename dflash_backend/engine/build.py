@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,7 +65,6 @@ from dflash_backend.parallel.group import (
     load_parallel_target,
     num_rank_0_threads,
     own_part,
-    rank_group,
 )
 from dflash_backend.parallel.links import RankSetup
 from dflash_backend.parallel.target import TensorParallelTarget
@@ -77,7 +75,6 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
@@ -153,7 +150,7 @@ def build_engine(
     _check_pair(config, pair, dtype, device, report)
     ranks = None
     if config.tensor_parallel_size > 1:
-        ranks = rank_group(config, pair.target, loaded_bytes(pair, dtype), dtype, device)
+        ranks = RankGroup.of(config, pair.target, loaded_bytes(pair, dtype), dtype, device)
     device = device if ranks is None else ranks.device
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
@@ -178,9 +175,10 @@ def build_engine(
     trace = _trace(config)
     scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
     scheduler_config, mover = with_tiers(config, scheduler_config, models.pair, runner)
-    kind = (device, dtype, models.backend.name, config.kv_cache_dtype)
-    ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
-    core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars, mover)
+    ready = engine_ready(models, sizes, scheduler_config, config.kv_cache_dtype)
+    core = EngineCore(
+        scheduler_config, runner, trace=trace, overlap=config.enable_overlap, grammars=grammars, mover=mover
+    )
     report("the model is loaded", 1.0)
     drafters = _drafter_loader(config, models, sizes, runner)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars, drafters)
@@ -231,7 +229,19 @@ def _load_models(
     if loaded is not None:
         target = loaded
     elif ranks is not None:
-        setup = _rank_setup(config, pair.target, ranks, needs, num_positions, sizes.num_blocks)
+        setup = RankSetup(
+            spec=pair.target,
+            max_positions=num_positions,
+            num_blocks=sizes.num_blocks,
+            num_states=num_states(config),
+            block_size=config.kv_block_size,
+            fp8=config.quantization == "fp8",
+            log_level=config.log_level,
+            attention=config.attention_backend,
+            needs=needs,
+            shard=ranks.shard,
+            device=ranks.device,
+        )
         target = load_parallel_target(ranks, setup, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
@@ -248,30 +258,6 @@ def _load_models(
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype, options)
 
 
-def _rank_setup(
-    config: EngineConfig,
-    spec: TargetSpec,
-    ranks: RankGroup,
-    needs: Requirements,
-    max_positions: int,
-    num_blocks: int,
-) -> RankSetup:
-    """As rank 0 has it."""
-    return RankSetup(
-        spec=spec,
-        max_positions=max_positions,
-        num_blocks=num_blocks,
-        num_states=num_states(config),
-        block_size=config.kv_block_size,
-        fp8=config.quantization == "fp8",
-        log_level=config.log_level,
-        attention=config.attention_backend,
-        needs=needs,
-        shard=ranks.shard,
-        device=ranks.device,
-    )
-
-
 def _measured_sizes(
     config: EngineConfig, models: LoadedModels, most: Sizes, probe: MemoryProbe, report: Progress
 ) -> Sizes:
@@ -280,7 +266,10 @@ def _measured_sizes(
     report("measuring the memory of the largest steps", 0.9)
 
     def make_runner() -> Callable[[SchedulerOutput], object]:
-        runner = _runner(config, models, most, _one_block(config, models, most))
+        # The smallest KV, under as many tables as there will be.
+        own, of_windows = own_part(config, models.pair), min(1, most.num_window_blocks)
+        kv = allocate_kv(config, own, 1, models.dtype, models.device, of_windows)
+        runner = _runner(config, models, most, kv)
 
         def run(plan: SchedulerOutput) -> ModelRunnerOutput:
             runner.submit(plan)
@@ -295,13 +284,6 @@ def _measured_sizes(
     if sizes.max_model_len <= most.max_model_len:
         return sizes
     return dataclasses.replace(most, num_blocks=sizes.num_blocks, num_window_blocks=sizes.num_window_blocks)
-
-
-def _one_block(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> PagedKVCache:
-    """The smallest KV, under as many tables as there will be."""
-    return allocate_kv(
-        config, own_part(config, models.pair), 1, models.dtype, models.device, min(1, sizes.num_window_blocks)
-    )
 
 
 def _wanted_ops(backend: AttentionBackend) -> str | None:
@@ -376,6 +358,9 @@ def _check_pair(
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
     drafter = None if models.pair.draft is None else drafter_class(models.pair.draft)
     copies = None if models.pair.target.decoder.delta_net is None else num_snapshots(config)
+    decoder, kv_dtype = models.target.spec.decoder, target_kv_dtype(config) or models.dtype
+    heads = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+    sharing = CascadeCost.of(*heads, models.dtype.itemsize, kv_dtype.itemsize)
     return SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
@@ -399,7 +384,9 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
         uneven_cost=UNEVEN_COST[models.device.type],
-        **sharing_limits(config, models.backend, models.target, models.dtype),
+        min_shared_positions=min_shared_positions(config, models.backend, models.target),
+        shared_queries_per_tile=sharing.queries_per_tile,
+        positions_per_shared_query=sharing.positions_per_query,
         kv_write_guard=config.kv_write_guard,
         kv_events=config.reported_kv_events,
         seed=config.seed,
@@ -430,20 +417,6 @@ def _trace(config: EngineConfig) -> StepTrace | None:
             f"setting 'trace_dir' is {config.trace_dir!r}, where no trace can be written ({reason}); name a "
             "folder that the server may write to, or leave it empty"
         ) from None
-
-
-def _core(
-    config: SchedulerConfig,
-    runner: ModelRunner,
-    trace: StepTrace | None,
-    overlap: bool,
-    grammars: GrammarCompiler,
-    mover: BackgroundMover | None,
-) -> EngineCore:
-    try:
-        return EngineCore(config, runner, trace=trace, overlap=overlap, grammars=grammars, mover=mover)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:
@@ -477,17 +450,10 @@ def report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
         report(f"drafter: {label}: {text}", 0.1)
 
 
-def engine_ready(
-    pair: ModelPair,
-    sizes: Sizes,
-    scheduler: SchedulerConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    kv_dtype: str | None,
-) -> EngineReady:
-    """The message that the engine takes requests. `attention` names the backend of the target's attention, `kv_dtype`
-    what its KV is in where that is not `dtype`."""
+def engine_ready(models: LoadedModels, sizes: Sizes, scheduler: SchedulerConfig, kv_dtype: str | None) -> EngineReady:
+    """The message that the engine takes requests. `kv_dtype` names what the target's KV is in where that is not the
+    models' dtype."""
+    pair = models.pair
     kv = f"{sizes.num_blocks} blocks of {scheduler.block_size} tokens{f' in {kv_dtype}' if kv_dtype else ''}"
     if sizes.num_window_blocks:
         kv += f" ({sizes.num_window_blocks} in layers with a window)"
@@ -497,7 +463,7 @@ def engine_ready(
         num_kv_blocks=sizes.num_blocks,
         kv_block_size=scheduler.block_size,
         vocab_size=pair.target.vocab_size,
-        description=_describe(pair, sizes, kv, device, dtype, attention),
+        description=_describe(models, sizes, kv),
         reads_next_tokens=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
         has_drafter=pair.draft_model is not None,
@@ -506,15 +472,15 @@ def engine_ready(
     )
 
 
-def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtype: torch.dtype, attention: str) -> str:
-    number_type = str(dtype).removeprefix("torch.")
+def _describe(models: LoadedModels, sizes: Sizes, kv: str) -> str:
+    pair, device, number_type = models.pair, models.device, str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
     if sizes.limited_from is not None:
         length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{pair.drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
+        f"{pair.drafting}; {device.type}, {number_type}, attention {models.backend.name}{threads}; "
         f"KV cache of {kv}; {length}"
     )
 
@@ -530,17 +496,3 @@ def min_shared_positions(config: EngineConfig, backend: AttentionBackend, target
     wanted = config.share_prefix_attention and config.enable_prefix_caching and not config.batch_invariant
     sees_all = any(pattern.causal and pattern.sliding_window is None for pattern in target.patterns)
     return MIN_SHARED_POSITIONS if wanted and backend.capabilities.shares_prefixes and sees_all else 0
-
-
-def sharing_limits(
-    config: EngineConfig, backend: AttentionBackend, target: TargetModel, dtype: torch.dtype
-) -> dict[str, Any]:
-    """What the scheduler must know of it, as fields of its config."""
-    decoder = target.spec.decoder
-    heads, kv_dtype = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim), target_kv_dtype(config) or dtype
-    cost = CascadeCost.of(*heads, dtype.itemsize, kv_dtype.itemsize)
-    return {
-        "min_shared_positions": min_shared_positions(config, backend, target),
-        "shared_queries_per_tile": cost.queries_per_tile,
-        "positions_per_shared_query": cost.positions_per_query,
-    }

@@ -57,10 +57,8 @@ class DrafterLoader:
         """The drafter, and what it is in words."""
         present = self.pair.draft_model
         step = self.runner.step
-        if present is None or step.drafter is None:
-            raise ConfigError(
-                "this server was started without a drafter that is a model; set draft_model and restart it"
-            )
+        assert present is not None, "there is no loader without a drafter that is a model"
+        assert step.drafter is not None
         if self.runner.mover is not None:
             raise ConfigError(
                 "KV tiers and other servers (kv_host_gb, kv_disk_path, kv_role) hold the context KV of the present "

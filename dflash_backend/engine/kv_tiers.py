@@ -79,7 +79,10 @@ def with_tiers(
             pair.target.path.name,
             "" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens),
         )
-        agent = _nixl_agent(config, device)
+        try:
+            agent = NixlAgent(device) if config.kv_transfer_backend == "nixl" else None
+        except NixlUnavailable as error:
+            raise ConfigError(f"setting 'kv_transfer_backend' is 'nixl': {error}; or set it to tcp") from None
         if receives:
             peers = frozenset(filter(None, map(str.strip, config.kv_transfer_peers.split(","))))
             stores[REMOTE] = RemoteRecords(facts, device.sizes, agent, peers)
@@ -89,15 +92,6 @@ def with_tiers(
     runner.mover = BackgroundMover(device, stores, config.kv_move_mb_s * 1e6, stored_mb_s * 1e6)
     runner.mover.sender = sender
     return dataclasses.replace(scheduler, tiers=tuple(tiers), transfer=transfer), runner.mover
-
-
-def _nixl_agent(config: EngineConfig, device: DeviceRecords) -> NixlAgent | None:
-    if config.kv_transfer_backend != "nixl":
-        return None
-    try:
-        return NixlAgent(device)
-    except NixlUnavailable as error:
-        raise ConfigError(f"setting 'kv_transfer_backend' is 'nixl': {error}; or set it to tcp") from None
 
 
 def _server(config: EngineConfig, device: DeviceRecords, facts: Facts, agent: NixlAgent | None) -> TransferServer:

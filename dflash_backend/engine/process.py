@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -142,18 +142,18 @@ class EngineLoop:
                 started = time.monotonic()
                 work = outputs.deltas or outputs.rejected or outputs.phase_seconds
                 if work or outputs.stats or outputs.kv_events or outputs.drafter_swaps:
-                    self._say(msgspec.structs.replace(outputs, queue=self._queue()))
+                    self._say(outputs)
                 if self._trace is not None:
                     self._trace.messages("send", started, len(outputs.deltas))
                 self._core.finish_step()
             elif busy:
-                self._say(msgspec.structs.replace(self._core.idle_outputs(), queue=self._queue()))
+                self._say(self._core.idle_outputs())
             elif moves:
                 outputs = self._core.advance_moves()
                 if outputs.stats or outputs.kv_events:
-                    self._say(msgspec.structs.replace(outputs, queue=self._queue()))
+                    self._say(outputs)
             if time.monotonic() - self._spoke_at >= BEAT_S:
-                self._say(EngineCoreOutputs(queue=self._queue()))
+                self._say(EngineCoreOutputs())
 
     def _idle_ms(self) -> int:
         """How long an idle engine may sleep before there is something to do for it that no message tells."""
@@ -183,7 +183,7 @@ class EngineLoop:
             elif isinstance(message, Shutdown):
                 self._ending = True
         if rejected:
-            self._say(EngineCoreOutputs(rejected=rejected, queue=self._queue()))
+            self._say(EngineCoreOutputs(rejected=rejected))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
@@ -202,16 +202,16 @@ class EngineLoop:
     def _begin_loading(self, wanted: SwapDrafter) -> None:
         """Load a drafter beside the one that drafts, in a thread, while steps go on."""
         drafters, loaded = self._drafters, self._loaded
+        if drafters is None:
+            reason = "this server was started without a drafter that is a model; set draft_model and restart it"
+            self._say(EngineCoreOutputs(drafter_swaps=[DrafterSwapped(wanted.swap_id, "refused", reason)]))
+            return
         try:
             if self._loader is not None:
                 raise RequestError("UNAVAILABLE", "another drafter is loaded; try again later")
             self._core.check_swap()
         except RequestError as error:
-            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", error.message, error.status))
-            return
-        if drafters is None:
-            reason = "this server was started without a drafter that is a model; set draft_model and restart it"
-            self._say_swapped(DrafterSwapped(wanted.swap_id, "refused", reason))
+            self._refuse(wanted, error)
             return
 
         def load() -> None:
@@ -231,25 +231,29 @@ class EngineLoop:
         """Give the core what was loaded, or say why it was not."""
         self._loader, loaded = None, self._loaded.get()
         if isinstance(loaded, DrafterSwapped):
-            self._say_swapped(loaded)
+            self._say(EngineCoreOutputs(drafter_swaps=[loaded]))
             return
         try:
             self._core.swap_drafter(loaded)
         except RequestError as error:
-            said = DrafterSwapped(loaded.wanted.swap_id, "refused", error.message, error.status)
-            self._say_swapped(said)
+            self._refuse(loaded.wanted, error)
 
-    def _say_swapped(self, said: DrafterSwapped) -> None:
-        self._say(EngineCoreOutputs(drafter_swaps=[said], queue=self._queue()))
+    def _refuse(self, wanted: SwapDrafter, error: RequestError) -> None:
+        said = DrafterSwapped(wanted.swap_id, "refused", error.message, error.status)
+        self._say(EngineCoreOutputs(drafter_swaps=[said]))
 
     def _say(self, outputs: EngineCoreOutputs) -> None:
+        """Send it with how full the queue is, unless it says so itself."""
+        self._send(msgspec.structs.replace(outputs, queue=outputs.queue or self._queue()))
+
+    def _send(self, outputs: EngineCoreOutputs) -> None:
         self._channel.send(outputs)
         self._spoke_at = time.monotonic()
 
     def _beat(self) -> None:
         """Within a step that takes long: say something, which need not be how full the queue is."""
         if time.monotonic() - self._spoke_at >= BEAT_S:
-            self._say(EngineCoreOutputs())
+            self._send(EngineCoreOutputs())
 
     def _queue(self) -> QueueState:
         core = self._core
@@ -263,19 +267,14 @@ def _with_more_waiting(state: QueueState, requests: list[GenerationRequest]) -> 
     return msgspec.structs.replace(state, num_waiting=state.num_waiting + len(requests), crowded=dict(crowded))
 
 
-class _FailureReport:
-    """A `with` block that tells the stub why it was left, when that was an error; the error goes on."""
-
-    def __init__(self, channel: Channel, doing: str) -> None:
-        self._channel = channel
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            self._channel.send(EngineFailed(f"{self._doing}: {type(error).__name__}: {error}"))
+@contextmanager
+def _failure_report(channel: Channel, doing: str) -> Iterator[None]:
+    """Tells the stub why the block was left, when that was an error; the error goes on."""
+    try:
+        yield
+    except Exception as error:
+        channel.send(EngineFailed(f"{doing}: {type(error).__name__}: {error}"))
+        raise
 
 
 def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError,)) -> int:
@@ -294,7 +293,7 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
         threading.Thread(target=_end_with_server, args=watch, name="server-watch", daemon=True).start()
     channel = Channel(setup)
     try:
-        with _FailureReport(channel, "the engine could not start"):
+        with _failure_report(channel, "the engine could not start"):
             try:
                 config = EngineConfig.from_values(setup.settings)
                 # What libraries have to say goes to standard error, which is the server's.
@@ -305,19 +304,15 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
                 return 1
         freeze_heap()
         loop = EngineLoop(built, channel)
-        signal.signal(signal.SIGTERM, _ender(loop))
+        signal.signal(signal.SIGTERM, lambda number, frame: loop.end())
         channel.send(built.ready)
-        with _FailureReport(channel, "the engine stopped"):
+        with _failure_report(channel, "the engine stopped"):
             loop.run()
         if built.trace is not None:
             built.trace.close()
         return 0
     finally:
         channel.close()
-
-
-def _ender(loop: EngineLoop) -> Callable[[int, FrameType | None], Any]:
-    return lambda number, frame: loop.end()
 
 
 def _end_with_stub(socket_dir: str) -> None:

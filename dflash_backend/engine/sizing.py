@@ -110,8 +110,15 @@ def _explicit(kv_cache_gb: float) -> KVCacheBudget:
 
 def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, dtype: torch.dtype) -> Sizes:
     """The longest request and the number of blocks. Raises `ConfigError` when they cannot be had."""
-    wanted = config.max_model_len
-    longest = _longest_request(config, pair)
+    wanted, decoder = config.max_model_len, pair.target.decoder
+    if wanted is not None and wanted > decoder.max_len:
+        raise ConfigError(
+            f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
+            f"{decoder.max_len} positions: lower it, or leave it out"
+        )
+    # With auto all that the model can address, but with dynamic scaling, which changes every frequency past the
+    # original length, what it was trained for.
+    longest = wanted or (decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len)
     num_blocks, of_windows = _num_blocks(config, pair, budget, longest, dtype)
     held = num_blocks * config.kv_block_size
     if longest <= held:
@@ -127,33 +134,27 @@ def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, d
     )
 
 
-def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
-    """The length that is asked for; with auto all that the model can address, but with dynamic scaling, which changes
-    every frequency past the original length, what it was trained for."""
-    decoder = pair.target.decoder
-    wanted = config.max_model_len
-    if wanted is not None and wanted > decoder.max_len:
-        raise ConfigError(
-            f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
-            f"{decoder.max_len} positions: lower it, or leave it out"
-        )
-    return wanted or (decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len)
-
-
 def _num_blocks(
     config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, max_model_len: int, dtype: torch.dtype
 ) -> tuple[int, int]:
     """How many blocks the KV memory holds; never more than all running requests at full length could use, unless the
     operator named the size. And how many of its own each layer with a window has, 0 for none."""
-    block_bytes = _block_bytes(config, pair, dtype)
+    block_bytes, of_windows = _block_bytes(config, pair, dtype), _window_bytes(config, pair, dtype)
     most = None
     if not budget.is_explicit:
         lookahead = pair.draft_model.max_speculative_tokens + 1 if pair.draft_model else 0
         most = config.max_num_seqs * blocks_for(max_model_len + lookahead, config.kv_block_size)
-    of_windows = _window_bytes(config, pair, dtype)
-    num_blocks, num_window_blocks = split_blocks(
-        config, pair, budget.num_bytes, (block_bytes, of_windows), max_model_len, most
-    )
+    num_blocks, num_window_blocks = int(budget.num_bytes // block_bytes), 0
+    num_blocks = num_blocks if most is None else min(num_blocks, most)
+    enough, others = _enough(config, pair, max_model_len), block_bytes - of_windows
+    if of_windows and config.tensor_parallel_size == 1 and enough < num_blocks:
+        num_window_blocks = enough
+        if others:
+            num_blocks = int((budget.num_bytes - enough * of_windows) // others)
+            num_blocks = num_blocks if most is None else min(num_blocks, most)
+        else:  # ids alone, which take no memory
+            blocks = blocks_for(max_model_len, config.kv_block_size)
+            num_blocks = most or max(num_blocks, config.max_num_seqs * blocks)
     if num_blocks < 1:
         raise ConfigError(
             f"the KV cache has no room for a single block: {budget.source} leaves "
@@ -251,33 +252,6 @@ def allocate_kv(
 def widest_window(pair: ModelPair) -> int:
     """The widest window of the target's layers; 0 where none has one."""
     return max((cache.sliding_window or 0 for cache in pair.target.decoder.caches), default=0)
-
-
-def split_blocks(
-    config: EngineConfig,
-    pair: ModelPair,
-    num_bytes: float,
-    sizes: tuple[int, int],
-    max_model_len: int,
-    most: int | None,
-) -> tuple[int, int]:
-    """Blocks of the other layers and of those with a window, 0 where they have none of their own.
-
-    num_bytes: the KV memory. sizes: bytes of a block over all layers of both models, and over those with a window.
-    most: blocks that all requests together could use; None: no bound.
-    """
-    whole, of_windows = sizes
-    together = int(num_bytes // whole)
-    together = together if most is None else min(together, most)
-    enough = _enough(config, pair, max_model_len)
-    if not of_windows or config.tensor_parallel_size > 1 or enough >= together:
-        return together, 0
-    others = whole - of_windows
-    if not others:  # ids alone, which take no memory
-        blocks = blocks_for(max_model_len, config.kv_block_size)
-        return most or max(together, config.max_num_seqs * blocks), enough
-    num_blocks = int((num_bytes - enough * of_windows) // others)
-    return (num_blocks if most is None else min(num_blocks, most)), enough
 
 
 def window_group(config: EngineConfig, window: int, num_drafts: int) -> WindowGroup:

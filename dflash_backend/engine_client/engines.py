@@ -6,20 +6,17 @@ else is for one thread, after `start` and `wait_until_ready`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, QueueLoad
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor, Logger
 from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineReady, SamplingParams, SwapDrafter
+from dflash_backend.routing.router import NoEngineError as NoEngineError
 from dflash_backend.routing.router import Route
 
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
-
-
-class NoEngineError(Exception):
-    """No engine takes the request now. The message is for clients."""
 
 
 class Placement(NamedTuple):
@@ -79,20 +76,18 @@ class Engines:
 
     def start(self) -> None:
         """Start all processes. `wait_until_ready` comes next. Raises `EngineError`; nothing is running then."""
-        try:
-            for one in self.supervisors:
-                one.start()
-        except BaseException:
-            self._close_all()
-            raise
+        self._each(EngineSupervisor.start)
 
     def wait_until_ready(self) -> None:
         """Wait until all have loaded the models. Raises `EngineError`; nothing is running then."""
+        self._each(EngineSupervisor.wait_until_ready)
+
+    def _each(self, do: Callable[[EngineSupervisor], None]) -> None:
         try:
             for one in self.supervisors:
-                one.wait_until_ready()
+                do(one)
         except BaseException:
-            self._close_all()
+            self.close()
             raise
 
     def queue_loads(self, tenant: str | None = None) -> dict[int, QueueLoad]:
@@ -138,8 +133,5 @@ class Engines:
 
     def close(self) -> None:
         """End the processes. No call of `receive` may follow."""
-        self._close_all()
-
-    def _close_all(self) -> None:
         for one in self.supervisors:
             one.close()

@@ -26,15 +26,13 @@ def engine_environments(
     Raises `ConfigError` when there are too few GPUs.
     """
     num_engines, each = config.data_parallel_size, config.tensor_parallel_size
-    # Ray knows which GPUs are free, on this node and others, and gives each engine its own.
-    if num_engines == 1 or config.device == "cpu" or config.distributed_executor == "ray":
-        return [{} for _ in range(num_engines)]
     chosen = environ.get(VISIBLE)
     if chosen is None:
         visible = [str(number) for number in range(num_gpus(devices))]
     else:
         visible = [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    if not visible:
+    # Ray knows which GPUs are free, on this node and others, and gives each engine its own.
+    if not visible or num_engines == 1 or config.device == "cpu" or config.distributed_executor == "ray":
         return [{} for _ in range(num_engines)]
     if len(visible) < num_engines * each:
         where = "this machine has" if chosen is None else f"{VISIBLE}={chosen} shows"

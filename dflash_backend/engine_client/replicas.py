@@ -152,7 +152,7 @@ class Replicas(Engines):
             one.wake()
         for thread in self._threads:
             thread.join()
-        self._close_all()
+        super().close()
 
     @property
     def _of_router(self) -> routing.Router:
@@ -173,10 +173,7 @@ class Replicas(Engines):
     ) -> tuple[int, routing.Route | None]:
         """The number of an engine that is up and not in `without`. Under the lock. Raises `NoEngineError`."""
         if not self._blind:
-            try:
-                route = self._of_router.route(hashes, num_tokens, sampling.cache_salt, sampling.n, without)
-            except routing.NoEngineError as error:
-                raise NoEngineError(str(error)) from None
+            route = self._of_router.route(hashes, num_tokens, sampling.cache_salt, sampling.n, without)
             return route.engine, route
         up = [index for index in self._of_router.engines_up if index not in without]
         if not up:

@@ -265,13 +265,10 @@ class EngineSupervisor:
             self._plan_restart(str(error), served=False, setup_error=error.setup_error)
             return
         if ready is not None:
-            self._take_ready(process, ready)
-
-    def _take_ready(self, process: EngineClient, ready: EngineReady) -> None:
-        self._ready = ready
-        self._take_over(process)
-        took = self._clock() - self._started_at
-        self._log.info(f"{self._name}the engine is ready again after {took:.1f} s (restart {self.num_restarts})")
+            self._ready = ready
+            self._take_over(process)
+            took = self._clock() - self._started_at
+            self._log.info(f"{self._name}the engine is ready again after {took:.1f} s (restart {self.num_restarts})")
 
     def _plan_restart(self, reason: str, served: bool, setup_error: bool) -> None:
         delay = self._backoff.delay_s(served, setup_error)

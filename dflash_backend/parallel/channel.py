@@ -6,8 +6,6 @@ takes connections only from keys that it knows: what comes is unpickled, so a se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -17,47 +15,28 @@ ANY = "*"
 HEARTBEAT_MS = 500
 
 
-@dataclass(frozen=True)
-class Keys:
-    """A pair of CURVE keys, in Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    @classmethod
-    def new(cls) -> Keys:
-        """A pair that nothing else has."""
-        return cls(*zmq.curve_keypair())
-
-
-class KnownKeys:
-    """The public keys that may connect; to be added to as they become known."""
-
-    def __init__(self) -> None:
-        self.keys: set[bytes] = set()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """As pyzmq's authenticator asks."""
-        return key in self.keys
-
-
 class Endpoint:
     """The sockets of one process. A socket is for one thread at a time."""
 
     def __init__(self) -> None:
-        self.keys = Keys.new()
-        self.known = KnownKeys()
+        self.public_key, self._secret_key = zmq.curve_keypair()
+        self.known_keys: set[bytes] = set()
+        """The public keys that may connect; to be added to as they become known."""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(ANY, self.known)
+        self._authenticator.configure_curve_callback(ANY, self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """As pyzmq's authenticator asks."""
+        return key in self.known_keys
 
     def bind(self, host: str) -> tuple[zmq.Socket[bytes], int]:
         """A socket that receives, at this address of the machine alone, and its port."""
         socket = self._socket(zmq.PULL)
         socket.curve_server = True
-        socket.curve_secretkey = self.keys.secret
-        socket.curve_publickey = self.keys.public
+        socket.curve_secretkey = self._secret_key
+        socket.curve_publickey = self.public_key
         return socket, socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
 
     def connect(
@@ -67,8 +46,8 @@ class Endpoint:
         has ended, or was silent for that time. It is not made again: what is lost would be missed."""
         socket = self._socket(zmq.PUSH)
         socket.curve_serverkey = key
-        socket.curve_publickey = self.keys.public
-        socket.curve_secretkey = self.keys.secret
+        socket.curve_publickey = self.public_key
+        socket.curve_secretkey = self._secret_key
         socket.reconnect_ivl = -1
         socket.heartbeat_ivl = HEARTBEAT_MS
         socket.heartbeat_timeout = int(silence_s * 1000)

@@ -320,11 +320,16 @@ class GpuFollower:
         elif isinstance(message, EndCapture):
             self._end_capture(message.number)
         elif isinstance(message, Variants):
-            self._set_variants(message.every)
+            self._variants.close()
+            if message.every:
+                self._variants.enter_context(every_kernel(self._backend))
         elif isinstance(message, ReportFree):
             self._report(self._probe.total() - self._probe.in_use())
         elif isinstance(message, ReportUse):
-            self._report_use()
+            step = self._probe.peak() - self._weights
+            self._probe.release()
+            others = max(self._probe.in_use() - self._weights, 0)
+            self._report(self._probe.total(), self._weights, others, step)
         else:
             assert isinstance(message, AllocateKV)
             self._follower.take_kv([])  # its memory is needed
@@ -341,17 +346,6 @@ class GpuFollower:
         if number is not None:
             assert graph is not None
             self._graphs[number] = graph
-
-    def _set_variants(self, every: bool) -> None:
-        self._variants.close()
-        if every:
-            self._variants.enter_context(every_kernel(self._backend))
-
-    def _report_use(self) -> None:
-        step = self._probe.peak() - self._weights
-        self._probe.release()
-        others = max(self._probe.in_use() - self._weights, 0)
-        self._report(self._probe.total(), self._weights, others, step)
 
     def _report(self, *numbers: int) -> None:
         self._sums.gather(torch.tensor(numbers, dtype=torch.int64, device=self._device))

@@ -37,26 +37,14 @@ def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.
             f"setting 'tensor_parallel_size' is {size}, which the target in {spec.path} cannot have: {reason}"
         )
     if device.type == "cuda" and config.distributed_executor != "ray":
-        _check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _check_gpus(size: int, count: int, visible: str | None) -> None:
-    """Raises `ConfigError` where there are fewer GPUs than ranks."""
-    if count < size:
-        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        raise ConfigError(
-            f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees {count}"
-            f"{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of KIND_GPU, which "
-            "shows one, or set distributed_executor=ray for GPUs of several machines"
-        )
-
-
-@dataclass
-class Traffic:
-    """What rank 0 has sent: passes, and bytes of messages to all other ranks."""
-
-    num_passes: int = 0
-    message_bytes: int = 0
+        count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        if count < size:
+            shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+            raise ConfigError(
+                f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees "
+                f"{count}{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of "
+                "KIND_GPU, which shows one, or set distributed_executor=ray for GPUs of several machines"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,8 +85,8 @@ class RankGroup:
         self._weight_bytes = weight_bytes
         self._num_engines = num_engines
         self.reduce = links.reduce
-        self.traffic = Traffic()
-        self.num_sent = 0
+        self.num_sent = self.num_passes = 0
+        self.message_bytes = 0  # to all other ranks
         self.device = torch.device("cpu") if gpu is None else gpu.device
         self.peers: Peers = ALONE if gpu is None else GpuPeers(self, links.reduce, gpu.device)
         self._nccl_id = b"" if gpu is None else gpu.nccl_id
@@ -107,16 +95,18 @@ class RankGroup:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False, on_gpus: bool = False
+        cls, config: EngineConfig, spec: TargetSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> RankGroup:
-        """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
-        size = config.tensor_parallel_size
+        """The ranks that share the target on devices like this one. weight_bytes: of all models. Raises `ConfigError`
+        when they cannot run where they should."""
+        size, on_gpus = config.tensor_parallel_size, device.type == "cuda"
         by_ray = config.distributed_executor == "ray"
         links: RankLinks = ray_ranks(size, on_gpus) if by_ray else LocalRanks(Shard(0, size))
         gpu = None
         if on_gpus:
             gpu = GpuRanks.of(size, config.batch_invariant, links.device_index(0))
             links.sum_by(gpu.sums)
+        splits_vocabulary = vocabulary_bytes(spec, dtype) >= MIN_SPLIT_BYTES
         return cls(links, size, weight_bytes, splits_vocabulary, gpu, config.data_parallel_size)
 
     def start(self, setup: RankSetup) -> None:
@@ -178,10 +168,10 @@ class RankGroup:
         if self.links.lost:
             raise RuntimeError(self.links.lost)
         self.num_sent += 1
-        self.traffic.num_passes += isinstance(step, ForwardPass)
+        self.num_passes += isinstance(step, ForwardPass)
         try:
             num_bytes = self._messages.send(step, self.links.send)
-            self.traffic.message_bytes += num_bytes * (self.shard.size - 1)
+            self.message_bytes += num_bytes * (self.shard.size - 1)
         except OSError as error:
             raise RuntimeError(cause_of(self.links) or f"a rank has ended ({error})") from error
 
@@ -189,15 +179,6 @@ class RankGroup:
 MIN_SPLIT_BYTES = 64 << 20
 """From this size of embedding and head on each rank has a slice of both. Below there is little memory to save, and each
 step would take more exchanges."""
-
-
-def rank_group(
-    config: EngineConfig, spec: TargetSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
-) -> RankGroup:
-    """The ranks that share the target on devices like this one. weight_bytes: of all models. Raises `ConfigError` when
-    they cannot run where they should."""
-    splits_vocabulary = vocabulary_bytes(spec, dtype) >= MIN_SPLIT_BYTES
-    return RankGroup.of(config, weight_bytes, splits_vocabulary, device.type == "cuda")
 
 
 def load_parallel_target(ranks: RankGroup, setup: RankSetup, progress: Progress, ops: LayerOps) -> TargetModel:

@@ -11,7 +11,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -133,13 +132,9 @@ def _load(setup: RankSetup, sums: Sums) -> Callable[[bytes], None]:
     vocabulary = vocabulary_part(target, setup.spec, setup.shard, sums)
     follower = Follower(target, allocate(setup.num_blocks), backend, needs.dtype, pool, vocabulary)
     if not isinstance(sums, GpuSum):
-        return partial(_run_pickled, follower)
+        return lambda data: follower.run(pickle.loads(data))
     messages = DeviceMessages(sums, device)
     return GpuFollower(follower, backend, messages, sums, CudaMemory(device), CudaCapture(), allocate, device).run
-
-
-def _run_pickled(follower: Follower, data: bytes) -> None:
-    follower.run(pickle.loads(data))
 
 
 def log_to_stderr(setup: RankSetup) -> None:

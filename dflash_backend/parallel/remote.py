@@ -56,9 +56,9 @@ class RemoteRankProcess:
     def open(self, host: str, node: str, engine_key: bytes) -> RankAddress:
         """Take passes at this address of the machine, from the process with that key alone."""
         self._host = host
-        self._endpoint.known.keys.add(engine_key)
+        self._endpoint.known_keys.add(engine_key)
         self._passes, port = self._endpoint.bind(host)
-        return RankAddress(host, port, self._endpoint.keys.public, node)
+        return RankAddress(host, port, self._endpoint.public_key, node)
 
     def run(self, remote: RemoteRank) -> None:
         """Load, and run passes until rank 0 is gone, with which this process ends."""
@@ -165,10 +165,10 @@ class RemoteRanks:
 
     def start(self, setups: Sequence[RankSetup]) -> None:
         port = 0 if self._gpu_sum is not None else self._network_sum.serve_store(self._launcher.host)
-        key = self._endpoint.keys.public
+        key = self._endpoint.public_key
         self._addresses = self._launcher.open(len(setups), key)
         for rank, address in enumerate(self._addresses, 1):
-            self._endpoint.known.keys.add(address.key)
+            self._endpoint.known_keys.add(address.key)
             passes, ended = self._endpoint.connect(address.host, address.port, address.key, NETWORK_SILENCE_S)
             self._passes.append(passes)
             self._ends[ended] = rank

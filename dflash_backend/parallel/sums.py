@@ -36,7 +36,9 @@ class PiecewiseSum(ABC):
 
     piece_bytes: int
 
-    def __init__(self) -> None:
+    def __init__(self, shard: Shard, lost: Callable[[], str]) -> None:
+        """lost: why a rank is lost, empty while none is; asked while this one waits."""
+        self._shard, self._lost = shard, lost
         self.num_bytes = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,9 +51,22 @@ class PiecewiseSum(ABC):
             self._add(flat[first : first + step])
         return x
 
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As `parallel.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
+        self.num_bytes += x.nbytes
+        flat, step = x.contiguous().view(-1), self.piece_bytes // x.element_size()
+        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
+        for first in range(0, len(flat), step):
+            self._give(flat[first : first + step], [whole.view(-1)[first : first + step] for whole in found])
+        return found
+
     @abstractmethod
     def _add(self, x: torch.Tensor) -> None:
         """Sum at most one piece's numbers, in place."""
+
+    @abstractmethod
+    def _give(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+        """Bring at most one piece's numbers of each rank to rank 0, whose `found` they fill."""
 
 
 class SharedSum(PiecewiseSum):
@@ -66,11 +81,8 @@ class SharedSum(PiecewiseSum):
     piece_bytes = SLOT_BYTES
 
     def __init__(self, memory: int, shard: Shard, lost: Callable[[], str] = lambda: "") -> None:
-        """memory: a file descriptor of `sum_memory`, the same for all ranks. lost: why a rank is lost, empty while none
-        is; asked while this one waits."""
-        super().__init__()
-        self._shard = shard
-        self._lost = lost
+        """memory: a file descriptor of `sum_memory`, the same for all ranks. lost: as of `PiecewiseSum`."""
+        super().__init__(shard, lost)
         self._looks = LOOKS if shard.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
         self._count = 0
         mapped = mmap.mmap(memory, memory_bytes(shard.size))
@@ -79,16 +91,10 @@ class SharedSum(PiecewiseSum):
         self._slots = data.view(2, shard.size, SLOT_BYTES)
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `parallel.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
-        self.num_bytes += x.nbytes
-        flat, step = x.contiguous().view(-1), SLOT_BYTES // x.element_size()
-        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
-        for first in range(0, len(flat), step):
-            # All wait for all here too: that is what lets the sets of slots take turns.
-            for whole, term in zip(found, self._exchanged(flat[first : first + step]), strict=False):
-                whole.view(-1)[first : first + step] = term
-        return found
+    def _give(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+        # All wait for all here too: that is what lets the sets of slots take turns.
+        for whole, term in zip(found, self._exchanged(x), strict=False):
+            whole.copy_(term)
 
     def _add(self, x: torch.Tensor) -> None:
         add_terms(self._exchanged(x), x)
@@ -176,11 +182,8 @@ class NetworkSum(PiecewiseSum):
     def __init__(
         self, shard: Shard, lost: Callable[[], str] = lambda: "", cause: Callable[[], str] = lambda: ""
     ) -> None:
-        """lost: why a rank is lost, empty while none is; asked while this one waits. cause: the same, asked when a sum
-        has failed: it may wait for the answer."""
-        super().__init__()
-        self._shard = shard
-        self._lost = lost
+        """lost: as of `PiecewiseSum`. cause: the same, asked when a sum has failed: it may wait for the answer."""
+        super().__init__(shard, lost)
         self._cause = cause
         # ProcessGroupGloo, whose operations its stubs leave out.
         self._group: Any = None
@@ -214,18 +217,9 @@ class NetworkSum(PiecewiseSum):
         except (RuntimeError, DistNetworkError, DistStoreError) as error:
             raise SumError(f"the ranks did not find each other within {JOIN_S:g} s: {error}") from error
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """As `parallel.vocabulary.Sums.gather`. Raises `SumError` when a rank is lost."""
-        assert self._group is not None, "join comes first"
-        self.num_bytes += x.nbytes
-        given = x.contiguous().view(-1).view(torch.uint8)
-        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
-        slots = [whole.view(-1).view(torch.uint8) for whole in found]
-        for first in range(0, len(given), PIECE_BYTES):
-            taken = slice(first, first + PIECE_BYTES)
-            pieces = [slot[taken] for slot in slots]
-            self._wait(self._group.gather([pieces] if pieces else [], [given[taken]], GatherOptions()))
-        return found
+    def _give(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+        pieces = [piece.view(torch.uint8) for piece in found]
+        self._wait(self._group.gather([pieces] if pieces else [], [x.view(torch.uint8)], GatherOptions()))
 
     def _add(self, x: torch.Tensor) -> None:
         size = self._shard.size

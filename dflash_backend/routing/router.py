@@ -29,7 +29,7 @@ _DOWN = 1 << 62
 
 
 class NoEngineError(Exception):
-    """No engine is up."""
+    """No engine takes the request now. The message is for clients."""
 
 
 class Route(NamedTuple):

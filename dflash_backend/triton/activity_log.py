@@ -65,17 +65,15 @@ class ActivityLog:
             return None
         pairs = [(self._said.get(index, _NOTHING), stats) for index, stats in self._latest.items()]
         self._said, self._said_at = dict(self._latest), now
+        spec = [(before.spec_decoding, stats.spec_decoding) for before, stats in pairs]
         prompt = sum(stats.num_prompt_tokens - before.num_prompt_tokens for before, stats in pairs)
         generated = sum(stats.num_generation_tokens - before.num_generation_tokens for before, stats in pairs)
         running = sum(stats.num_requests_running for _, stats in pairs)
         waiting = sum(stats.num_requests_waiting for _, stats in pairs)
         if not (prompt or generated or running or waiting):
             return None
-        drafts = sum(stats.spec_decoding.num_drafts - before.spec_decoding.num_drafts for before, stats in pairs)
-        accepted = sum(
-            stats.spec_decoding.num_accepted_tokens - before.spec_decoding.num_accepted_tokens
-            for before, stats in pairs
-        )
+        drafts = sum(stats.num_drafts - before.num_drafts for before, stats in spec)
+        accepted = sum(stats.num_accepted_tokens - before.num_accepted_tokens for before, stats in spec)
         queries = sum(stats.prefix_cache_queries - before.prefix_cache_queries for before, stats in pairs)
         hits = sum(stats.prefix_cache_hits - before.prefix_cache_hits for before, stats in pairs)
         usage = sum(stats.kv_cache_usage for _, stats in pairs) / len(pairs)

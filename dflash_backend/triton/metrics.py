@@ -20,22 +20,17 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-from dflash_backend.messages import EngineStats, TierStats
+from dflash_backend.messages import EngineStats
 from dflash_backend.triton.metric_specs import (
-    CONFIDENCE_WEIGHT,
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    GRAMMAR_COUNTERS,
+    FOLLOWING,
     INFINITY,
     INSTANCE_GAUGES,
     METRICS,
     SMALL_FAMILY,
-    TIER_COUNTERS,
-    TRANSFER_COUNTERS,
     VLLM_GAUGES,
     VLLM_NAMES,
     MetricSpec,
@@ -118,8 +113,9 @@ class Metrics:
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
-        with self._counts_lock:
-            self._add(name, label, "", amount)
+        if self._enabled:
+            with self._counts_lock:
+                self._add(name, label, "", amount)
 
     def _add(self, name: str, label: str, bound: str, amount: float) -> None:
         """Add to a counter, and to that of the other name if it has one. Under the lock."""
@@ -129,6 +125,8 @@ class Metrics:
 
     def observe(self, name: str, value: float, label: str = "", times: int = 1) -> None:
         """Add an observation to a histogram, or several alike."""
+        if not self._enabled:
+            return
         if self._is_native(self._specs[name]):
             for each in filter(None, (name, self._aliases.get(name))):
                 self._observations[each] += [value] * times
@@ -146,39 +144,13 @@ class Metrics:
     def follow(self, stats: EngineStats, index: int = 0) -> None:
         """Bring counters and gauges up to those of the engine with this number."""
         last, self._last[index] = self._last[index], stats
-        for field, name in ENGINE_COUNTERS.items():
-            if increase := getattr(stats, field) - getattr(last, field):
-                self.count(name, increase)
-        for field, name in GRAMMAR_COUNTERS.items():
-            if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
-                self.count(name, increase)
-        for field, name in TRANSFER_COUNTERS.items():
-            if increase := getattr(stats.kept, field) - getattr(last.kept, field):
-                self.count(name, increase)
-        for tier, counts in stats.tiers.items():
-            before = last.tiers.get(tier, TierStats())
-            for field, name in TIER_COUNTERS.items():
-                if increase := getattr(counts, field) - getattr(before, field):
-                    self.count(name, increase, tier)
-        drafted = stats.spec_decoding - last.spec_decoding
-        for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            if increase := getattr(drafted, field):
-                self.count(f"dflash:spec_decode_{field}_total", increase)
-        for position, increase in enumerate(drafted.num_accepted_tokens_per_pos):
-            if increase:
-                self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", increase, str(position))
-        for field in ("num_steps", "num_steps_without_drafts", "num_proposed_tokens", "num_budgeted_steps"):
-            if increase := getattr(stats.speculation, field) - getattr(last.speculation, field):
-                self.count(f"dflash:spec_decode_{field}_total", increase)
-        for field in ("num_draft_tokens_per_pos", "num_expected_tokens_per_pos"):
-            pairs = zip_longest(getattr(stats.speculation, field), getattr(last.speculation, field), fillvalue=0)
-            for position, (now, then) in enumerate(pairs):
-                if now != then:
-                    self.count(f"dflash:spec_decode_{field}_total", now - then, str(position))
-        for field, name in ENGINE_GAUGES.items():
-            self.set(name, getattr(stats, field), index)
-        self.set(CONFIDENCE_WEIGHT, stats.speculation.confidence_weight, index)
-
+        for spec in FOLLOWING:
+            before = spec.numbers(last)
+            for label, number in spec.numbers(stats).items():
+                if spec.kind == "gauge":
+                    self.set(spec.name, number, index)
+                elif increase := number - before.get(label, 0):
+                    self.count(spec.name, increase, label)
         self._follow_vllm()
 
     def _follow_vllm(self) -> None:
@@ -215,8 +187,8 @@ class Metrics:
     def reset_engine(self, index: int = 0) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last[index] = EngineStats()
-        others = (CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
-        for name in (*ENGINE_GAUGES.values(), *others):
+        gauges = [spec.name for spec in FOLLOWING if spec.kind == "gauge"]
+        for name in (*gauges, "dflash:engine_ready", "dflash:engine_silence_seconds"):
             self.set(name, 0.0, index)
         self._follow_vllm()
 
@@ -234,9 +206,6 @@ class Metrics:
 
     def _flush(self, of_steps: bool) -> None:
         """Hand over counters and histograms."""
-        if not self._enabled:
-            self._drop()
-            return
         self._count_histograms(of_steps)
         with self._counts_lock:
             due = [key for key in self._counts if of_steps or not self._specs[key[0]].of_steps]
@@ -251,17 +220,10 @@ class Metrics:
             if refused:
                 self._observations[name] += refused
 
-    def _drop(self) -> None:
-        with self._counts_lock:
-            self._counts.clear()
-        self._histograms.clear()
-        self._observations.clear()
-
     def _tell_gauges(self, gauges: Mapping[tuple[str, str], float]) -> None:
-        if self._enabled:
-            for (name, engine), value in gauges.items():
-                if self._tell((name, engine, ""), "set", value):
-                    self._told_gauges[name, engine] = value
+        for (name, engine), value in gauges.items():
+            if self._tell((name, engine, ""), "set", value):
+                self._told_gauges[name, engine] = value
 
     def _count_histograms(self, of_steps: bool) -> None:
         """Turn the observations into counts."""
@@ -278,7 +240,9 @@ class Metrics:
                 self._add(f"{name}_count", label, "", buckets[-1][1])
 
     def _tell(self, key: tuple[str, str, str], action: str, value: float) -> bool:
-        """Do `action` of a metric; False when Triton did not take it."""
+        """Do `action` of a metric, where there are any; False when Triton did not take it."""
+        if not self._enabled:
+            return True
         try:
             getattr(self._metric(*key), action)(value)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises: a figure is missing, and no more

@@ -123,18 +123,13 @@ def complete_model_config(config: Any) -> None:
     config.set_max_batch_size(0)
 
 
-def check_decoupled(model_config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless the model may send more than one response to a request."""
-    if not model_config.get("model_transaction_policy", {}).get("decoupled", False):
+def check_model_config(config: Mapping[str, Any]) -> None:
+    """Check that requests can reach the model and responses leave it. Raises `ConfigError`."""
+    if not config.get("model_transaction_policy", {}).get("decoupled", False):
         raise ConfigError(
             "config.pbtxt has no `model_transaction_policy { decoupled: true }`, without which Triton takes a single "
             "response to a request and streams cannot be sent; add that line"
         )
-
-
-def check_model_config(config: Mapping[str, Any]) -> None:
-    """Check that requests can reach the model and responses leave it. Raises `ConfigError`."""
-    check_decoupled(config)
     if config.get("max_batch_size", 0) > 0:
         raise ConfigError("config.pbtxt has a max_batch_size above 0; set it to 0: the engine batches by itself")
     for kind, tensors in (("input", INPUTS), ("output", OUTPUTS)):

@@ -47,11 +47,6 @@ class Reporter:
         self.has_finished = False
         self._num_restarts = 0
 
-    @property
-    def _due_s(self) -> float:
-        """The greatest age of the whole page for now, in seconds."""
-        return BUSY_S if self._has_changed else IDLE_S
-
     def note_change(self) -> None:
         """Something was counted: the page is due sooner."""
         self._has_changed = True
@@ -76,7 +71,7 @@ class Reporter:
 
     def report_if_due(self, now: float, num_requests: int) -> None:
         """Report when the page is too old at `now`, in seconds of `time.monotonic`."""
-        if now - self._reported_at >= self._due_s:
+        if now - self._reported_at >= (BUSY_S if self._has_changed else IDLE_S):
             self.report(now, num_requests)
         elif self.has_finished and now - self._requests_reported_at >= FINISHED_S:
             self._report_requests(now, num_requests)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from checks.core_state import check_core, check_pool
 from dflash_backend.core.kv.groups import KVGroup, RecurrentStates
 from dflash_backend.core.moves import Record
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
@@ -45,7 +46,7 @@ def give_any_budget(scheduler: Scheduler) -> None:
 def snapshot_of(groups: Sequence[KVGroup], block_hash: bytes) -> int | None:
     """The slot of the copy that can be found behind a block."""
     for snapshots in (group.snapshots for group in groups if isinstance(group, RecurrentStates)):
-        return snapshots._used.get(block_hash, snapshots._unused.get(block_hash))
+        return snapshots.slot(block_hash)
     return None
 
 
@@ -123,10 +124,10 @@ class CheckedEngine(Engine):
             self.step()
         else:
             raise AssertionError(f"not done after {MAX_STEPS_TO_FINISH} steps")
-        self.pool.check([])
+        check_pool(self.pool, [])
         assert self.pool.num_free == self.pool.num_blocks, "RETURN"
         if self.window_pool is not None:
-            self.window_pool.check([])
+            check_pool(self.window_pool, [])
             assert self.window_pool.num_free == self.window_pool.num_blocks, "RETURN: layers with a window"
         for request_id in self.requests:
             self._check_output(request_id)
@@ -140,7 +141,7 @@ class CheckedEngine(Engine):
 
     def _check_between_steps(self) -> None:
         self.core.finish_step()
-        self.core.check_invariants()
+        check_core(self.core)
         self._check_published()
         salt_of: dict[int, str] = {}
         for request in self.scheduler.running.values():
@@ -203,7 +204,7 @@ class CheckedEngine(Engine):
         assert self.mover is not None
         for tier in tiers.tiers:
             for (group, block_hash), expected in self._records.items():
-                if group < len(tiers.groups) and (slot := tier.slot(group, block_hash)) is not None:
+                if group < len(tiers.groups) and (slot := tier.groups[group].slot(block_hash)) is not None:
                     found = self.mover.content(tier.name, Record(group, block_hash, slot, 0))
                     assert found == expected, f"{tier.name}, group {group}: {found}, not {expected}"
                     num_seen += 1

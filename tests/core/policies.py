@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from dflash_backend.core.scheduler_config import DrafterWork
-from dflash_backend.core.speculation.costs import CostTable
+from dflash_backend.core.speculation.costs import CostTable, StepLine
 from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
 from tests.core.step_shapes import BLOCKS, decode_shape
 
@@ -16,6 +16,12 @@ K = 7
 
 def accepted_of(rng: random.Random, rates: list[float]) -> int:
     return next((i for i, rate in enumerate(rates) if rng.random() >= rate), len(rates))
+
+
+def step_s(line: StepLine, num_drafts: int, num_drafting: int, num_queries: int, num_passes: int = 1) -> float:
+    """Seconds of a step that verifies `num_drafts` drafts, and drafts where `num_drafting` is not 0."""
+    draft_s = line.draft_s(num_drafting, num_queries, num_passes) if num_drafting else 0.0
+    return float(line.verify_s(num_drafts) + draft_s)
 
 
 def policy_with(

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from checks.core_state import check_pool
 from dflash_backend.core.kv.block_pool import PROTECTED_LIFE_IN_POOLS, BlockPool
 from tests.core.toy_engine import lookup
 
@@ -188,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.pool.check(self.tables)
+        check_pool(self.pool, self.tables)
 
 
 TestPoolMachine = PoolMachine.TestCase

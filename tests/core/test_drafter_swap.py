@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from checks.core_state import check_core
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.drafter_swap import MIN_BLOCKS, Acceptance, DrafterSwap
 from dflash_backend.messages import DrafterSwapped, SwapDrafter
@@ -41,7 +42,7 @@ class Swapping:
         outputs = self.engine.core.step()
         self.engine.take(outputs.deltas)
         self.engine.failed += outputs.rejected
-        self.engine.core.check_invariants()
+        check_core(self.engine.core)
         self.said += outputs.drafter_swaps
         return [each.outcome for each in outputs.drafter_swaps]
 

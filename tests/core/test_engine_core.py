@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from checks.core_state import check_core
 from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import DraftOutput, ModelRunnerOutput, RequestResult
 from dflash_backend.core.request import derive_seed
@@ -200,7 +201,7 @@ def test_an_abort_frees_blocks_at_once_and_sends_nothing() -> None:
     engine.step()
     sent = list(engine.outputs["runs"].token_ids)
     engine.core.abort(["runs", "waits", "never seen"])
-    engine.core.check_invariants()
+    check_core(engine.core)
     assert engine.pool.usage == 0.0
     assert engine.core.step().deltas == []
     assert engine.outputs["runs"].token_ids == sent
@@ -216,7 +217,7 @@ def test_every_delta_of_a_request_with_stop_strings_has_stats_and_an_abort_ends_
         output = engine.outputs["runs"]
         assert output.stats.num_output_tokens == len(output.token_ids) > 0
     engine.core.abort(["runs", "never seen", "runs"], {"runs": 1, "never seen": 2})
-    engine.core.check_invariants()
+    check_core(engine.core)
     engine.step()
     assert engine.outputs["waits"].token_ids
     assert engine.outputs["waits"].stats is None

@@ -57,7 +57,7 @@ def test_a_grammar_that_is_not_compiled_in_time_is_not_at_fault(
     assert error is not None
     assert error.status == status
     assert words in str(error)
-    assert queue.num_waiting == 0
+    assert not queue.waiting
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -99,7 +99,7 @@ def test_the_grammar_of_a_request_that_is_taken_out_is_not_compiled() -> None:
     assert not compiler.future.cancelled()
     assert queue.remove(gone)
     assert compiler.future.cancelled()
-    assert queue.num_waiting == 0
+    assert not queue.waiting
 
 
 def test_those_that_wait_for_their_grammars_are_among_the_waiting() -> None:

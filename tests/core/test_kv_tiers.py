@@ -9,7 +9,8 @@ import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
-from dflash_backend.core.kv.tier import StoredTier, TierSlots
+from dflash_backend.core.kv.record_slots import RecordSlots
+from dflash_backend.core.kv.tier import KVTier
 from dflash_backend.core.kv.tiers import KVTiers
 from dflash_backend.core.moves import DISK, HOST, Record
 from dflash_backend.core.scheduler_config import TierConfig, blocks_for
@@ -60,7 +61,7 @@ class Tiered(CheckedEngine):
         size, config = self.core.config.block_size, self.core.config
         count = (len(prompt) - config.reads_next_tokens) // size
         hashes = BlockHashes("", size, config.reads_next_tokens).first(count, prompt)
-        return [self.tiers.tiers[tier].slot(0, each) is not None for each in hashes[:count]]
+        return [self.tiers.tiers[tier].groups[0].slot(each) is not None for each in hashes[:count]]
 
 
 DRAFTERS: dict[str, tuple[dict[str, Any], Callable[[int], int]]] = {
@@ -281,7 +282,7 @@ def test_records_from_before_the_start_are_found_and_those_too_many_are_removed(
     hashes = BlockHashes("", 4).first(10, PROMPT)
     mover.brought = [(0, b"old"), *((0, each) for each in reversed(hashes)), (7, b"of no group")]
     tiers = KVTiers(make_config(tiers=(TierConfig(HOST, (10,)), TierConfig(DISK, (10,)))), mover)
-    assert [tiers.tiers[1].slot(0, each) is not None for each in hashes] == [True] * 10
+    assert [tiers.tiers[1].groups[0].slot(each) is not None for each in hashes] == [True] * 10
     assert mover.removed == [b"old", b"of no group"]
 
 
@@ -317,7 +318,7 @@ def test_events_say_in_which_medium_a_block_is() -> None:
 def test_host_memory_that_is_too_small_for_a_prompt_still_passes_all_of_it_on_to_the_disk() -> None:
     """What it has waits there until it is on the disk; the rest waits on the device."""
     engine = Tiered((HOST, DISK), slots=100)
-    engine.tiers.tiers[0] = StoredTier(TierConfig(HOST, (3,)))
+    engine.tiers.tiers[0] = KVTier.of(TierConfig(HOST, (3,)))
     engine.answer("first", PROMPT)
     assert engine.stored(PROMPT, tier=1) == [True] * 10
     engine.lose_device()
@@ -326,7 +327,7 @@ def test_host_memory_that_is_too_small_for_a_prompt_still_passes_all_of_it_on_to
 
 
 def test_a_place_that_is_read_is_not_given_away() -> None:
-    slots = TierSlots(2)
+    slots = RecordSlots(2)
     for name in (b"a", b"b"):
         assert slots.reserve(name) is not None
         slots.settle(name, is_there=True)
@@ -343,5 +344,5 @@ def test_without_tiers_there_is_nothing_of_them(names: tuple[str, ...]) -> None:
     engine = CheckedEngine(config, None, ToyMover())
     assert engine.scheduler.kv.tiers is None
     assert not engine.core.is_moving
-    assert engine.pool._events is None
+    assert engine.pool._removed is None
     assert engine.core.stats().tiers == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from checks.core_state import check_pool
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.messages import GenerationRequest
@@ -189,7 +190,7 @@ def test_the_core_is_done_only_when_nothing_is_in_flight() -> None:
     assert engine.core.step().deltas == []
     assert step_ids_in_flight(engine) == []
     assert not engine.core.has_unfinished()
-    engine.pool.check([])
+    check_pool(engine.pool, [])
     assert engine.pool.num_free == engine.pool.num_blocks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.core import spec_counts
-from dflash_backend.core.spec_counts import LateStops, RequestYields
+from dflash_backend.core.spec_counts import RequestYields, SpecDecodingCounts
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from tests.core.toy_engine import Engine, make_config, make_request
@@ -78,17 +78,17 @@ def test_it_is_taken_back_also_when_the_request_has_ended_by_itself_meanwhile(nu
 
 def test_the_yields_of_requests_that_have_ended_are_forgotten_when_they_are_many(monkeypatch) -> None:
     monkeypatch.setattr(spec_counts, "MAX_STEPS", 5)
-    stops = LateStops()
+    stops = SpecDecodingCounts(3)
     yields = {name: RequestYields() for name in ("a", "b", "b again")}
     for name, steps in yields.items():
         for _ in range(2):
             steps.note(3, 4)
         stops.remember(name[0], steps)
-    assert stops.take("a") is None
-    assert stops.take("b") is yields["b again"], "an id may be used again"
-    assert stops.take("b") is yields["b"]
-    assert stops.take("b") is None
-    assert stops._num_steps == 0
+    assert stops.take_ended("a") is None
+    assert stops.take_ended("b") is yields["b again"], "an id may be used again"
+    assert stops.take_ended("b") is yields["b"]
+    assert stops.take_ended("b") is None
+    assert stops._num_ended_steps == 0
 
 
 def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> None:
@@ -144,5 +144,5 @@ def test_requests_that_yielded_nothing_are_not_remembered() -> None:
         engine.step()
         engine.core.abort([f"waits{number}"])
     engine.core.abort(["runs"])
-    ended = engine.core._spec_counts._ended._ended
+    ended = engine.core._spec_counts._ended
     assert [request_id for request_id, _ in ended] == ["runs"]

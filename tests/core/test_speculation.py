@@ -17,7 +17,7 @@ from dflash_backend.core.speculation.policy import (
     AdaptiveSpeculation,
     SpeculatingRow,
 )
-from tests.core.policies import K, accepted_of, policy_with
+from tests.core.policies import K, accepted_of, policy_with, step_s
 from tests.core.step_shapes import BLOCKS, PASSES, decode_shape
 
 # Acceptance
@@ -35,16 +35,21 @@ def taught(rates: list[float], length: int, num_blocks: int = 3000, seed: int = 
     return estimator
 
 
+def chances(estimator: AcceptanceEstimator) -> list[float]:
+    """Of each draft of a usual request to be accepted when those before it are."""
+    survival = estimator.survival(0).tolist()
+    return [now / before for before, now in itertools.pairwise([1.0, *survival])]
+
+
 def test_chances_come_to_the_rates_by_position() -> None:
     rates = [0.95, 0.9, 0.8, 0.6, 0.5, 0.5, 0.4]
-    chances = taught(rates, K).chances(0)
-    assert chances[:4] == pytest.approx(rates[:4], abs=0.08)
+    assert chances(taught(rates, K))[:4] == pytest.approx(rates[:4], abs=0.08)
 
 
 def test_drafts_that_were_not_verified_say_nothing() -> None:
     # Blocks are cut to 3 drafts: those 3 are known as well as if all 7 had been verified.
     rates = [0.9] * K
-    assert taught(rates, 3).chances(0)[:3] == pytest.approx(rates[:3], abs=0.05)
+    assert chances(taught(rates, 3))[:3] == pytest.approx(rates[:3], abs=0.05)
     assert taught(rates, 3).trials[3:].tolist() == [0.0] * 4
 
 
@@ -68,7 +73,7 @@ def test_a_request_is_told_from_the_others() -> None:
         estimator.observe(VerifiedBlock(bad, K, 0))
         estimator.update()
     assert estimator.survival(good.group)[2] > 2 * estimator.survival(bad.group)[2]
-    assert estimator.chances(0)[0] == pytest.approx(0.7, abs=0.15), "and the others stay where they were"
+    assert chances(estimator)[0] == pytest.approx(0.7, abs=0.15), "and the others stay where they were"
 
 
 def test_requests_that_draft_more_do_not_stand_for_all() -> None:
@@ -80,7 +85,7 @@ def test_requests_that_draft_more_do_not_stand_for_all() -> None:
             estimator.observe(VerifiedBlock(good, K, accepted_of(rng, [0.97] * K)))
             estimator.observe(VerifiedBlock(bad, 2, accepted_of(rng, [0.5] * 2)))
             estimator.update()
-    assert estimator.chances(0)[5] < 0.92
+    assert chances(estimator)[5] < 0.92
 
 
 def test_little_knowledge_makes_hopeful() -> None:
@@ -109,7 +114,7 @@ def test_the_budget_is_the_best_of_all_budgets_and_goes_to_prefixes(seed: int) -
     def rate(lengths: tuple[int, ...]) -> float:
         num_drafting = sum(length > 0 for length in lengths)
         tokens = 3 + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
-        return tokens / line.seconds(sum(lengths), num_drafting, sum(lengths) + num_drafting)
+        return tokens / step_s(line, sum(lengths), num_drafting, sum(lengths) + num_drafting)
 
     best = max(map(rate, itertools.product(range(k + 1), repeat=3)))
     # The first draft of a row costs a query more, which the order by likelihood does not see.
@@ -131,7 +136,7 @@ def test_rows_draft_alike_unless_different_numbers_gain_what_they_cost(seed: int
 
     def rate(lengths: list[int]) -> float:
         tokens = n + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
-        return tokens / line.seconds(sum(lengths), sum(map(bool, lengths)), sum(lengths) + n)
+        return tokens / step_s(line, sum(lengths), sum(map(bool, lengths)), sum(lengths) + n)
 
     uneven = policy.choose(rows, 100.0, 0)
     highest = max(rate([length] * n) for length in range(k + 1))
@@ -160,7 +165,7 @@ def test_passes_are_paid_for_by_the_row_that_drafts_the_most(seed: int) -> None:
     def rate(lengths: tuple[int, ...]) -> float:
         total = sum(lengths)
         tokens = 3 + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
-        return tokens / line.seconds(total, total, total, max(lengths))
+        return tokens / step_s(line, total, total, total, max(lengths))
 
     best = max(map(rate, itertools.product(range(k + 1), repeat=3)))
     assert rate(tuple(lengths)) >= (1 - 1e-6) * best
@@ -197,7 +202,7 @@ def test_of_given_choices_all_rows_get_the_best(chance: float) -> None:
 
     def rate(length: int) -> float:
         tokens = 3 + sum(sum(chances[:length]) for chances in survival)
-        return tokens / line.seconds(3 * length, 3 if length else 0, 3 * (length + 1) if length else 0)
+        return tokens / step_s(line, 3 * length, 3 if length else 0, 3 * (length + 1) if length else 0)
 
     assert lengths == [max((0, 1, 3, 7), key=rate)] * 3
 

@@ -6,27 +6,29 @@ import random
 
 import pytest
 
-from dflash_backend.core.kv.state_snapshots import StateSnapshots
+from checks.core_state import check_slots
+from dflash_backend.core.kv.groups import RecurrentStates
+from dflash_backend.core.kv.record_slots import RecordSlots
 from tests.core.toy_engine import Engine, make_config, make_request
 from tests.support.scale import scaled
 
 
-def filled(num_slots: int, *names: str) -> StateSnapshots:
-    found = StateSnapshots(num_slots)
+def filled(num_slots: int, *names: str) -> RecordSlots:
+    found = RecordSlots(num_slots)
     for name in names:
         assert found.reserve(name.encode()) is not None
-        found.publish(name.encode())
+        found.settle(name.encode(), is_there=True)
     return found
 
 
 def test_a_copy_is_found_once_it_is_published() -> None:
-    snapshots = StateSnapshots(2)
-    slot = snapshots.reserve(b"b")
-    assert snapshots.longest([b"a", b"b", b"c"], 3) == 0
-    snapshots.publish(b"b")
-    assert snapshots.longest([b"a", b"b", b"c"], 3) == 2
-    assert snapshots.longest([b"a", b"b", b"c"], 1) == 0
-    assert snapshots.use(b"b") == slot
+    states = RecurrentStates(2, 4)
+    slot, _ = states.snapshots.reserve(b"b") or (None, None)
+    assert states.longest([b"a", b"b", b"c"], 3) == 0
+    states.snapshots.settle(b"b", is_there=True)
+    assert states.longest([b"a", b"b", b"c"], 3) == 2
+    assert states.longest([b"a", b"b", b"c"], 1) == 0
+    assert states.slot(b"b") == slot is not None
 
 
 def test_a_block_has_one_copy() -> None:
@@ -34,18 +36,18 @@ def test_a_block_has_one_copy() -> None:
     assert snapshots.reserve(b"a") is None
     assert snapshots.reserve(b"b") is not None
     assert snapshots.reserve(b"b") is None
-    snapshots.drop(b"b")
+    snapshots.settle(b"b", is_there=False)
     assert snapshots.reserve(b"b") is not None
 
 
 def test_those_never_used_are_given_away_first_then_the_longest_unused() -> None:
     snapshots = filled(4, "a", "b", "c", "d")
     for name in (b"a", b"b", b"a"):
-        snapshots.use(name)
+        snapshots.touch(name, reused=True)
     gone = []
     for new in (b"1", b"2", b"3", b"4"):
         assert snapshots.reserve(new) is not None
-        there = [name for name in (b"a", b"b", b"c", b"d") if snapshots.longest([name], 1)]
+        there = [name for name in (b"a", b"b", b"c", b"d") if snapshots.slot(name) is not None]
         gone.append(({b"a", b"b", b"c", b"d"} - set(there) - set(gone)).pop())
     assert gone == [b"c", b"d", b"b", b"a"]
     assert snapshots.reserve(b"5") is None  # all are pending
@@ -54,18 +56,18 @@ def test_those_never_used_are_given_away_first_then_the_longest_unused() -> None
 def test_not_all_slots_go_to_those_that_were_used() -> None:
     snapshots = filled(4, "a", "b", "c", "d")
     for name in (b"a", b"b", b"c", b"d"):
-        snapshots.use(name)
-    snapshots.check([])
+        snapshots.touch(name, reused=True)
+    check_slots(snapshots, [])
     assert snapshots.reserve(b"new") is not None
-    assert [bool(snapshots.longest([name], 1)) for name in (b"a", b"b", b"c", b"d")] == [False, True, True, True]
+    assert [snapshots.slot(name) is not None for name in (b"a", b"b", b"c", b"d")] == [False, True, True, True]
 
 
 def test_the_version_tells_when_a_lookup_may_come_out_otherwise() -> None:
-    snapshots = StateSnapshots(1)
+    snapshots = RecordSlots(1)
     versions = [snapshots.version]
     snapshots.reserve(b"a")
     assert snapshots.version == versions[0]
-    snapshots.publish(b"a")
+    snapshots.settle(b"a", is_there=True)
     versions.append(snapshots.version)
     snapshots.reserve(b"b")
     versions.append(snapshots.version)
@@ -75,19 +77,19 @@ def test_the_version_tells_when_a_lookup_may_come_out_otherwise() -> None:
 @pytest.mark.parametrize("seed", range(scaled(20)))
 def test_no_slot_is_lost_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
-    snapshots, names, pending = StateSnapshots(rng.randint(0, 6)), [bytes([i]) for i in range(12)], []
+    snapshots, names, pending = RecordSlots(rng.randint(0, 6)), [bytes([i]) for i in range(12)], []
     for _ in range(300):
         name = rng.choice(names)
         action = rng.randrange(4)
         if action == 0 and snapshots.reserve(name) is not None:
             pending.append(name)
         elif action == 1 and pending:
-            snapshots.publish(pending.pop(rng.randrange(len(pending))))
+            snapshots.settle(pending.pop(rng.randrange(len(pending))), is_there=True)
         elif action == 2 and pending:
-            snapshots.drop(pending.pop(rng.randrange(len(pending))))
-        elif action == 3 and snapshots.longest([name], 1):
-            snapshots.use(name)
-        snapshots.check(pending)
+            snapshots.settle(pending.pop(rng.randrange(len(pending))), is_there=False)
+        elif action == 3 and snapshots.slot(name) is not None:
+            snapshots.touch(name, reused=True)
+        check_slots(snapshots, pending)
 
 
 def chunks(engine: Engine, name: str) -> list[tuple[int, int, bool]]:

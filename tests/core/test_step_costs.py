@@ -11,6 +11,7 @@ from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.core.scheduler_config import DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation import AdaptiveSpeculation
 from dflash_backend.core.speculation.costs import EVERY, FEW, CostTable, StepCosts, StepShape
+from tests.core.policies import step_s
 from tests.core.step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 # The linear model
@@ -69,7 +70,7 @@ def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) 
             8, 28 + total, 800, (28 + total) * 100, 8 * (num_drafts + 1) if num_drafts else 0, 800 if num_drafts else 0,
             1 if num_drafts else 0,
         )  # fmt: skip
-        seconds = line.seconds(total, 8 if num_drafts else 0, shape.num_queries)
+        seconds = step_s(line, total, 8 if num_drafts else 0, shape.num_queries)
         drafting_s = costs._drafts[2].at(shape.draft) if num_drafts else 0.0
         assert seconds == pytest.approx(costs.target_s(shape) + drafting_s)
 
@@ -151,9 +152,9 @@ def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
     speculation = AdaptiveSpeculation.of(config)
     assert speculation is not None
     line = speculation.costs.line(num_rows=8, position=0.0, num_other=0)
-    assert line.seconds(0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)
-    assert line.seconds(24, 8, 32) == pytest.approx(1.32e-3 + 5.32e-4, rel=0.05)
-    assert line.seconds(56, 8, 64) == pytest.approx(1.64e-3 + 5.64e-4, rel=0.05)
+    assert step_s(line, 0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)
+    assert step_s(line, 24, 8, 32) == pytest.approx(1.32e-3 + 5.32e-4, rel=0.05)
+    assert step_s(line, 56, 8, 64) == pytest.approx(1.64e-3 + 5.64e-4, rel=0.05)
 
 
 def test_of_short_steps_that_are_alike_few_are_taken_in() -> None:
@@ -204,8 +205,8 @@ def test_what_many_rows_cost_is_told_apart_from_what_one_costs() -> None:
     assert costs.line(1, 100.0, 0) == of_one, "as it was"
     line = costs.line(64, 100.0, 0)
     assert line.per_draft == pytest.approx(0.03, rel=0.25)
-    assert line.seconds(0, 0, 0) == pytest.approx(28 + 0.03 * 64, rel=0.1)
-    assert line.seconds(64 * 15, 64, 64 * 16) == pytest.approx(28 * 1.25 + 0.03 * 64 * 32, rel=0.1)
+    assert step_s(line, 0, 0, 0) == pytest.approx(28 + 0.03 * 64, rel=0.1)
+    assert step_s(line, 64 * 15, 64, 64 * 16) == pytest.approx(28 * 1.25 + 0.03 * 64 * 32, rel=0.1)
 
 
 @pytest.mark.parametrize(("num_rows", "like"), [(2, 4), (5, 16), (17, 64), (65, 256)])
@@ -270,8 +271,8 @@ def test_what_drafting_takes_the_host_is_no_part_of_a_step_without_drafts() -> N
     for number in range(200):
         observe(0 if number % 50 == 4 else number % 15 + 1)
     line = costs.line(1, 100.0, 0)
-    assert line.seconds(0, 0, 0) == pytest.approx(1.02, rel=0.1)
-    assert line.seconds(15, 1, 16) == pytest.approx(1.0 + 0.02 * 16 + 0.8 + 0.5, rel=0.1)
+    assert step_s(line, 0, 0, 0) == pytest.approx(1.02, rel=0.1)
+    assert step_s(line, 15, 1, 16) == pytest.approx(1.0 + 0.02 * 16 + 0.8 + 0.5, rel=0.1)
 
 
 def test_steps_of_other_numbers_of_rows_begin_with_what_steps_consist_of() -> None:
@@ -282,4 +283,4 @@ def test_steps_of_other_numbers_of_rows_begin_with_what_steps_consist_of() -> No
         costs.pass_step()
     shape = decode_shape(8, 15)
     costs.observe(shape, 1.0 + 0.002 * shape.num_tokens, 0.0)
-    assert costs.line(8, 100.0, 0).seconds(0, 0, 0) == pytest.approx(1.016, rel=0.2)
+    assert step_s(costs.line(8, 100.0, 0), 0, 0, 0) == pytest.approx(1.016, rel=0.2)

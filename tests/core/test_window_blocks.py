@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from dflash_backend.core.scheduler_config import SchedulerConfig, WindowGroup
 from tests.core.toy_engine import Engine, fewest_window_blocks, make_config, make_request
 
 NAMES = [bytes([i]) for i in range(10)]
+# A request whose blocks have these hashes.
+NAMED: Any = SimpleNamespace(block_hashes=SimpleNamespace(first=lambda num_blocks, token_ids: NAMES), token_ids=[])
 
 
 def windows(window: int = 6, num_blocks: int = 20) -> WindowBlocks:
@@ -50,7 +53,7 @@ def test_a_hit_needs_the_blocks_that_its_first_query_sees_and_no_others() -> Non
     found = windows()  # behind block 7 the query at 32 sees from 27 on: blocks 6 and 7
     cached(found, 6, 7)
     assert found.longest(NAMES, 8) == 8
-    assert len(found.find_hit(NAMES, 8)) == 2
+    assert len(found.own_hit(NAMED, 8)) == 2
     assert found.longest(NAMES, 7) == 0  # behind block 6 those of 5 and 6, and before them nothing
     cached(found, 0, 2, 3)
     assert found.longest(NAMES, 7) == 4
@@ -62,12 +65,12 @@ def test_a_hit_without_its_last_block_ends_before_it() -> None:
     found = windows()
     cached(found, 0, 1, 2, 3)
     assert found.longest(NAMES, 5) == 4
-    assert found.find_hit(NAMES, 4) == [found.pool.find_chain([name], 1)[0] for name in NAMES[2:4]]
+    assert found.own_hit(NAMED, 4) == [found.pool.find_chain([name], 1)[0] for name in NAMES[2:4]]
 
 
 def test_a_window_of_one_position_needs_no_block_for_a_hit() -> None:
     assert windows(window=1).longest(NAMES, 8) == 8
-    assert windows(window=1).find_hit(NAMES, 8) == []
+    assert windows(window=1).own_hit(NAMED, 8) == []
 
 
 def test_a_hit_ends_where_every_group_of_layers_lets_it() -> None:
@@ -86,7 +89,7 @@ def test_a_hit_ends_where_every_group_of_layers_lets_it() -> None:
             pool.publish(block_id, hashes[index])
     for num_blocks in (1, 3):
         assert states.snapshots.reserve(hashes[num_blocks - 1]) is not None
-        states.snapshots.publish(hashes[num_blocks - 1])
+        states.snapshots.settle(hashes[num_blocks - 1], is_there=True)
     assert manager.find_hit(request) == manager.pool.find_chain(hashes, 1)
     assert request.num_cached_blocks == 8
 

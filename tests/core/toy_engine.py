@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from checks.core_state import check_core
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.groups import WindowBlocks
@@ -120,7 +121,7 @@ class Engine:
         outputs = self.core.step()
         self.take(outputs.deltas)
         self.failed += outputs.rejected
-        self.core.check_invariants()
+        check_core(self.core)
 
     def steps(self, count: int) -> None:
         """Take `count` steps."""

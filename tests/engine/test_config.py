@@ -13,7 +13,8 @@ from dflash_backend.config import (
     EngineConfig,
     asset_path,
 )
-from dflash_backend.settings import Setting, config_parameters, settings_table
+from dflash_backend.settings import Setting
+from docs.write_settings import config_parameters, settings_table
 
 
 def test_the_environment_wins_over_the_file() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from checks.core_state import check_core
 from dflash_backend.engine.build import BuiltEngine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
 from tests.support.scale import SCALE, scaled
@@ -176,7 +177,7 @@ def test_each_request_gets_what_its_target_alone_gives_it(folder: Path, part: in
         if (options := RUNNERS[drawn.runner]) is not None:
             built = on_device_runner(built, **options)
         found = among_others(built, drawn, seed)
-        built.core.check_invariants()
+        check_core(built.core)
         if drawn.target["kv_cache_dtype"] == "fp8":
             num_fp8 += len(expected)
             parted += [(seed, name) for name in expected if found[name] != expected[name]]

@@ -175,7 +175,11 @@ CORE_MUTANTS = (
         ("a chain's head is evicted before its tail", "in reversed(block_ids)", "in block_ids"),
         ("a hit does not make a block protected", "self._reused[block_id] = 1", "self._reused[block_id] = 0"),
         ("protected blocks never grow old", "age > PROTECTED_LIFE_IN_POOLS * self.num_blocks", "age < 0"),
-        ("protected blocks may fill the pool", "self._num_protected > self._max_protected", "self._num_protected < 0"),
+        (
+            "protected blocks may fill the pool",
+            "self._num_evictable[PROTECTED] > self._max_protected",
+            "len(self._unused) < 0",
+        ),
     ),
     Mutant(
         "the newest cold block is evicted",
@@ -230,8 +234,8 @@ CORE_MUTANTS = (
         ),
         (
             "what ended requests yielded is kept for ever",
-            "while self._num_steps > MAX_STEPS:",
-            "while self._num_steps > 10 * MAX_STEPS:",
+            "while self._num_ended_steps > MAX_STEPS:",
+            "while self._num_ended_steps > 10 * MAX_STEPS:",
         ),
     ),
     *mutants_of(

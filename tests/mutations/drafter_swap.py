@@ -63,8 +63,8 @@ DRAFTER_SWAP_MUTANTS = (
         ),
         (
             "few blocks are enough to compare",
-            "        if self.before.total < MIN_BLOCKS:\n            return False\n        found",
-            "        found",
+            "        if self.before.total < MIN_BLOCKS:\n            return False\n        accepted",
+            "        accepted",
         ),
     ),
     *mutants_of(

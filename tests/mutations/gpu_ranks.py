@@ -54,7 +54,7 @@ GPU_RANK_MUTANTS = (
     Mutant(
         "ranks compile their kernels when requests come",
         FOLLOWER,
-        "if every:",
+        "if message.every:",
         "if False:",
         (f"{ENGINES}test_all_kernels_are_compiled_on_all_ranks",),
     ),

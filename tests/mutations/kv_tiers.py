@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant, mutants_of
 
 TIERS = "dflash_backend/core/kv/tiers.py"
-TIER = "dflash_backend/core/kv/tier.py"
+SLOTS = "dflash_backend/core/kv/record_slots.py"
 TRANSFER = "dflash_backend/core/kv/transfer.py"
 SERVER = "dflash_backend/worker/kv_transfer.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
@@ -55,7 +55,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what a request found on the device grows old in the tier",
-            "            tier.touch(group, block_hash, reused)\n",
+            "            tier.groups[group].touch(block_hash, reused)\n",
             "",
         ),
         (
@@ -75,8 +75,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "host memory loses what waits for the disk",
-            "            self.tiers[number - 1].pin(*key)  # until it is in the tier below\n",
-            "            self.tiers[number - 1].pin(*key)\n            self._drop(number, key)\n",
+            "            self.tiers[number - 1].groups[group].pin(block_hash)  # until it is in the tier below\n",
+            "            self.tiers[number - 1].groups[group].pin(block_hash)\n            self._drop(number, key)\n",
         ),
         (
             "an event of a tier says that the device has the block",
@@ -85,12 +85,12 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *mutants_of(
-        TIER,
+        SLOTS,
         OF_CORE,
         (
             "a record that is read may be given away",
-            "if block_hash not in self._readers:",
-            "if block_hash:",
+            "if each not in self._readers and each not in but",
+            "if each not in but",
         ),
     ),
     *mutants_of(
@@ -127,8 +127,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what nobody fetches is kept for ever",
-            "oldest := next(iter(self._keeping.values()))).until_s <= now",
-            "oldest := next(iter(self._keeping.values()))).until_s <= 0",
+            "next(iter(self._keeping.values()))[1] <= now",
+            "next(iter(self._keeping.values()))[1] <= 0",
         ),
         (
             "the last block of a prompt is kept too, which no hit can use",
@@ -186,8 +186,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a load writes to the copy of a state that a request is about to start from",
-            "self.snapshots.reserve(block_hash, self._starting)",
-            "self.snapshots.reserve(block_hash)",
+            "self._reserve(block_hash, self._starting)",
+            "self._reserve(block_hash)",
         ),
         (
             "the blocks of a hit may be given out to its own load",

@@ -33,7 +33,11 @@ OVERLAP_MUTANTS = (
     *mutants_of(
         "dflash_backend/core/kv/groups.py",
         ("tests/core/test_state_snapshots.py",),
-        ("copies of states are found that were never written", "        self.snapshots.clear()\n", "        pass\n"),
+        (
+            "copies of states are found that were never written",
+            "        self._tell_removed(self.snapshots.clear())\n",
+            "        pass\n",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/runner.py",

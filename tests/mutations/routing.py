@@ -81,7 +81,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evicted blocks are not reported",
         "dflash_backend/core/kv/block_pool.py",
-        "        self.num_evicted += 1\n        if self._events is not None:",
+        "        self.num_evicted += 1\n        if self._removed is not None:",
         "        self.num_evicted += 1\n        if False:",
         EVENTS,
     ),
@@ -126,7 +126,11 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
         "dflash_backend/core/kv/events.py",
         EVENTS,
-        ("events lose their order", "self._removed = None\n\n    def removed", "pass\n\n    def removed"),
+        (
+            "events lose their order",
+            "last = self._events[-1] if self._events else None\n        if isinstance(last, kind)",
+            "last = next((each for each in self._events if isinstance(each, kind)), None)\n        if last",
+        ),
         ("a stored block has the wrong parent", "last.block_hashes[-1] == parent:", "True:"),
     ),
 )

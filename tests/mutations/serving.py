@@ -140,8 +140,8 @@ SERVING_MUTANTS = (
         ("the setting seed does nothing", "seed=config.seed,", "seed=0,"),
         (
             "enable_overlap does nothing",
-            "trace, config.enable_overlap, grammars, mover)",
-            "trace, True, grammars, mover)",
+            "overlap=config.enable_overlap,",
+            "overlap=True,",
         ),
         (
             "max_prefill_tokens_per_step does nothing",
@@ -227,14 +227,14 @@ SERVING_MUTANTS = (
     Mutant(
         "queries and hits of the prefix cache change places",
         f"{TRITON}/metric_specs.py",
-        '"prefix_cache_queries": "dflash:prefix_cache_queries_total",',
-        '"prefix_cache_queries": "dflash:prefix_cache_hits_total",',
+        '"Prompt tokens looked up in the prefix cache", "prefix_cache_queries"',
+        '"Prompt tokens looked up in the prefix cache", "prefix_cache_hits"',
         METRICS,
         (
             (
                 f"{TRITON}/metric_specs.py",
-                '"prefix_cache_hits": "dflash:prefix_cache_hits_total",',
-                '"prefix_cache_hits": "dflash:prefix_cache_queries_total",',
+                '"Prompt tokens found in the prefix cache", "prefix_cache_hits"',
+                '"Prompt tokens found in the prefix cache", "prefix_cache_queries"',
             ),
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-CORE = "dflash_backend/core/kv/state_snapshots.py"
+SLOTS = "dflash_backend/core/kv/record_slots.py"
 MANAGER = "dflash_backend/core/kv/manager.py"
 GROUPS = "dflash_backend/core/kv/groups.py"
 STATE = "dflash_backend/models/recurrent_state.py"
@@ -28,8 +28,8 @@ SNAPSHOT_MUTANTS = (
         OF_CORE,
         (
             "a hit goes on behind its copy, to the last cached block",
-            "return self.snapshots.longest(hashes, num_blocks)",
-            "return num_blocks if self.snapshots.longest(hashes, num_blocks) else 0",
+            "return next(copies, 0)",
+            "return num_blocks if next(copies, 0) else 0",
         ),
         (
             "a copy is found before its step has run",
@@ -38,13 +38,13 @@ SNAPSHOT_MUTANTS = (
         ),
         (
             "a copy that was to be written by a step that did not run is never written",
-            "return self.snapshots.slot_of_pending(block_hash)",
+            "return self.snapshots.reserved(block_hash)",
             "return None",
         ),
         (
             "copies that are not written yet are kept by requests that are gone",
-            "for _, block_hash in request.pending_snapshots:\n            self.snapshots.drop(block_hash)\n",
-            "for _, block_hash in request.pending_snapshots:\n            self.snapshots.publish(block_hash)\n",
+            "in request.pending_snapshots:\n            self.snapshots.settle(block_hash, is_there=False)\n",
+            "in request.pending_snapshots:\n            self.snapshots.settle(block_hash, is_there=True)\n",
         ),
         (
             "a prompt is not cut where it leaves earlier ones",
@@ -58,17 +58,17 @@ SNAPSHOT_MUTANTS = (
         ),
     ),
     *mutants_of(
-        CORE,
+        SLOTS,
         OF_CORE,
         (
             "copies that were used are given away first",
-            "for copies in (self._unused, self._used):\n            for block_hash in copies:\n                if",
-            "for copies in (self._used, self._unused):\n            for block_hash in copies:\n                if",
+            "for records in (self._unused, self._used) for each",
+            "for records in (self._used, self._unused) for each",
         ),
         (
             "a slot that is given away is still found for its old block",
-            "self._free.append(copies.pop(block_hash))",
-            "self._free.append(copies[block_hash])",
+            "return self._unused.pop(block_hash) if block_hash in self._unused",
+            "return self._unused[block_hash] if block_hash in self._unused",
         ),
     ),
     *mutants_of(

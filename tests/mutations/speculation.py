@@ -59,7 +59,7 @@ SPECULATION_MUTANTS = (
         ),
         (
             "steps that rest are not counted",
-            "        self._stats.num_steps_without_drafts += 1\n        return True\n",
+            "        self.stats.num_steps_without_drafts += 1\n        return True\n",
             "        return True\n",
         ),
         (

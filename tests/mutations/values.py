@@ -52,12 +52,12 @@ VALUE_MUTANTS = (
         STEP_TIME,
         (
             "a step's time has the wait for the step before it",
-            "seconds = finished - max(step.planned, self._last_finished)",
-            "seconds = finished - step.planned",
+            "seconds = finished - max(times.planned, self._last_finished)",
+            "seconds = finished - times.planned",
         ),
         (
             "without overlap a step's time is that of drafting alone",
-            "seconds = step.executed - step.planned + finished - begun",
+            "seconds = times.executed - times.planned + finished - begun",
             "seconds = finished - begun",
         ),
     ),

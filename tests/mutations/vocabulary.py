@@ -70,8 +70,8 @@ VOCABULARY_MUTANTS = (
     Mutant(
         "a long tensor is gathered into its beginning",
         "dflash_backend/parallel/sums.py",
-        "whole.view(-1)[first : first + step] = term",
-        "whole.view(-1)[: len(term)] = term",
+        "whole.view(-1)[first : first + step] for whole",
+        "whole.view(-1)[: len(flat[first : first + step])] for whole",
         ("tests/parallel/test_sums.py::test_rank_0_alone_gets_what_each_has",),
     ),
 )

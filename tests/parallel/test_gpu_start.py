@@ -56,7 +56,10 @@ def test_a_rank_is_on_its_gpu_before_it_loads(calls: list[Any], monkeypatch: pyt
 
 def test_each_rank_of_a_machine_has_the_gpu_of_its_number(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "DeviceMessages", lambda sums, device: None)
-    ranks = RankGroup.of(EngineConfig(tensor_parallel_size=3), 0, False, on_gpus=True)
+    monkeypatch.setattr(group, "vocabulary_bytes", lambda spec, dtype: 0)
+    spec: Any = None
+    config = EngineConfig(tensor_parallel_size=3)
+    ranks = RankGroup.of(config, spec, weight_bytes=0, dtype=torch.float32, device=torch.device("cuda"))
     assert calls == [("set_device", torch.device("cuda", 0)), "unique_id"]
     assert ranks.device == torch.device("cuda", 0)
     assert [ranks._device_of(number) for number in (1, 2)] == [GPU_1, torch.device("cuda", 2)]

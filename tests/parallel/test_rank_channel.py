@@ -21,9 +21,9 @@ PEER = f"""
 import sys, time
 from dflash_backend.parallel.channel import Endpoint
 endpoint = Endpoint()
-endpoint.known.keys.add(sys.argv[1].encode())
+endpoint.known_keys.add(sys.argv[1].encode())
 passes, port = endpoint.bind({HOST!r})
-print(port, endpoint.keys.public.decode(), flush=True)
+print(port, endpoint.public_key.decode(), flush=True)
 time.sleep(60)
 """
 
@@ -40,8 +40,8 @@ def ends() -> Iterator[tuple[Endpoint, Endpoint]]:
 def test_messages_come_in_order_from_a_process_whose_key_is_known(ends: tuple[Endpoint, Endpoint]) -> None:
     server, client = ends
     received, port = server.bind(HOST)
-    server.known.keys.add(client.keys.public)
-    sending, _ = client.connect(HOST, port, server.keys.public, WAIT_MS / 1000)
+    server.known_keys.add(client.public_key)
+    sending, _ = client.connect(HOST, port, server.public_key, WAIT_MS / 1000)
     for index in range(100):
         sending.send(b"%d" % index)
     for index in range(100):
@@ -52,7 +52,7 @@ def test_messages_come_in_order_from_a_process_whose_key_is_known(ends: tuple[En
 def test_a_process_whose_key_is_not_known_sends_nothing(ends: tuple[Endpoint, Endpoint]) -> None:
     server, client = ends
     received, port = server.bind(HOST)
-    sending, _ = client.connect(HOST, port, server.keys.public, WAIT_MS / 1000)
+    sending, _ = client.connect(HOST, port, server.public_key, WAIT_MS / 1000)
     sending.send(b"harm", zmq.NOBLOCK)
     assert not received.poll(QUIET_MS)
 
@@ -69,8 +69,8 @@ def test_a_process_without_keys_sends_nothing(ends: tuple[Endpoint, Endpoint]) -
 def test_a_server_with_another_key_receives_nothing(ends: tuple[Endpoint, Endpoint]) -> None:
     server, client = ends
     received, port = server.bind(HOST)
-    server.known.keys.add(client.keys.public)
-    sending, _ = client.connect(HOST, port, Endpoint().keys.public, WAIT_MS / 1000)
+    server.known_keys.add(client.public_key)
+    sending, _ = client.connect(HOST, port, Endpoint().public_key, WAIT_MS / 1000)
     sending.send(b"secret", zmq.NOBLOCK)
     assert not received.poll(QUIET_MS)
 
@@ -80,7 +80,7 @@ def test_the_end_and_the_silence_of_the_other_process_are_noticed(
     ends: tuple[Endpoint, Endpoint], number: signal.Signals
 ) -> None:
     client = ends[1]
-    command = [sys.executable, "-c", PEER, client.keys.public.decode()]
+    command = [sys.executable, "-c", PEER, client.public_key.decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as peer:
         try:
             assert peer.stdout is not None

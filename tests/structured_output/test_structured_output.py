@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from checks.core_state import check_core
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.core.admission import RequestError
@@ -58,7 +59,7 @@ def answers(settings: dict, times: int = 1, count: int = 12) -> tuple[list[list[
     outputs = []
     for _ in range(times):
         outputs = llm.generate([PROMPT + "A" * (i % 5) for i in range(count)], asked(count))
-    llm.engine.core.check_invariants()
+    check_core(llm.engine.core)
     return [output.token_ids for output in outputs], llm
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
@@ -107,7 +108,7 @@ class Outputs:
         """Run until nothing is left; each request's tokens."""
         while self.core.has_unfinished():
             self.step()
-            self.core.check_invariants()
+            check_core(self.core)
         return self.tokens
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.shapes import qwen3_8b
+from checks.core_state import check_core
 from dflash_backend.attention import FP8, BackendError, Capabilities, Requirements, select_backend
 from dflash_backend.attention.flash_attn_backend import FlashAttnBackend
 from dflash_backend.attention.selection import BACKENDS, lacking
@@ -45,7 +46,7 @@ def texts(built: BuiltEngine, **sampling: Any) -> dict[str, list[int]]:
         outputs.add(str(index), prompt, max_tokens=12, ignore_eos=True, **sampling)
         outputs.step()
     tokens = outputs.finish()
-    built.core.check_invariants()
+    check_core(built.core)
     return tokens
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.config import ConfigError, asset_path
 from dflash_backend.core.kv import KVTiers
 from dflash_backend.core.moves import DISK, HOST
@@ -22,6 +23,7 @@ from load_tests.prompts import load_prompts
 from tests.drafters.drafts import make_demo_dflash2, make_demo_dspark, make_demo_eagle3
 from tests.support.scale import SCALE, by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.support.waiting import eventually
 from tests.worker.engines import engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -96,7 +98,7 @@ def steps_of(built: BuiltEngine, prompt: list[int], sampling: dict[str, Any]) ->
     while core.has_unfinished():
         deltas += core.step().deltas
         core.finish_step()
-        core.check_invariants()
+        check_core(core)
     assert deltas[-1].stats is not None
     steps = [(delta.token_ids, delta.num_draft_tokens, delta.logprobs) for delta in deltas]
     return steps, deltas[-1].stats.num_cached_tokens, request.num_loaded_tokens
@@ -111,10 +113,14 @@ def tiers_of(built: BuiltEngine, always: bool = True) -> KVTiers:
     return tiers
 
 
+def move_all(built: BuiltEngine) -> None:
+    """Let all that is to go to tiers go there."""
+    eventually(lambda: built.core.advance_moves() and not built.core.is_moving, "the moves", 10.0)
+
+
 def lose_device(built: BuiltEngine) -> None:
     """Let all that is to go to tiers go there, and then nothing be left on the device: neither names nor numbers."""
-    built.core.advance_moves(10.0)
-    assert not built.core.is_moving
+    move_all(built)
     built.core.scheduler.kv.reset_prefix_cache()
     step = built.runner.step
     pools = step.pool.tensors if step.pool is not None else ()
@@ -154,7 +160,7 @@ def test_what_comes_back_from_a_disk_after_a_restart_is_what_left(case: dict[str
     first = engine(**settings)
     for prompt, (_, sampling) in zip(prompts(first), ASKED, strict=True):
         steps_of(first, prompt, sampling)
-    first.core.advance_moves(10.0)
+    move_all(first)
     end(first)
     again = engine(**settings)
     tiers_of(again)
@@ -198,7 +204,7 @@ def test_a_working_set_larger_than_the_device_is_found_again(tmp_path: Path) -> 
     core = llms[1].engine.core
     assert core.scheduler.kv.pool.num_evicted > core.config.num_blocks
     assert core.stats().tiers[HOST].num_hit_tokens > 0
-    core.check_invariants()
+    check_core(core)
 
 
 def test_a_salted_prefix_stays_salted_in_every_tier(tmp_path: Path) -> None:

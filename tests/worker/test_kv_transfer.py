@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.config import ConfigError
 from dflash_backend.core.moves import DEVICE, REMOTE, Kept, Move, Moved, Peer, Record
 from dflash_backend.engine.build import BuiltEngine
@@ -557,7 +558,7 @@ def answer(built: BuiltEngine, prompt: list[int], **sampling: Any) -> tuple[list
     while core.has_unfinished():
         deltas += core.step().deltas
         core.finish_step()
-        core.check_invariants()
+        check_core(core)
     return [(delta.token_ids, delta.num_draft_tokens, delta.logprobs) for delta in deltas], deltas[-1]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from checks.core_state import check_core
 from checks.lossless import pool_of
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.graphs import capture_shapes
@@ -119,7 +120,7 @@ def play(built: BuiltEngine, requests: list[Request]) -> Outputs:
         if step > 5 and not built.core.has_unfinished():
             break
         outputs.step()
-        built.core.check_invariants()
+        check_core(built.core)
     return outputs
 
 

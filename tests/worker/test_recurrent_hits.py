@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from checks.core_state import check_core
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.recurrent_state import StatePool
 from tests.models.test_family_engines import expected as expected_tokens
@@ -133,7 +134,7 @@ def test_prompts_side_by_side_with_few_copies_and_blocks_give_their_texts(
         assert found == wanted
         num_hit += hits
     assert num_hit > 0 or num_copies < 16
-    built.core.check_invariants()
+    check_core(built.core)
 
 
 @pytest.mark.parametrize("steps", RUNNERS[:2])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.core.plan import NewRequest, StepFailed
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.state import RequestRecord, RequestStates
@@ -28,7 +29,7 @@ def _finish(outputs: Outputs) -> dict[str, str]:
     """Run to the end; what ended with an error, and why."""
     while outputs.core.has_unfinished():
         outputs.step()
-        outputs.core.check_invariants()
+        check_core(outputs.core)
     return {rejected.request_id: rejected.message for rejected in outputs.failed}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checks.core_state import check_core
 from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.kv_cache import bytes_per_block
@@ -80,7 +81,7 @@ def generate(built: BuiltEngine, asked: list[list[int]], stagger: int = 8) -> li
         for _ in range(stagger):
             outputs.step()
     found = outputs.finish()
-    built.core.check_invariants()
+    check_core(built.core)
     return [found[str(index)] for index in range(len(asked))]
 
 

@@ -8,8 +8,7 @@ prefix cache is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockLists:
@@ -44,22 +43,6 @@ class BlockLists:
         """The block that has been in list `number` for longest, which must not be empty."""
         return self._next[self._num_blocks + number]
 
-    def walk(self, number: int) -> Iterator[int]:
-        """The blocks of list `number` from first to last."""
-        end = self._num_blocks + number
-        block_id = self._next[end]
-        while block_id != end:
-            yield block_id
-            block_id = self._next[block_id]
-
-
-class Evictions(Protocol):
-    """What is told of blocks that leave the prefix cache."""
-
-    def removed(self, block_hash: bytes) -> None:
-        """A block with this hash can no longer be found."""
-        ...
-
 
 # The two lists of evictable blocks, by whether a request has reused them since they were cached.
 PROBATIONARY, PROTECTED = 0, 1
@@ -84,10 +67,10 @@ class BlockPool:
     `MAX_PROTECTED_SHARE` of the pool, the longest free first, and when they outlive `PROTECTED_LIFE_IN_POOLS`.
     """
 
-    def __init__(self, num_blocks: int, events: Evictions | None = None) -> None:
-        """events: is told of evicted blocks."""
+    def __init__(self, num_blocks: int, removed: Callable[[bytes], None] | None = None) -> None:
+        """removed: is told of blocks that leave the prefix cache, by their hashes."""
         self.num_blocks = num_blocks
-        self._events = events
+        self._removed = removed
         self._ref_counts = array("q", bytes(8 * num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -95,10 +78,9 @@ class BlockPool:
         self._next_block = array("q", [-1]) * num_blocks
         self._unused = array("q", range(num_blocks - 1, -1, -1))
         self._evictable = BlockLists(num_blocks, num_lists=2)
-        self._num_probationary = 0
-        self._num_protected = 0
+        self._num_evictable = [0, 0]  # in each of the two lists
         self._max_protected = int(num_blocks * MAX_PROTECTED_SHARE)
-        self._reused = bytearray(num_blocks)  # 1 for a cached block that another request has used
+        self._reused = bytearray(num_blocks)  # `PROTECTED` for a cached block that another request has used
         self.num_evicted = 0
         self._num_published = 0
         self._protected_since = array(
@@ -108,7 +90,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give out, the evictable ones included."""
-        return len(self._unused) + self._num_probationary + self._num_protected
+        return len(self._unused) + sum(self._num_evictable)
 
     @property
     def usage(self) -> float:
@@ -193,10 +175,8 @@ class BlockPool:
             if count == 1:
                 if self._hashes[block_id] is None:
                     self._unused.append(block_id)
-                elif self._reused[block_id]:
-                    self._add_protected(block_id)
                 else:
-                    self._add_probationary(block_id)
+                    self._link(block_id)
 
     def publish(self, block_id: int, block_hash: bytes, before: int | None = None) -> bool:
         """Put a held block into the prefix cache; whether it went in. `before` is the block before it in its request.
@@ -224,70 +204,36 @@ class BlockPool:
                 self._unused.append(block_id)
             self._reused[block_id] = 0
             self.num_evicted += 1
-            if self._events is not None:
-                self._events.removed(block_hash)
+            if self._removed is not None:
+                self._removed(block_hash)
         self._cached.clear()
 
-    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless counts and lists agree with the block tables of all live requests.
-
-        With no tables this is invariant RETURN: every block free, every reference count zero. For tests: O(blocks).
-        """
-        held = [0] * self.num_blocks
-        for table in block_tables:
-            assert len(set(table)) == len(table), f"a block table names a block twice: {table}"
-            for block_id in table:
-                held[block_id] += 1
-        assert held == self._ref_counts.tolist(), "reference counts differ from the block tables"
-        probationary, protected = list(self._evictable.walk(PROBATIONARY)), list(self._evictable.walk(PROTECTED))
-        assert (len(probationary), len(protected)) == (self._num_probationary, self._num_protected), (
-            "an eviction list and its count differ"
-        )
-        assert len(protected) <= self._max_protected, "too many free blocks are protected"
-        free = {*self._unused, *probationary, *protected}
-        assert len(free) == self.num_free, "a block is in the free lists twice"
-        assert free == {block_id for block_id, count in enumerate(held) if count == 0}, "free lists and counts differ"
-        cached = {block_id: block_hash for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert {block_id: block_hash for block_hash, block_id in self._cached.items()} == cached, (
-            "the cache map is torn"
-        )
-        assert cached.keys() >= {*probationary, *protected}, "an evictable block is not cached"
-        assert cached.keys().isdisjoint(self._unused), "an unused block is cached"
-        assert all(self._reused[block_id] for block_id in protected), "a block is protected that no request reused"
-        assert not any(self._reused[block_id] for block_id in probationary), (
-            "a block is probationary that a request reused"
-        )
-
-    def _add_probationary(self, block_id: int) -> None:
-        self._evictable.append(PROBATIONARY, block_id)
-        self._num_probationary += 1
-
-    def _add_protected(self, block_id: int) -> None:
-        self._evictable.append(PROTECTED, block_id)
-        self._num_protected += 1
-        self._protected_since[block_id] = self.num_evicted
-        if self._num_protected > self._max_protected:
-            self._demote()
+    def _link(self, block_id: int) -> None:
+        """Put a free cached block into its list."""
+        number = self._reused[block_id]
+        self._evictable.append(number, block_id)
+        self._num_evictable[number] += 1
+        if number == PROTECTED:
+            self._protected_since[block_id] = self.num_evicted
+            if self._num_evictable[PROTECTED] > self._max_protected:
+                self._demote()
 
     def _demote(self) -> None:
         """Make the protected block that has been free for longest probationary."""
         block_id = self._evictable.first(PROTECTED)
         self._unlink(block_id)
-        self._reused[block_id] = 0
-        self._add_probationary(block_id)
+        self._reused[block_id] = PROBATIONARY
+        self._link(block_id)
 
     def _unlink(self, block_id: int) -> None:
         self._evictable.remove(block_id)
-        if self._reused[block_id]:
-            self._num_protected -= 1
-        else:
-            self._num_probationary -= 1
+        self._num_evictable[self._reused[block_id]] -= 1
 
     def _evict(self) -> int:
         """Take the least valuable free block out of the prefix cache."""
-        if self._num_protected:
+        if self._num_evictable[PROTECTED]:
             age = self.num_evicted - self._protected_since[self._evictable.first(PROTECTED)]
-            if not self._num_probationary or age > PROTECTED_LIFE_IN_POOLS * self.num_blocks:
+            if not self._num_evictable[PROBATIONARY] or age > PROTECTED_LIFE_IN_POOLS * self.num_blocks:
                 self._demote()
         block_id = self._evictable.first(PROBATIONARY)
         self._unlink(block_id)
@@ -296,6 +242,6 @@ class BlockPool:
         del self._cached[block_hash]
         self._hashes[block_id] = None
         self.num_evicted += 1
-        if self._events is not None:
-            self._events.removed(block_hash)
+        if self._removed is not None:
+            self._removed(block_hash)
         return block_id

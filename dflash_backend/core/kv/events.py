@@ -13,7 +13,6 @@ class KVEventLog:
     def __init__(self, with_tokens: bool = False) -> None:
         self.with_tokens = with_tokens
         self._events: list[KVEvent] = []
-        self._removed: list[bytes] | None = None
 
     def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
         """A block was published. parent: the hash of the block before it in its text, None for the first. token_ids:
@@ -25,14 +24,10 @@ class KVEventLog:
             last.token_ids.extend(own)
         else:
             self._events.append(BlocksStored([block_hash], parent, own))
-        self._removed = None
 
     def removed(self, block_hash: bytes) -> None:
         """A block was evicted."""
-        if self._removed is None:
-            self._removed = []
-            self._events.append(BlocksRemoved(self._removed))
-        self._removed.append(block_hash)
+        self.moved(block_hash, DEVICE_MEDIUM, stored=False)
 
     def moved(self, block_hash: bytes, medium: str, stored: bool) -> None:
         """A block came to a tier, or left it; medium: what events call the tier."""
@@ -42,9 +37,8 @@ class KVEventLog:
             last.block_hashes.append(block_hash)
         else:
             self._events.append(kind([block_hash], medium=medium))
-        self._removed = None
 
     def take(self) -> list[KVEvent]:
         """The events since the last call."""
-        events, self._events, self._removed = self._events, [], None
+        events, self._events = self._events, []
         return events

@@ -14,18 +14,18 @@ have a pool and block ids of their own, and a request a second block table, para
 A block that was published stays in the prefix cache when it is given back. A hit needs, of these blocks, only those
 that the first query after it sees.
 
-A target with recurrent layers keeps one state of a request for all positions. So a hit needs a copy of the state at its
-end (`state_snapshots.py`).
+A target with recurrent layers keeps one state of a request for all positions, so cached K and V are of no use without
+the state after them: a hit needs a copy of it at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.events import KVEventLog
-from dflash_backend.core.kv.state_snapshots import StateSnapshots
+from dflash_backend.core.kv.record_slots import RecordSlots
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import WindowGroup
@@ -110,21 +110,17 @@ class KVGroup:
     def let_go(self, load_id: int) -> None:
         """Give up what a load holds; what was loaded can still be found."""
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless the group and these requests, all that hold blocks, agree. For tests."""
 
+@dataclass(frozen=True)
+class Outlet:
+    """Who takes what leaves the device's cache, of one group (`tiers.py`).
 
-class Outlet(Protocol):
-    """Who takes what leaves the device's cache, of one group (`tiers.py`)."""
+    released: a record that can be found is not held by a request that held it; it may leave soon; and whether another
+    request has found it. removed: a record can no longer be found.
+    """
 
-    def released(self, block_hash: bytes, reused: bool) -> None:
-        """A record that can be found is not held by a request that held it; it may leave soon. reused: whether another
-        request has found it."""
-        ...
-
-    def removed(self, block_hash: bytes) -> None:
-        """A record can no longer be found."""
-        ...
+    released: Callable[[bytes, bool], None]
+    removed: Callable[[bytes], None]
 
 
 class BlockGroup(KVGroup):
@@ -190,11 +186,6 @@ class BlockGroup(KVGroup):
         pool, block_ids = self.pool, self._uncomputed(request)
         return frozenset(each for each in block_ids if pool.ref_count(each) == 1 and not pool.is_cached(each))
 
-    def check(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            own = set(self._uncomputed(request))
-            assert own == self.writable(request), f"OWN: {request.request_id} would write a block not its own"
-
 
 class FullBlocks(BlockGroup):
     """Blocks of all positions: those of the target's other layers and of the drafter's (TOGETHER). K and V of a
@@ -205,7 +196,8 @@ class FullBlocks(BlockGroup):
     ) -> None:
         """events: is told of blocks that enter and leave the prefix cache; of those that leave by `outlet`, where there
         is one."""
-        super().__init__(BlockPool(num_blocks, outlet or events), block_size, outlet)
+        told = outlet or events
+        super().__init__(BlockPool(num_blocks, None if told is None else told.removed), block_size, outlet)
         self._events = events
 
     def _table(self, request: Request) -> list[int]:
@@ -247,16 +239,13 @@ class FullBlocks(BlockGroup):
         self._give_back(request.block_ids)
         request.block_ids = []
 
-    def check(self, requests: Sequence[Request]) -> None:
-        self.pool.check([*(request.block_ids for request in requests), *self.held.values()])
-        super().check(requests)
-
 
 class WindowBlocks(BlockGroup):
     """Blocks of the target's layers with a window. OWN, PUBLISH and RETURN hold for them too."""
 
     def __init__(self, group: WindowGroup, outlet: Outlet | None = None) -> None:
-        super().__init__(BlockPool(group.num_blocks, outlet), group.block_size, outlet)
+        removed = None if outlet is None else outlet.removed
+        super().__init__(BlockPool(group.num_blocks, removed), group.block_size, outlet)
         self._group = group
         # Blocks that requests in prefill hold at most until they decode, by id: what admission leaves free for them.
         self._promised: dict[str, tuple[Request, int]] = {}
@@ -275,25 +264,22 @@ class WindowBlocks(BlockGroup):
                 end, index = index, index - 1
         return end
 
-    def find_hit(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def own_hit(self, request: Request, num_blocks: int) -> list[int]:
         """The blocks that the first query after a hit of `num_blocks` blocks sees, in order; all are cached."""
         first = self._group.first_visible_after(num_blocks)
+        hashes = request.block_hashes.first(num_blocks, request.token_ids)
         return self.pool.find_chain(hashes[first:num_blocks], num_blocks - first)
-
-    def _own_hit(self, request: Request, num_blocks: int) -> list[int]:
-        hashes = request.block_hashes.first(num_blocks, request.token_ids) if num_blocks else ()
-        return self.find_hit(hashes, num_blocks)
 
     def fits(self, request: Request, num_blocks: int, hit: Sequence[int], num_promised: int) -> bool:
         # Others were promised blocks here as well, each as many as it can hold at a time.
-        own = self._own_hit(request, len(hit))
+        own = self.own_hit(request, len(hit))
         from_free = sum(1 for block_id in own if self.pool.ref_count(block_id) == 0)
         promised = sum(max(0, most - self._num_held(each)) for each, most in self._promised.values())
         needed = min(num_blocks - (len(hit) - len(own)), self._group.most_blocks) - len(own)
         return needed <= self.pool.num_free - from_free - promised
 
     def start(self, request: Request, hit: Sequence[int]) -> None:
-        own = self._own_hit(request, len(hit))
+        own = self.own_hit(request, len(hit))
         self.pool.touch(own, reused=not request.is_resumed)
         request.num_window_freed = len(hit) - len(own)
         request.window_block_ids = [0] * request.num_window_freed + own
@@ -333,32 +319,24 @@ class WindowBlocks(BlockGroup):
         request.num_window_freed = 0
         self._promised.pop(request.request_id, None)
 
-    def check(self, requests: Sequence[Request]) -> None:
-        tables = [request.window_block_ids[request.num_window_freed :] for request in requests]
-        self.pool.check([*tables, *self.held.values()])
-        assert self._promised.keys() <= {request.request_id for request in requests}, (
-            "a promise to a request that is gone"
-        )
-        for request in requests:
-            assert len(request.window_block_ids) == len(request.block_ids), "the block tables are not parallel"
-            assert request.num_window_freed <= self._group.first_visible(request.num_computed), (
-                "a visible block is gone"
-            )
-        super().check(requests)
-
     @staticmethod
     def _num_held(request: Request) -> int:
         return len(request.window_block_ids) - request.num_window_freed
 
 
 class RecurrentStates(KVGroup):
-    """Copies of recurrent states, from which hits start."""
+    """Copies of recurrent states at block borders of prompts, from which hits start.
+
+    The worker has `num_slots` slots for them beside those of requests. Nothing is held: who starts with a copy has it
+    copied before the step's rows run, and a slot that is given away is written after that. A load from a tier does not
+    wait for that step, and gets none that it reads.
+    """
 
     def __init__(self, num_slots: int, block_size: int, outlet: Outlet | None = None) -> None:
         """outlet: None without tiers."""
         self._block_size = block_size
         self._outlet = outlet
-        self.snapshots = StateSnapshots(num_slots, None if outlet is None else outlet.removed)
+        self.snapshots = RecordSlots(num_slots)
         # What loads have reserved, by their numbers.
         self.held: dict[int, list[bytes]] = {}
         # With tiers, the copies that requests of the step that is planned start from.
@@ -369,7 +347,8 @@ class RecurrentStates(KVGroup):
         return self.snapshots.version
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        return self.snapshots.longest(hashes, num_blocks)
+        copies = (count for count in range(num_blocks, 0, -1) if self.snapshots.slot(hashes[count - 1]) is not None)
+        return next(copies, 0)
 
     def start(self, request: Request, hit: Sequence[int]) -> None:
         """Choose where the request's recurrent state comes from, and where it is copied: after the last block before
@@ -379,7 +358,8 @@ class RecurrentStates(KVGroup):
         request.snapshot_slot = None
         if hit:
             block_hash = self._hash(request, len(hit))
-            request.snapshot_slot = self.snapshots.use(block_hash)
+            self.snapshots.touch(block_hash, reused=True)
+            request.snapshot_slot = self.snapshots.slot(block_hash)
             if self._outlet is not None:
                 self._starting.add(block_hash)
         request.snapshot_borders = ()
@@ -393,8 +373,8 @@ class RecurrentStates(KVGroup):
             return None
         block_hash = self._hash(request, end // self._block_size)
         if (end, block_hash) in request.pending_snapshots:  # the step that was to write it did not run
-            return self.snapshots.slot_of_pending(block_hash)
-        slot = self.snapshots.reserve(block_hash)
+            return self.snapshots.reserved(block_hash)
+        slot = self._reserve(block_hash)
         if slot is not None:
             request.pending_snapshots.append((end, block_hash))
         return slot
@@ -403,9 +383,9 @@ class RecurrentStates(KVGroup):
         """Let the copies be found that the steps so far have written."""
         while request.pending_snapshots and request.pending_snapshots[0][0] <= request.num_computed:
             block_hash = request.pending_snapshots.pop(0)[1]
-            self.snapshots.publish(block_hash)
+            self.snapshots.settle(block_hash, is_there=True)
             if self._outlet is not None:
-                self._outlet.released(block_hash, reused=False)
+                self._outlet.released(block_hash, False)
 
     def needed(self, num_blocks: int) -> range:
         return range(max(0, num_blocks - 1), num_blocks)
@@ -421,7 +401,7 @@ class RecurrentStates(KVGroup):
         for block_hash in hashes:
             if (slot := self.snapshots.slot(block_hash)) is not None:
                 slots.append((slot, False))
-            elif (slot := self.snapshots.reserve(block_hash, self._starting)) is not None:
+            elif (slot := self._reserve(block_hash, self._starting)) is not None:
                 reserved.append(block_hash)
                 slots.append((slot, True))
             else:
@@ -434,23 +414,33 @@ class RecurrentStates(KVGroup):
 
     def loaded(self, load_id: int, request: Request, index: int, block_hash: bytes, slot: int) -> None:
         self.held[load_id].remove(block_hash)
-        self.snapshots.publish(block_hash)
+        self.snapshots.settle(block_hash, is_there=True)
 
     def let_go(self, load_id: int) -> None:
         for block_hash in self.held.pop(load_id, ()):
-            self.snapshots.drop(block_hash)
+            self.snapshots.settle(block_hash, is_there=False)
 
     def release(self, request: Request) -> None:
+        # A step in flight may still write them, before any other's.
         for _, block_hash in request.pending_snapshots:
-            self.snapshots.drop(block_hash)
+            self.snapshots.settle(block_hash, is_there=False)
         request.pending_snapshots.clear()
 
     def reset_prefix_cache(self) -> None:
-        self.snapshots.clear()
+        self._tell_removed(self.snapshots.clear())
 
-    def check(self, requests: Sequence[Request]) -> None:
-        pending = [each for request in requests for _, each in request.pending_snapshots]
-        self.snapshots.check([*pending, *(each for held in self.held.values() for each in held)])
+    def _reserve(self, block_hash: bytes, but: Collection[bytes] = ()) -> int | None:
+        """A slot for a copy, as of `RecordSlots.reserve`."""
+        if (found := self.snapshots.reserve(block_hash, but)) is None:
+            return None
+        slot, given_away = found
+        self._tell_removed([] if given_away is None else [given_away])
+        return slot
+
+    def _tell_removed(self, hashes: Sequence[bytes]) -> None:
+        if self._outlet is not None:
+            for block_hash in hashes:
+                self._outlet.removed(block_hash)
 
     def _hash(self, request: Request, num_blocks: int) -> bytes:
         """The hash of the last of the request's first blocks."""

@@ -187,11 +187,3 @@ class KVManager:
     def writable_blocks(self, request: Request) -> list[frozenset[int]]:
         """The blocks that a step may write for the request (invariant OWN), for each group that has blocks."""
         return [blocks for group in self.groups if (blocks := group.writable(request)) is not None]
-
-    def check(self, running: Iterable[Request]) -> None:
-        """Raise AssertionError unless the pools and these requests, all that hold blocks, agree. For tests."""
-        requests = list(running)
-        for group in self.groups:
-            group.check(requests)
-        if self.tiers is not None:
-            self.tiers.check()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from dflash_backend.core.kv.events import KVEventLog
 from dflash_backend.core.kv.groups import KVGroup, Outlet
-from dflash_backend.core.kv.tier import KVTier, StoredTier
-from dflash_backend.core.kv.transfer import KeptForOthers, RemoteTier
+from dflash_backend.core.kv.record_slots import RecordSlots
+from dflash_backend.core.kv.tier import KVTier
+from dflash_backend.core.kv.transfer import KeptForOthers, OfferedRecords, RemoteTier
 from dflash_backend.core.moves import DEVICE, MEDIUMS, REMOTE, KVMover, Move, Moved, Peer, Record
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
@@ -54,21 +56,6 @@ class KVLoad:
     given_up: bool = False
 
 
-class _Outlet:
-    """As `groups.Outlet`, of one group. events: is told of blocks that leave the device, too."""
-
-    def __init__(self, tiers: KVTiers, group: int, events: KVEventLog | None) -> None:
-        self._tiers, self._group, self._events = tiers, group, events
-
-    def released(self, block_hash: bytes, reused: bool) -> None:
-        self._tiers.released(self._group, block_hash, reused)
-
-    def removed(self, block_hash: bytes) -> None:
-        self._tiers.removed(self._group, block_hash)
-        if self._events is not None:
-            self._events.removed(block_hash)
-
-
 class KVTiers:
     """All tiers below the device, the nearest first. Each takes its records from the one before it."""
 
@@ -81,7 +68,7 @@ class KVTiers:
         self.groups: list[KVGroup] = []
         """The groups of layers, by their numbers in records; whoever makes this adds them."""
         self._num_outlets = 0
-        self.tiers: list[KVTier] = [StoredTier(each) for each in config.tiers]
+        self.tiers: list[KVTier] = [KVTier.of(each) for each in config.tiers]
         self.stats = {each.name: TierStats() for each in config.tiers}
         transfer = config.transfer
         self.remote: RemoteTier | None = None
@@ -97,7 +84,7 @@ class KVTiers:
         # What is to go to each tier, in order, and how much may wait for that: what is above it can have.
         self._outbox: list[dict[tuple[int, bytes], None]] = [{} for _ in self.tiers]
         on_device = config.num_blocks + config.num_window_blocks + (config.num_state_snapshots or 0)
-        self._most_waiting = [on_device, *(tier.most_records for tier in self.tiers)]
+        self._most_waiting = [on_device, *(sum(tier.num_slots) for tier in config.tiers)]
         self._moves: dict[int, Move] = {}
         self._num_out = [0] * len(self.tiers)  # moves under way to each tier
         self._num_moves = 0
@@ -116,8 +103,10 @@ class KVTiers:
 
     def outlet(self) -> Outlet:
         """That of the next group."""
-        self._num_outlets += 1
-        return _Outlet(self, self._num_outlets - 1, self._events if self._num_outlets == 1 else None)
+        group, self._num_outlets = self._num_outlets, self._num_outlets + 1
+        if self.remote is not None:
+            self.remote.groups.append(OfferedRecords())
+        return Outlet(partial(self.released, group), partial(self.removed, group))
 
     @property
     def is_idle(self) -> bool:
@@ -171,7 +160,7 @@ class KVTiers:
     def _restore(self, tier: KVTier) -> None:
         """Take in what a tier brought from before the start."""
         for group, block_hash in self._mover.kept(tier.name):
-            found = tier.reserve(group, block_hash)
+            found = tier.groups[group].reserve(block_hash) if group < len(tier.groups) else None
             if found is None:
                 self._mover.remove(tier.name, group, block_hash)
                 continue
@@ -192,10 +181,10 @@ class KVTiers:
         """A record on the device is not held any more by a request: it goes to the first tier that does not have it,
         and from there on. In a tier that has it it stays the longer."""
         for number, tier in enumerate(self.tiers):
-            if tier.slot(group, block_hash) is None:
+            if tier.groups[group].slot(block_hash) is None:
                 self._put_out(number, (group, block_hash))
                 return
-            tier.touch(group, block_hash, reused)
+            tier.groups[group].touch(block_hash, reused)
 
     def removed(self, group: int, block_hash: bytes) -> None:
         """A record left the device. What a copy of it has is not to be relied on: its slot may be written already."""
@@ -203,14 +192,16 @@ class KVTiers:
             self._void.add((group, block_hash))
         if self.kept is not None:
             self.kept.removed(group, block_hash)
+        if self._events is not None and group == 0:
+            self._events.removed(block_hash)
 
     def _put_out(self, number: int, key: tuple[int, bytes]) -> None:
-        outbox = self._outbox[number]
-        if key in outbox or self.tiers[number].is_reserved(*key):
+        outbox, (group, block_hash) = self._outbox[number], key
+        if key in outbox or self.tiers[number].groups[group].reserved(block_hash) is not None:
             return
         outbox[key] = None
         if number:
-            self.tiers[number - 1].pin(*key)  # until it is in the tier below
+            self.tiers[number - 1].groups[group].pin(block_hash)  # until it is in the tier below
         if len(outbox) > self._most_waiting[number]:
             self._drop(number, next(iter(outbox)))
             self.stats[self.tiers[number].name].num_lost += 1
@@ -219,31 +210,32 @@ class KVTiers:
         """A record does not go to a tier."""
         del self._outbox[number][key]
         if number:
-            self.tiers[number - 1].unpin(*key)
+            self.tiers[number - 1].groups[key[0]].unpin(key[1])
 
     def _send(self, number: int) -> bool:
         """Begin a move to a tier; False where nothing is left of what was to go there, or there is no space until what
         the tier has is in the tier below it."""
-        tier, outbox, above = self.tiers[number], self._outbox[number], self.tiers[number - 1] if number else None
+        tier, outbox = self.tiers[number], self._outbox[number]
+        above: Sequence[KVGroup | RecordSlots] = self.tiers[number - 1].groups if number else self.groups
         records: list[Record] = []
         while outbox and len(records) < RECORDS_PER_MOVE:
             key = group, block_hash = next(iter(outbox))
-            source = self.groups[group].slot(block_hash) if above is None else above.slot(group, block_hash)
-            if source is None or tier.slot(group, block_hash) is not None or tier.is_reserved(group, block_hash):
+            source, slots = above[group].slot(block_hash), tier.groups[group]
+            if source is None or slots.slot(block_hash) is not None or slots.reserved(block_hash) is not None:
                 self.stats[tier.name].num_lost += source is None
                 self._drop(number, key)
                 continue
-            if (found := tier.reserve(group, block_hash)) is None:
+            if (found := slots.reserve(block_hash)) is None:
                 break
             del outbox[key]
             if found[1] is not None:
                 self._report(tier, group, found[1], stored=False)
-            if above is None:
+            if number == 0:
                 self._leaving.add(key)
             records.append(Record(group, block_hash, source, *found))
         if records:
             self._num_out[number] += 1
-            self._submit(DEVICE if above is None else above.name, tier.name, records)
+            self._submit(self.tiers[number - 1].name if number else DEVICE, tier.name, records)
         return bool(records)
 
     def _take_stored(self, move: Move, moved: Moved) -> None:
@@ -257,15 +249,17 @@ class KVTiers:
                 arrived = arrived and key not in self._void
                 self._void.discard(key)
             else:
-                self.tiers[number - 1].unpin(*key)
+                self.tiers[number - 1].groups[record.group].unpin(record.block_hash)
             self._settle(tier, *key, is_there=arrived)
             if not arrived:
                 self.stats[tier.name].num_lost += 1
-            elif number + 1 < len(self.tiers) and self.tiers[number + 1].slot(*key) is None:
+            elif number + 1 < len(self.tiers) and (
+                self.tiers[number + 1].groups[record.group].slot(record.block_hash) is None
+            ):
                 self._put_out(number + 1, key)
 
     def _settle(self, tier: KVTier, group: int, block_hash: bytes, is_there: bool) -> None:
-        tier.settle(group, block_hash, is_there)
+        tier.groups[group].settle(block_hash, is_there)
         if is_there:
             self._report(tier, group, block_hash, stored=True)
 
@@ -283,15 +277,8 @@ class KVTiers:
         """
         if request.has_loaded or request.wants_prompt_logprobs:
             return False
-        if self.remote is None or not self.remote.offer(request, self.groups):
-            return self._begin(request, hit, seconds_per_token, wait_s)
-        try:
-            return self._begin(request, hit, seconds_per_token, wait_s)
-        finally:
-            self.remote.withdraw()
-
-    def _begin(self, request: Request, hit: Sequence[int], seconds_per_token: float, wait_s: float) -> bool:
-        """As `begin`, with what others keep for the request."""
+        if self.remote is not None:
+            self.remote.offer(request, self.groups)
         num_blocks = (request.prefill_end - 1) // self._block_size
         hashes = request.block_hashes.first(num_blocks, request.token_ids)
         end = self._reach(hashes, num_blocks, len(hit))
@@ -335,7 +322,7 @@ class KVTiers:
         """Where a record can be found, the nearest slot."""
         if self.groups[group].slot(block_hash) is not None:
             return DEVICE
-        return next((tier.name for tier in self._sources if tier.slot(group, block_hash) is not None), None)
+        return next((tier.name for tier in self._sources if tier.groups[group].slot(block_hash) is not None), None)
 
     def _wanted(self, load: KVLoad, hashes: Sequence[bytes]) -> dict[tuple[int, bytes], str]:
         """The records to load, and the tier of each. Notes where blocks come from."""
@@ -381,14 +368,13 @@ class KVTiers:
                 return False
             for block_hash, (slot, is_new) in zip(needed, slots, strict=True):
                 if is_new:
-                    tier = next(each for each in self._sources if each.slot(number, block_hash) is not None)
-                    source = tier.slot(number, block_hash)
-                    assert source is not None
+                    found = ((tier, tier.groups[number].slot(block_hash)) for tier in self._sources)
+                    tier, source = next((tier, source) for tier, source in found if source is not None)
                     records.setdefault(tier.name, []).append(Record(number, block_hash, source, slot))
         self._loads[load.request] = load
         for name, of_tier in records.items():
             for record in of_tier:
-                tiers[name].pin(record.group, record.block_hash)
+                tiers[name].groups[record.group].pin(record.block_hash)
             peer = None
             if name == REMOTE and self.remote is not None:
                 peer = self.remote.peer(load.request)
@@ -405,14 +391,14 @@ class KVTiers:
         hashes = load.request.block_hashes.first(load.end, load.request.token_ids)
         index_of = {block_hash: index for index, block_hash in enumerate(hashes[: load.end])}
         for number, (record, arrived) in enumerate(zip(move.records, moved.arrived, strict=True)):
-            key = record.group, record.block_hash
-            tier.unpin(*key)
+            slots = tier.groups[record.group]
+            slots.unpin(record.block_hash)
             if arrived:
-                tier.touch(*key, reused=True)
+                slots.touch(record.block_hash, reused=True)
                 load.arrived.append((record.group, index_of[record.block_hash], record.block_hash, record.target))
             elif number in moved.missing and tier is not self.remote:
-                tier.remove(*key)
-                self._report(tier, *key, stored=False)
+                slots.remove(record.block_hash)
+                self._report(tier, record.group, record.block_hash, stored=False)
         if load.under_way:
             return
         for group, index, block_hash, slot in sorted(load.arrived):
@@ -516,23 +502,3 @@ class KVTiers:
             now = moved.seconds / moved.num_bytes
             before = self._seconds_per_byte.get(move.source, now)
             self._seconds_per_byte[move.source] = RATE_KEPT * before + (1 - RATE_KEPT) * now
-
-    def check(self) -> None:
-        """Raise AssertionError when slots or pins are lost. For tests."""
-        pins = sum(tier.check() for tier in self.tiers)
-        reading = sum(len(move.records) for move in self._moves.values() if move.source not in (DEVICE, REMOTE))
-        assert pins == reading + sum(map(len, self._outbox[1:])), "a record is pinned that nothing reads"
-        leaving = [
-            (record.group, record.block_hash)
-            for move in self._moves.values()
-            if move.source == DEVICE
-            for record in move.records
-        ]
-        assert sorted(leaving) == sorted(self._leaving), "copies from the device are miscounted"
-        assert self._void <= self._leaving
-        loads = {load.load_id for load in (*self._loads.values(), *self._load_of.values())}
-        if self.kept is not None:
-            loads |= self.kept.hold_ids
-        assert loads == {load_id for group in self.groups for load_id in getattr(group, "held", {})}, (
-            "blocks are held for no load"
-        )

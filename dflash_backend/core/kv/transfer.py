@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dflash_backend.core.kv.groups import KVGroup
+from dflash_backend.core.kv.record_slots import RecordSlots
 from dflash_backend.core.kv.tier import KVTier
 from dflash_backend.core.moves import REMOTE, Kept, KVSender, Peer, Record
 from dflash_backend.core.request import Request
@@ -16,14 +16,6 @@ from dflash_backend.messages import KVTransferParams, TransferStats
 
 # Ids of blocks that a client is told: they are for people to read, and a request has to bring them back.
 MAX_BLOCK_IDS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """What is kept, until when (clock, s)."""
-
-    kept: Kept
-    until_s: float
 
 
 class KeptForOthers:
@@ -41,7 +33,8 @@ class KeptForOthers:
         """timeout_s: how long it is kept at most."""
         self._sender, self._groups = sender, groups
         self._block_size, self._timeout_s, self._clock = block_size, timeout_s, clock
-        self._keeping: dict[int, _Keeping] = {}
+        # What is kept, and until when (clock, s), by its number: the oldest first.
+        self._keeping: dict[int, tuple[Kept, float]] = {}
         self._num_kept = 0
         # Of steps that have not drafted yet.
         self._new: list[int] = []
@@ -57,11 +50,6 @@ class KeptForOthers:
     def has_new(self) -> bool:
         """Whether something is kept that cannot be read before the next `advance`."""
         return bool(self._new)
-
-    @property
-    def hold_ids(self) -> set[int]:
-        """Under which the groups hold its blocks: below those of loads."""
-        return {-number for number in self._keeping}
 
     def keep(self, request: Request) -> KVTransferParams | None:
         """Keep the KV of a request's prompt, which has just ended, before its blocks are given back: as many blocks as
@@ -81,7 +69,7 @@ class KeptForOthers:
                 Record(group_number, block_hash, slot, 0) for block_hash, (slot, _) in zip(needed, slots, strict=True)
             ]
         kept = Kept(number, hashes[end - 1], tuple(records))
-        self._keeping[number] = _Keeping(kept, self._clock() + self._timeout_s)
+        self._keeping[number] = kept, self._clock() + self._timeout_s
         for record in records:
             self._numbers.setdefault((record.group, record.block_hash), []).append(number)
         self._sender.keep(kept)
@@ -122,9 +110,8 @@ class KeptForOthers:
                 self.stats.num_expired += 1
         self._broken.clear()
         now = self._clock()
-        while self._keeping and (oldest := next(iter(self._keeping.values()))).until_s <= now:
-            self._withdraw(oldest.kept.number)
-            self.stats.num_expired += 1
+        while self._keeping and next(iter(self._keeping.values()))[1] <= now:
+            self._withdraw(next(iter(self._keeping)))
         for number in self._new:
             if number in self._keeping:
                 self._sender.ready(number)
@@ -141,15 +128,15 @@ class KeptForOthers:
         if not self._keeping:
             return False
         self._withdraw(next(iter(self._keeping)))
-        self.stats.num_expired += 1
         return True
 
     def _withdraw(self, number: int) -> None:
         self._sender.withdraw(number)
         self._let_go(number)
+        self.stats.num_expired += 1
 
     def _let_go(self, number: int) -> None:
-        for record in self._keeping.pop(number).kept.records:
+        for record in self._keeping.pop(number)[0].records:
             numbers = self._numbers[record.group, record.block_hash]
             numbers.remove(number)
             if not numbers:
@@ -158,16 +145,28 @@ class KeptForOthers:
             group.let_go(-number)
 
 
+class OfferedRecords(RecordSlots):
+    """Those of one group that another server keeps for the request at hand. They take no slot here."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.offered: frozenset[bytes] = frozenset()
+
+    def slot(self, block_hash: bytes) -> int | None:
+        return 0 if block_hash in self.offered else None
+
+    def touch(self, block_hash: bytes, reused: bool) -> None:
+        """How long they stay is the other server's to say."""
+
+
 class RemoteTier(KVTier):
     """What other servers keep, each for one request: no other finds it."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(REMOTE)
-        self._block_size = block_size
-        self._offered: set[tuple[int, bytes]] = set()
+    groups: list[OfferedRecords]
 
-    def slot(self, group: int, block_hash: bytes) -> int | None:
-        return 0 if (group, block_hash) in self._offered else None
+    def __init__(self, block_size: int) -> None:
+        super().__init__(REMOTE, [])
+        self._block_size = block_size
 
     def peer(self, request: Request) -> Peer | None:
         """Who keeps KV for a request that has neither fetched it nor let go of it; None: none does, or it is that of
@@ -181,20 +180,10 @@ class RemoteTier(KVTier):
         key = request.block_hashes.first(end, request.token_ids)[end - 1]
         return Peer(params.remote_host, params.remote_port, key)
 
-    def offer(self, request: Request, groups: Sequence[KVGroup]) -> bool:
-        """Let be found what is kept for this request, until `withdraw`; whether there is any."""
-        self._offered.clear()
-        if self.peer(request) is None:
-            return False
+    def offer(self, request: Request, groups: Sequence[KVGroup]) -> None:
+        """Let be found what is kept for this request, if anything is, and nothing else."""
         params = request.sampling.kv_transfer_params
-        assert params is not None
-        end = params.num_blocks
+        end = 0 if params is None or self.peer(request) is None else params.num_blocks
         hashes = request.block_hashes.first(end, request.token_ids)
-        self._offered.update(
-            (number, hashes[index]) for number, group in enumerate(groups) for index in group.needed(end)
-        )
-        return True
-
-    def withdraw(self) -> None:
-        """Let nothing be found."""
-        self._offered.clear()
+        for offered, group in zip(self.groups, groups, strict=True):
+            offered.offered = frozenset(hashes[index] for index in group.needed(end))

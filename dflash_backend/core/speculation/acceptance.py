@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -76,44 +76,29 @@ class VerifiedBlock(NamedTuple):
     confidences: Sequence[float] = ()
 
 
-@dataclass
 class Moments:
     """Mean and variance of the confidences at each position, float64 `[k]`; older ones count less."""
 
-    total: Floats
-    sum: Floats
-    squares: Floats
-
-    @classmethod
-    def zeros(cls, k: int) -> Moments:
-        """Before there are any."""
-        return cls(np.zeros(k), np.zeros(k), np.zeros(k))
+    def __init__(self, k: int) -> None:
+        self.sums = np.zeros((3, k))
+        """Of weights, of values and of their squares, each by its weight."""
 
     def add(self, weights: Floats, values: Floats) -> None:
         """Take in values of some blocks, both `[n, k]`."""
         weighted = weights * values
-        self.total += weights.sum(axis=0)
-        self.sum += weighted.sum(axis=0)
-        self.squares += (weighted * values).sum(axis=0)
-
-    def decay(self, keep: float) -> None:
-        """Let everything so far count for this part of what it did."""
-        self.total *= keep
-        self.sum *= keep
-        self.squares *= keep
+        self.sums += np.stack((weights, weighted, weighted * values)).sum(axis=1)
 
     @property
     def mean(self) -> Floats:
         """0 where there are no values."""
-        return np.asarray(self.sum / np.maximum(self.total, TINY))
+        return np.asarray(self.sums[1] / np.maximum(self.sums[0], TINY))
 
     @property
     def variance(self) -> Floats:
         """0 where there are no values."""
-        return np.asarray(np.maximum(self.squares / np.maximum(self.total, TINY) - self.mean**2, 0.0))
+        return np.asarray(np.maximum(self.sums[2] / np.maximum(self.sums[0], TINY) - self.mean**2, 0.0))
 
 
-@dataclass
 class AcceptanceEstimator:
     """The estimate, for blocks of at most `k` drafts.
 
@@ -122,25 +107,16 @@ class AcceptanceEstimator:
     much a confidence counts. covariance: of the two.
     """
 
-    k: int
-    trials: Floats = field(init=False)
-    accepted: Floats = field(init=False)
-    level: float = 0.0
-    variance: float = LEVEL_VARIANCE
-    weight: float = 0.0
-    weight_variance: float = WEIGHT_VARIANCE
-    covariance: float = 0.0
-    _blocks: list[VerifiedBlock] = field(default_factory=list)  # that `update` takes in
-    _num_measured: int = 0  # blocks so far that had confidences
-    _rates: Floats = field(init=False)  # of all steps before this one
-    _logits: Floats = field(init=False)
-    _means: Floats = field(init=False)  # the usual confidences
-    _moments: Moments = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trials, self.accepted = np.zeros(self.k), np.zeros(self.k)
-        self._position = np.arange(self.k)
-        self._moments = Moments.zeros(self.k)
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.trials, self.accepted = np.zeros(k), np.zeros(k)
+        self.level, self.variance = 0.0, LEVEL_VARIANCE
+        self.weight, self.weight_variance, self.covariance = 0.0, WEIGHT_VARIANCE, 0.0
+        self._blocks: list[VerifiedBlock] = []  # that `update` takes in
+        self._num_measured = 0  # blocks so far that had confidences
+        self._position = np.arange(k)
+        self._moments = Moments(k)
+        self._means: Floats = self._moments.mean  # the usual confidences
         self._update_rates()
 
     def rates(self) -> list[float]:
@@ -152,18 +128,13 @@ class AcceptanceEstimator:
             rates.append(before)
         return rates
 
-    def chances(self, group: int) -> Floats:
-        """For requests of a group: the chance of each draft to be accepted when those before it are, whatever the
-        drafter's confidence, `[k]`."""
-        return self._chances(self.level + group * EFFECT_STEP)
-
     def survival(self, group: int, hopeful: bool = False) -> Floats:
         """For requests of a group: the chance of each draft that it and all before it are accepted, whatever the
         drafter's confidence, `[k]`. `hopeful`: with a level as high as it may well be."""
         shift = self.level + group * EFFECT_STEP
         if hopeful:
             shift += OPTIMISM * math.sqrt(self.variance)
-        return self._chances(shift).cumprod()
+        return _sigmoid(self._slopes * (self._logits + shift)).cumprod()
 
     def block_survival(
         self,
@@ -227,7 +198,7 @@ class AcceptanceEstimator:
         corrected = tried * (accepted + self._rates - _sigmoid(slopes * usual))
         self.trials = keep * (self.trials + tried.sum(axis=0))
         self.accepted = keep * (self.accepted + corrected.sum(axis=0))
-        self._moments.decay(keep)
+        self._moments.sums *= keep
         self._update_rates()
         return expected
 
@@ -293,9 +264,6 @@ class AcceptanceEstimator:
         self._num_measured += len(rows)
         return known * (confidences - self._means)
 
-    def _chances(self, shift: float) -> Floats:
-        return _sigmoid(self._slopes * (self._logits + shift))
-
     @property
     def _slopes(self) -> Floats:
         """What the logit at a usual confidence is multiplied by for the chance of a draft whose confidence is not
@@ -303,10 +271,10 @@ class AcceptanceEstimator:
         return np.asarray(1 / np.sqrt(1 + math.pi / 8 * self.weight**2 * self._moments.variance))
 
     def _update_rates(self) -> None:
-        self._rates = np.array(self.rates())
+        self._rates = np.array(self.rates())  # of all steps before this one
         self._means = self._moments.mean
         rates = np.minimum(np.maximum(self._rates, 1e-3), 1 - 1e-3)
-        self._logits = np.log(rates / (1 - rates))
+        self._logits: Floats = np.log(rates / (1 - rates))
 
 
 def _sigmoid(logits: Floats) -> Floats:

@@ -75,11 +75,9 @@ class UnevenDrafts:
 
 
 class OptimalBudget(NamedTuple):
-    """The number of drafts to verify, the tokens per second that it makes, and how many times as many these are as
-    with all drafts verified."""
+    """The number of drafts to verify, and how many times as many tokens per second it makes as all drafts verified."""
 
     num_drafts: int
-    rate: float
     gain: float
 
 
@@ -100,4 +98,4 @@ def optimal_budget(
     num_drafts = np.arange(len(tokens)) if choices is None else np.array([0, *choices])
     rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
     optimal = int(rates.argmax())
-    return OptimalBudget(int(num_drafts[optimal]), float(rates[optimal]), float(rates[optimal] / rates[-1]))
+    return OptimalBudget(int(num_drafts[optimal]), float(rates[optimal] / rates[-1]))

@@ -147,17 +147,14 @@ class CostTable:
     def correct(self, num_tokens: int, factor: float) -> None:
         """A pass over that many tokens took `factor` times what was expected: move the entries beside it, the nearer
         one more, and each the less the more often it was moved."""
-        i, part = self._between(num_tokens)
+        tokens = self._num_tokens
+        # The entry before, and how far towards the next one it is, 0 to 1.
+        i = min(max(bisect.bisect_right(tokens, num_tokens) - 1, 0), len(tokens) - 2)
+        part = min(max((num_tokens - tokens[i]) / (tokens[i + 1] - tokens[i]), 0.0), 1.0)
         for entry, share in ((i, 1.0 - part), (i + 1, part)):
             if share > 0:
                 self._weights[entry] = min(self._weights[entry] + share, LAST_WEIGHT)
                 self._seconds[entry] *= factor ** (share / self._weights[entry])
-
-    def _between(self, num_tokens: float) -> tuple[int, float]:
-        """The entry before a number of tokens, and how far towards the next one it is, 0 to 1."""
-        tokens = self._num_tokens
-        i = min(max(bisect.bisect_right(tokens, num_tokens) - 1, 0), len(tokens) - 2)
-        return i, min(max((num_tokens - tokens[i]) / (tokens[i + 1] - tokens[i]), 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +173,10 @@ class StepLine:
     per_drafting_row: float
     num_tokens: int
 
-    def seconds(self, num_drafts: int, num_drafting: int, num_queries: int, num_passes: int = 1) -> float:
-        """Of a step that verifies `num_drafts` drafts, and drafts as in `draft_s`, or where `num_drafting` is 0 does
-        not."""
-        draft_s = self.draft_s(num_drafting, num_queries, num_passes) if num_drafting else 0.0
-        return float(self.verify_s(num_drafts) + draft_s)
+    @property
+    def plain_s(self) -> float:
+        """Of a step that neither verifies nor drafts."""
+        return float(self.verify_s(0))
 
     def verify_s(self, num_drafts: Any) -> Any:
         """Of the target's pass that verifies as many drafts; of some passes where this is an array."""
@@ -189,7 +185,7 @@ class StepLine:
             return seconds
         return seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
 
-    def draft_s(self, num_drafting: Any, num_queries: Any, num_passes: Any = 1) -> Any:
+    def draft_s(self, num_drafting: Any, num_queries: Any, num_passes: Any) -> Any:
         """Of drafting for at least one row, by passes with as many queries, and rows of all passes; of several steps
         where these are arrays."""
         of_drafter = self.per_pass * num_passes + self.per_query * num_queries + self.per_drafting_row * num_drafting

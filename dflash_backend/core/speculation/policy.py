@@ -206,7 +206,8 @@ class AdaptiveSpeculation:
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
-        self._stats = AdaptiveSpeculationStats.zeros(k)
+        self.stats = AdaptiveSpeculationStats.zeros(k)
+        """The counts of all steps so far; those of expected tokens as of the last decision."""
         self._num_pending_steps = 0  # whose drafts were not taken in
         self._shapes = shapes
         self._work = work
@@ -241,11 +242,6 @@ class AdaptiveSpeculation:
         for step in config.measured_steps:
             policy.costs.observe(StepShape.of_measured(step, work), step.target_s, step.draft_s)
         return policy
-
-    @property
-    def stats(self) -> AdaptiveSpeculationStats:
-        """The counts of all steps so far; those of expected tokens as of the last decision."""
-        return self._stats
 
     def begin_drafter(self) -> None:
         """Another drafter drafts from now on: what is known of the acceptance of the one before does not count."""
@@ -306,8 +302,8 @@ class AdaptiveSpeculation:
             self._num_running, self._has_first_block = num_running, False
             return False
         self._age += 1
-        self._stats.num_steps += 1
-        self._stats.num_steps_without_drafts += 1
+        self.stats.num_steps += 1
+        self.stats.num_steps_without_drafts += 1
         return True
 
     def choose_draft_lengths(self, running: Collection[DraftingRequest], num_prompt_tokens: int) -> None:
@@ -340,26 +336,26 @@ class AdaptiveSpeculation:
         """
         if not rows:
             return []
-        self._stats.num_steps += 1
+        self.stats.num_steps += 1
         self._age += 1
         changed = abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows
         num_tokens = len(rows) + num_other_tokens
         changed |= abs(num_tokens - self._num_tokens) > MAX_CHANGE * self._num_tokens
-        if self._stats.num_steps <= len(FIRST_STEPS):
-            share = FIRST_STEPS[self._stats.num_steps - 1]
+        if self.stats.num_steps <= len(FIRST_STEPS):
+            share = FIRST_STEPS[self.stats.num_steps - 1]
             every = 1 if self.costs.table is not None else min(max(1, len(rows) // FIRST_ROWS), self.k)
             lengths = [0 if index % every else round(row.k * share) for index, row in enumerate(rows)]
         elif changed or self._age >= self._interval:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
-        self._stats.num_steps_without_drafts += not any(lengths)
+        self.stats.num_steps_without_drafts += not any(lengths)
         self.rests = not self.pays and not any(lengths)
         return lengths
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
-        if line.seconds(0, 0, 0) <= 0:
+        if line.plain_s <= 0:
             return [row.k for row in rows]  # no step has been timed
         num_passed, self._age = self._age, 0
         self._probes.pass_steps(num_passed)
@@ -410,12 +406,12 @@ class AdaptiveSpeculation:
         if not self.uneven.next_step(len(rows)) or not speculating:
             return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
-        if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not self.pays:
+        if not drafting or self.stats.num_steps <= len(FIRST_STEPS) or not self.pays:
             return None
         shape = StepShape.of(rows, self._work)
         total = sum(row.num_draft for row, _ in drafting)
         line = self.costs.line(len(rows), shape.num_positions / len(rows), shape.num_tokens - len(rows) - total)
-        if line.seconds(0, 0, 0) <= 0:
+        if line.plain_s <= 0:
             return None
         next_drafts = [row.num_next_draft for row in rows if row.num_next_draft]
         draft_s = 0.0
@@ -429,7 +425,7 @@ class AdaptiveSpeculation:
         num_drafts = max(optimal.num_drafts, -(-len(drafting) // VERIFY_SHARE))
         if not self.uneven.takes(optimal.gain - 1, len(rows)) or num_drafts >= total:
             return None
-        self._stats.num_budgeted_steps += 1
+        self.stats.num_budgeted_steps += 1
         effects = [known.effect.value for known in speculating]
         return DraftBudget(num_drafts, self.acceptance.weight, offsets.tolist(), effects)
 
@@ -458,13 +454,13 @@ class AdaptiveSpeculation:
             self._num_failed_first = 0
             if num_accepted == num_draft:
                 self._probes.note_success()
-        counts = self._stats.num_draft_tokens_per_pos
+        counts = self.stats.num_draft_tokens_per_pos
         for position in range(num_draft):
             counts[position] += 1
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
-        self._stats.num_proposed_tokens += num_proposed
+        self.stats.num_proposed_tokens += num_proposed
 
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float, draft_s: float) -> None:
         """Take in a step that was planned and has run: its time, and how much of that was drafting."""
@@ -485,7 +481,7 @@ class AdaptiveSpeculation:
         """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was drafting.
         budgeted: it had several rows, and a budget for them."""
         self._num_pending_steps += 1
-        if self._stats.num_steps <= STEPS_TAKEN_IN_ONE_BY_ONE:
+        if self.stats.num_steps <= STEPS_TAKEN_IN_ONE_BY_ONE:
             self._update_acceptance()
         if budgeted and self.uneven.cost and (expected_s := self.costs.target_s(shape)) > 0:
             self.uneven.observe(seconds - draft_s, expected_s)
@@ -504,7 +500,7 @@ class AdaptiveSpeculation:
             return
         expected = self.acceptance.update(self._num_pending_steps)
         self._num_pending_steps = 0
-        stats = self._stats
+        stats = self.stats
         stats.num_expected_tokens_per_pos = list(map(add, stats.num_expected_tokens_per_pos, expected.tolist()))
         stats.confidence_weight = self.acceptance.weight
 
@@ -520,7 +516,7 @@ class AdaptiveSpeculation:
         some = rows[:: -(-num_rows // MAX_ROWS_LOOKED_AT)]
         chances = self._block_survival(offsets, some, [row.k for row in some])
         share = len(some) / num_rows
-        optimal, highest = 0, num_rows / line.seconds(0, 0, 0)
+        optimal, highest = 0, num_rows / line.plain_s
         for verified, proposed in self._shapes:
             num_drafts = num_rows * verified
             seconds = line.verify_s(num_drafts) + self._draft_s(line, num_rows * proposed, num_rows, proposed)
@@ -567,7 +563,7 @@ class AdaptiveSpeculation:
         num_drafts = num_rows * np.arange(1, self.k + 1)
         num_drafting = np.full(self.k, num_rows)
         draft_s = self._draft_s(line, num_drafts, num_drafting, self.k)
-        rates = [num_rows / line.seconds(0, 0, 0), *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
+        rates = [num_rows / line.plain_s, *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
         optimal, highest = rates.index(max(rates)), max(rates)
         if optimal:
             optimal = max(length for length, rate in enumerate(rates) if rate >= (1 - TIE) * highest)
@@ -584,7 +580,7 @@ class AdaptiveSpeculation:
         num_drafting = (sizes * np.array([i == 0 for _, i, _ in candidates], dtype=np.int64)).cumsum()
         tokens = groups.total() + (sizes * np.array([chance for chance, _, _ in candidates])).cumsum()
         draft_s = self._draft_s(line, num_drafts, num_drafting, longest)
-        rates = [groups.total() / line.seconds(0, 0, 0), *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist()]
+        rates = [groups.total() / line.plain_s, *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist()]
         num_taken = rates.index(max(rates))
         return candidates[:num_taken], rates[num_taken]
 
@@ -599,7 +595,7 @@ class AdaptiveSpeculation:
     def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> int:
         """Let some rows draft a little when it is time for it. Returns the steps until the next time."""
         num_probing, num_drafts = self._probes.size(len(rows))
-        without = line.seconds(0, 0, 0)
+        without = line.plain_s
         cost = (line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS)) / without - 1
         if not self._probes.due_in(cost):
             for index in self._probes.rows(len(rows)):

@@ -1,0 +1,108 @@
+"""Which record of a group of layers lies at which slot: copies of recurrent states on the device, and what tiers have.
+
+A record is known by its hash, which covers every token before its end, so it stays right whatever becomes of others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+# Of the slots, those of records that were found may be at most this share: the rest lets new ones earn it.
+MAX_USED_SHARE = 0.75
+
+
+class RecordSlots:
+    """`num_slots` slots for records.
+
+    A slot is free, or reserved for what is being written, or has a record that can be found. Those never found since
+    they came give way before those found, the one longest unused first; those that are read do not.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._num_given = 0  # slots given out so far, the lowest first
+        self._free: list[int] = []
+        self._reserved: dict[bytes, int] = {}
+        self._unused: OrderedDict[bytes, int] = OrderedDict()
+        self._used: OrderedDict[bytes, int] = OrderedDict()
+        self._readers: dict[bytes, int] = {}
+        self.version = 0
+        """Grows whenever a record can be found, or no longer."""
+
+    def __len__(self) -> int:
+        """Records that can be found."""
+        return len(self._unused) + len(self._used)
+
+    def slot(self, block_hash: bytes) -> int | None:
+        """Where a record is that can be found, which does not use it; None: nowhere."""
+        return self._unused.get(block_hash, self._used.get(block_hash))
+
+    def reserved(self, block_hash: bytes) -> int | None:
+        """The slot of a record that is being written; None: it is not."""
+        return self._reserved.get(block_hash)
+
+    def pin(self, block_hash: bytes) -> None:
+        """Keep a record that can be found where it is, until `unpin`: it is read."""
+        self._readers[block_hash] = self._readers.get(block_hash, 0) + 1
+
+    def unpin(self, block_hash: bytes) -> None:
+        """One reader fewer."""
+        self._readers[block_hash] -= 1
+        if not self._readers[block_hash]:
+            del self._readers[block_hash]
+
+    def touch(self, block_hash: bytes, reused: bool) -> None:
+        """Let a record that can be found stay longer; reused: since it was found."""
+        records = self._unused if block_hash in self._unused else self._used
+        if not reused or records is self._used:
+            records.move_to_end(block_hash)
+            return
+        self._used[block_hash] = records.pop(block_hash)
+        if len(self._used) > MAX_USED_SHARE * self.num_slots:
+            oldest, slot = self._used.popitem(last=False)
+            self._unused[oldest] = slot
+
+    def reserve(self, block_hash: bytes, but: Collection[bytes] = ()) -> tuple[int, bytes | None] | None:
+        """A slot for a record that is to be written, and the hash of the one that gives way for it; None: there is
+        none, or the record is there, or will be. but: records that do not give way for it."""
+        if block_hash in self._reserved or self.slot(block_hash) is not None:
+            return None
+        oldest = None
+        if self._free:
+            slot = self._free.pop()
+        elif self._num_given < self.num_slots:
+            slot, self._num_given = self._num_given, self._num_given + 1
+        else:
+            there = (each for records in (self._unused, self._used) for each in records)
+            oldest = next((each for each in there if each not in self._readers and each not in but), None)
+            if oldest is None:
+                return None
+            slot = self._take(oldest)
+        self._reserved[block_hash] = slot
+        return slot, oldest
+
+    def settle(self, block_hash: bytes, is_there: bool) -> None:
+        """A reserved record was written and can be found, or was not."""
+        slot = self._reserved.pop(block_hash)
+        if is_there:
+            self._unused[block_hash] = slot
+            self.version += 1
+        else:
+            self._free.append(slot)
+
+    def remove(self, block_hash: bytes) -> None:
+        """A record that was to be found is not there."""
+        if self.slot(block_hash) is not None:
+            self._free.append(self._take(block_hash))
+
+    def clear(self) -> list[bytes]:
+        """No record can be found any more. Those that are being written stay. Returns which could be."""
+        gone = [*self._unused, *self._used]
+        for block_hash in gone:
+            self._free.append(self._take(block_hash))
+        return gone
+
+    def _take(self, block_hash: bytes) -> int:
+        self.version += 1
+        return self._unused.pop(block_hash) if block_hash in self._unused else self._used.pop(block_hash)
