@@ -76,15 +76,12 @@ class StepRunner(Protocol):
     ) -> Step:
         """Queue the target's forward and its own tokens. Returns the step that the other parts go on with, whose tokens
         may be changed until `accept`; that of a graph is valid on the device until the next one is run."""
-        ...
 
     def accept(self, step: Step) -> None:
         """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
-        ...
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -410,7 +410,6 @@ class Transport(Protocol):
 
     def reader(self, memory: Memory, stopped: threading.Event) -> RecordReader:
         """Reads from a server's memory, until `stopped` is set. Raises `TransferError`."""
-        ...
 
 
 class RecordReader(Protocol):
@@ -418,7 +417,6 @@ class RecordReader(Protocol):
 
     def read(self, group: int, slot: int, size: int) -> np.ndarray:
         """The record at a slot, uint8 `[size]`. Raises `TransferError`."""
-        ...
 
 
 class _Session(RecordStore):

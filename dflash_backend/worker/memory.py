@@ -41,27 +41,21 @@ class MemoryProbe(Protocol):
 
     def total(self) -> int:
         """All of it."""
-        ...
 
     def in_use(self) -> int:
         """What this process and all others hold now."""
-        ...
 
     def allocated(self) -> int:
         """What tensors of this process hold now."""
-        ...
 
     def reset_peak(self) -> None:
         """Let `peak` begin at what is allocated now."""
-        ...
 
     def peak(self) -> int:
         """The most that tensors of this process held at a time since `reset_peak`."""
-        ...
 
     def release(self) -> None:
         """Wait for the device and give back what no tensor needs, so that `in_use` counts no empty caches."""
-        ...
 
 
 class CudaMemory:

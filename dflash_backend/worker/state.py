@@ -22,18 +22,6 @@ from dflash_backend.worker.transfers import Uploader, share
 INITIAL_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class SamplingTensors:
-    """Sampling parameters `[n]` on the device: temperature float32, 0 for greedy; top_p, min_p float32; top_k int64, 0
-    for all tokens; seeds int64."""
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-
-
 @dataclass
 class StateTensors:
     """The state of S requests, on the device.
@@ -107,18 +95,6 @@ class StateTensors:
     def max_len(self) -> int:
         """The most positions of a request."""
         return self.tokens.shape[1]
-
-    def sampling_tensors(self, req_idx: torch.Tensor) -> SamplingTensors:
-        """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); padding, -1, is greedy and otherwise
-        reads request 0."""
-        index = req_idx.clamp(min=0)
-        return SamplingTensors(
-            self.temperature.index_select(0, index) * (req_idx >= 0),
-            self.top_p.index_select(0, index),
-            self.top_k.index_select(0, index),
-            self.min_p.index_select(0, index),
-            self.seeds.index_select(0, index),
-        )
 
 
 @dataclass
