@@ -89,6 +89,8 @@ class LayerOps:
     conv_heads = staticmethod(conv_heads.conv_heads_reference)
     delta_block = staticmethod(delta_rule.delta_block)
     delta_chunked = staticmethod(delta_rule.chunked)
+    _qk_norm_rope_write = staticmethod(qk_norm_rope_write.qk_norm_rope_write_reference)
+    _context_write = staticmethod(context_write.context_write_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         """What a target multiplies by `weight` with."""
@@ -127,8 +129,8 @@ class LayerOps:
         """The rotation of tokens at `positions` (int64 `[n]`)."""
         return Rotation(*rotary.tables(positions))
 
-    @staticmethod
     def qk_norm_rope_write(
+        self,
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         eps: float,
@@ -138,12 +140,12 @@ class LayerOps:
         padded: bool,
     ) -> torch.Tensor:
         """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0."""
-        return qk_norm_rope_write.qk_norm_rope_write_reference(
+        return self._qk_norm_rope_write(
             qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
         )
 
-    @staticmethod
     def context_write(
+        self,
         projected: torch.Tensor,
         k_norm: torch.Tensor | None,
         eps: float,
@@ -154,7 +156,7 @@ class LayerOps:
     ) -> None:
         """The drafter's context KV to `slots` of every layer's cache. With `padded` slots may be below 0."""
         layers = [cache.slots for cache in caches]
-        context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
+        self._context_write(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
 
 class CpuLayerOps(LayerOps):
@@ -166,6 +168,8 @@ class CpuLayerOps(LayerOps):
     add_rms_norm = staticmethod(cpu_ops.add_rms_norm)
     silu_mul = staticmethod(cpu_ops.silu_mul)
     gelu_mul = staticmethod(cpu_ops.gelu_mul)
+    _qk_norm_rope_write = staticmethod(cpu_ops.qk_norm_rope_write)
+    _context_write = staticmethod(cpu_ops.context_write)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, torch.Tensor) and PackedWeight.fits(weight):
@@ -204,33 +208,6 @@ class CpuLayerOps(LayerOps):
         if type(gate_up) is not PackedLinear or type(down) is not PackedLinear or x.dim() != 2:
             return super().gated_mlp(gate_up, down, x, is_gelu)
         return cpu_ops.gated_mlp(gate_up.packed, gate_up.bias, down.packed, down.bias, x, is_gelu)
-
-    @staticmethod
-    def qk_norm_rope_write(
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        cache: KVLayer,
-        padded: bool,
-    ) -> torch.Tensor:
-        return cpu_ops.qk_norm_rope_write(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
-        )
-
-    @staticmethod
-    def context_write(
-        projected: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool,
-    ) -> None:
-        layers = [cache.slots for cache in caches]
-        cpu_ops.context_write(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
 
 class InvariantLayerOps(LayerOps):
@@ -284,8 +261,8 @@ class TritonLayerOps(LayerOps):
         # The kernels read the tables' rows themselves.
         return Rotation(rotary.cos, rotary.sin, positions)
 
-    @staticmethod
     def qk_norm_rope_write(
+        self,
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         eps: float,
@@ -299,8 +276,8 @@ class TritonLayerOps(LayerOps):
             qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
         )
 
-    @staticmethod
     def context_write(
+        self,
         projected: torch.Tensor,
         k_norm: torch.Tensor | None,
         eps: float,

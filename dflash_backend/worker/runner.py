@@ -169,8 +169,7 @@ class ModelRunner:
             make, progress, mixed = lambda inputs: self.step, lambda message, done: None, mixed or ()
         try:
             with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
-                self.graphs.make(make, sizes, serves, progress, shapes, finest)
-                self.graphs.make_mixed(make, mixed, serves, progress)
+                self.graphs.make(make, sizes, serves, progress, shapes, finest, mixed)
             if captures:
                 self.captured = True
                 torch.cuda.empty_cache()  # of the steps that ran before their captures
