@@ -397,27 +397,19 @@ class DraftModel:
         self.patterns = draft_patterns(spec)
 
     @classmethod
-    def load(
-        cls,
-        spec: DraftModelSpec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-        ops: LayerOps | None = None,
-    ) -> Self:
+    def load(cls, spec: DraftModelSpec, options: LoadOptions) -> Self:
         """Load the drafter in `spec.path`. Raises `CheckpointError`."""
         weights = load_weights(
             spec.path,
             lambda source: cls.weights_class.read(source, spec),
-            dtype,
-            device,
+            options.dtype,
+            options.device,
             ignored=lambda name: is_unused(spec, name),
-            progress=progress,
-            keep_quantised=(ops or select_ops(device)).keeps_quantised,
-            keep_blocks=(ops or select_ops(device)).keeps_blocks,
+            progress=options.progress,
+            keep_quantised=options.ops.keeps_quantised,
+            keep_blocks=options.ops.keeps_blocks,
         )
-        return cls(spec, weights, max_positions, ops)
+        return cls(spec, weights, options.max_positions, options.ops)
 
 
 class ModelDrafter(Drafter[ModelSpec]):
@@ -449,7 +441,7 @@ class ModelDrafter(Drafter[ModelSpec]):
 
     @classmethod
     def load(cls, spec: ModelSpec, options: LoadOptions) -> DrafterFactory:
-        return partial(cls, cls.model_class.load(spec, **vars(options)))
+        return partial(cls, cls.model_class.load(spec, options))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`."""

@@ -24,6 +24,7 @@ from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.ops import CpuLayerOps, LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
+from tests.models.drafting import load_options
 from tests.support.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
 from tests.support.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
@@ -98,7 +99,7 @@ def drafter(directory: Path, ops: LayerOps) -> DFlashDrafter:
     make_target(directory / "target")
     make_draft(directory / "draft")
     target = load_target(read_target(directory / "target"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
-    model = DFlashModel.load(read_draft(directory / "draft"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    model = DFlashModel.load(read_draft(directory / "draft"), load_options(MAX_POSITIONS, device=DEVICE, ops=ops))
     return DFlashDrafter(model, target, caches(model.spec.decoder, device=DEVICE.type), TorchBackend(BLOCK_SIZE))
 
 
