@@ -16,7 +16,8 @@ def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on `device` that the host does not wait for."""
+    """A copy of a small array on `device` that the host does not wait for; torch keeps pinned memory until it has
+    run."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

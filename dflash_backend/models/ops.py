@@ -6,6 +6,7 @@ Rows of all arguments are contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -90,7 +91,7 @@ class LayerOps:
     delta_block = staticmethod(delta_rule.delta_block)
     delta_chunked = staticmethod(delta_rule.chunked)
     _qk_norm_rope_write = staticmethod(qk_norm_rope_write.qk_norm_rope_write_reference)
-    _context_write = staticmethod(context_write.context_write_reference)
+    _context_write: Callable[..., None] = staticmethod(context_write.context_write_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         """What a target multiplies by `weight` with."""
