@@ -41,7 +41,6 @@ from dflash_kernels.invariant_attention import (
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import (
     HOPPER,
-    RESERVED_BYTES,
     Gpu,
     HeadShape,
     Launch,
@@ -311,9 +310,7 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
-    # An older torch does not say what a program may have.
-    program = getattr(found, "shared_memory_per_block_optin", HOPPER.shared_bytes)
-    whole = getattr(found, "shared_memory_per_multiprocessor", program + RESERVED_BYTES)
+    program, whole = found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor
     return Gpu(10 * found.major + found.minor, found.multi_processor_count, program, whole)
 
 

@@ -20,6 +20,8 @@ from dflash_backend.worker.transfers import Uploader, share
 
 # Size of the buffers for the changes of usual steps; a long prompt makes them grow.
 INITIAL_BYTES = 1 << 20
+# Of a request, on the host (`RequestStates`) and on the device (`StateTensors`).
+PARAMETERS = ("temperature", "top_p", "min_p", "top_k", "seeds", "penalties")
 
 
 @dataclass
@@ -268,16 +270,12 @@ class RequestStates:
             np.array(list(gained.values()), dtype=np.int32),
             np.array(window_ids, dtype=np.int32),
         ]
-        parameters: list[tuple[torch.Tensor, np.ndarray]] = [
-            (state.temperature, self.temperature),
-            (state.top_p, self.top_p),
-            (state.min_p, self.min_p),
-            (state.top_k, self.top_k),
-            (state.seeds, self.seeds),
-            (state.penalties, self.penalties),
-        ]
         if new:
-            arrays += [indices, indices[self.penalised[indices]], *(host[indices] for _, host in parameters)]
+            arrays += [
+                indices,
+                indices[self.penalised[indices]],
+                *(getattr(self, name)[indices] for name in PARAMETERS),
+            ]
             arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
         positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
         state.blocks.view(-1).index_copy_(0, positions, ids)
@@ -286,8 +284,9 @@ class RequestStates:
         state.num_blocks.index_copy_(0, rows, counts)
         if new:
             where, penalised, *sent = sent
-            values, tokens = sent[: len(parameters)], sent[len(parameters) :]
-            for (target, _), value in zip(parameters, values, strict=True):
+            values, tokens = sent[: len(PARAMETERS)], sent[len(PARAMETERS) :]
+            for name, value in zip(PARAMETERS, values, strict=True):
+                target = getattr(state, name)
                 target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
             if len(penalised) > 0:
                 state.token_counts.index_fill_(0, penalised, 0)

@@ -73,7 +73,7 @@ _SCALE, _CUBE = tl.constexpr(SCALE), tl.constexpr(CUBE)
 @triton.jit
 def gelu(x):
     """GELU of float32 numbers. `0.5 * (1 + tanh(z))` is the logistic function of 2z."""
-    return x / (1.0 + tl.exp(-2.0 * _SCALE * (x + _CUBE * x * x * x)))
+    return x / (1.0 + tl.exp((x + x * _CUBE * x * x) * (-2.0 * _SCALE)))
 
 
 @cached_launches
