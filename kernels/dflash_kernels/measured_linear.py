@@ -78,11 +78,6 @@ def use_measured_products(wanted: bool) -> None:
     _State.wanted, _State.products = wanted, None
 
 
-def wants_measured_products() -> bool:
-    """What `use_measured_products` said last; false before."""
-    return _State.wanted
-
-
 @contextmanager
 def measuring() -> Iterator[None]:
     """In this block products measure how they are computed, where that is wanted; the log says what came of it."""

@@ -384,11 +384,6 @@ def same_state(one: StateTensors, other: StateTensors) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-def test_a_layout_buffer_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 36 numbers"):
-        DeviceBatch.over(torch.zeros(35, dtype=torch.int32), 3)
-
-
 def test_sampling_parameters_are_those_of_the_rows(ops: StepOps) -> None:
     state = random_step(2, 1).state
     state.temperature.add_(0.5)
