@@ -167,12 +167,15 @@ class RequestStates:
         """
         for request_id in plan.finished_req_ids:
             self.remove(request_id)
-        indices = [self.add(new).index for new in plan.new_requests]
+        new, state = plan.new_requests, self.state
+        added = [self.add(each).index for each in new]
+        # Of each new block its place in the flat block table and its id, also that for the other table, if there is
+        # one; and by request index, the number of blocks where it changed.
         columns: list[int] = []
         block_ids: list[int] = []
         window_ids: list[int] = []
         gained: dict[int, int] = {}
-        width = self.state.blocks.shape[1]
+        width = state.blocks.shape[1]
         for row in plan.rows:
             if row.new_block_ids:
                 record = self.records[row.request_id]
@@ -182,10 +185,36 @@ class RequestStates:
                 window_ids += row.new_window_block_ids
                 record.num_blocks += len(row.new_block_ids)
                 gained[record.index] = record.num_blocks
-        if plan.new_requests or gained:
-            self._send_changes(
-                np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained, window_ids
-            )
+        if not (new or gained):
+            return
+        arrays: list[np.ndarray] = [
+            np.array(columns, dtype=np.int64),
+            np.array(block_ids, dtype=np.int32),
+            np.array(list(gained), dtype=np.int64),
+            np.array(list(gained.values()), dtype=np.int32),
+            np.array(window_ids, dtype=np.int32),
+        ]
+        if new:
+            indices = np.array(added, dtype=np.int64)
+            arrays += [indices, indices[self.penalised[indices]]]
+            arrays += [getattr(self, name)[indices] for name in PARAMETERS]
+            arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
+        positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
+        state.blocks.view(-1).index_copy_(0, positions, ids)
+        if state.window_blocks is not None and window_ids:
+            state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
+        state.num_blocks.index_copy_(0, rows, counts)
+        if new:
+            where, penalised, *sent = sent
+            values, tokens = sent[: len(PARAMETERS)], sent[len(PARAMETERS) :]
+            for name, value in zip(PARAMETERS, values, strict=True):
+                target = getattr(state, name)
+                target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
+            if len(penalised) > 0:
+                state.token_counts.index_fill_(0, penalised, 0)
+                state.num_counted.index_fill_(0, penalised, 0)
+            for index, token_ids in zip(added, tokens, strict=True):
+                state.tokens[index, : len(token_ids)] = token_ids
 
     def remove(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
@@ -246,53 +275,6 @@ class RequestStates:
             torch.tensor(sampling.allowed_token_ids or (), dtype=torch.int64, device=self.device),
             BadWords.of(sampling.bad_words_token_ids, self.device),
         )
-
-    def _send_changes(
-        self,
-        indices: np.ndarray,
-        new: list[NewRequest],
-        columns: list[int],
-        block_ids: list[int],
-        gained: dict[int, int],
-        window_ids: list[int],
-    ) -> None:
-        """Send the changes and queue what puts them in place.
-
-        indices: int64 `[len(new)]`, of the new requests. columns, block_ids: of each new block its place in the flat
-        block table and its id; window_ids: those for the other table, if there is one. gained: by request index, the
-        number of blocks where it changed.
-        """
-        state = self.state
-        arrays: list[np.ndarray] = [
-            np.array(columns, dtype=np.int64),
-            np.array(block_ids, dtype=np.int32),
-            np.array(list(gained), dtype=np.int64),
-            np.array(list(gained.values()), dtype=np.int32),
-            np.array(window_ids, dtype=np.int32),
-        ]
-        if new:
-            arrays += [
-                indices,
-                indices[self.penalised[indices]],
-                *(getattr(self, name)[indices] for name in PARAMETERS),
-            ]
-            arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
-        positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
-        state.blocks.view(-1).index_copy_(0, positions, ids)
-        if state.window_blocks is not None and window_ids:
-            state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
-        state.num_blocks.index_copy_(0, rows, counts)
-        if new:
-            where, penalised, *sent = sent
-            values, tokens = sent[: len(PARAMETERS)], sent[len(PARAMETERS) :]
-            for name, value in zip(PARAMETERS, values, strict=True):
-                target = getattr(state, name)
-                target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
-            if len(penalised) > 0:
-                state.token_counts.index_fill_(0, penalised, 0)
-                state.num_counted.index_fill_(0, penalised, 0)
-            for index, token_ids in zip(indices.tolist(), tokens, strict=True):
-                state.tokens[index, : len(token_ids)] = token_ids
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class MeasuredProducts:
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(rows, inputs, device=device, generator=generator, dtype=weight.dtype)
         out, expected = x.new_empty(rows, outputs), F.linear(x, weight)
-        problem = self._lt.problem(outputs, inputs, rows, weight.dtype)
+        problem = Problem(self._lt, outputs, inputs, rows, weight.dtype)
         ways = [way for way in ways_of(problem) if self._is_right(way, x, weight, out, expected)]
         if not ways:
             return None
