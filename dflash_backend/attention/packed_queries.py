@@ -8,6 +8,11 @@ import torch.nn.functional as F
 
 from dflash_backend.attention.interface import AttentionPattern, DeviceLengths
 
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
 
 def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
     """How many positions to the left and to the right of its own a query sees; -1 for all."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +171,18 @@ class QuantisedLinear(Linear):
         """The weight as numbers, made anew whenever it is asked for."""
         numbers = self.quantised.dequantised(self.dtype)
         return numbers if self.order is None else numbers[:, self.order.argsort()]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parameters of a part of a model, some of which are products or have such."""
+
+    def with_product(self, product_of: ProductOf) -> Self:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        found = {
+            name: part.with_product(product_of) for name, part in vars(self).items() if hasattr(part, "with_product")
+        }
+        return replace(self, **found)
 
 
 QUANTISED_PRODUCT: Product = quantised.quantised_linear if HAS_TRITON else quantised.quantised_linear_reference

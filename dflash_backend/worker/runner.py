@@ -226,7 +226,7 @@ class ModelRunner:
         self.requests.clear()
         if self.step.pending is not None:
             self.step.pending.clear()
-        self.grammars.clear()
+        self.grammars.answers.clear()
 
     def use_drafter(self, drafter: Drafter) -> Drafter:
         """Draft with another drafter, which writes its context KV where the one before did; with no step in flight.
@@ -328,7 +328,7 @@ class ModelRunner:
             return None, confidences
         num_own = next((i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1]), len(kept))
         if num_own < len(kept):
-            if self.grammars.holds(row.request_id, answer):
+            if self.grammars.answers.get(row.request_id) is answer:
                 first = answer.num_tokens
                 index = self.requests.records[row.request_id].index
                 self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)

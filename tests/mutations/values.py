@@ -100,7 +100,7 @@ VALUE_MUTANTS = (
     Mutant(
         "after a failed step grammars of ended requests stay",
         f"{WORKER}/runner.py",
-        "            self.step.pending.clear()\n        self.grammars.clear()\n",
+        "            self.step.pending.clear()\n        self.grammars.answers.clear()\n",
         "            self.step.pending.clear()\n",
         ("tests/worker/test_grammar_checks.py",),
     ),

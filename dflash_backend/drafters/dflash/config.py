@@ -247,11 +247,6 @@ def read_mask_token(*configs: JsonReader) -> int:
     raise configs[0].fail("mask_token_id", "an integer from 0 to 2147483648")
 
 
-def has_mask_embedding(directory: Path) -> bool:
-    """Whether a mask embedding that was trained on its own lies beside the weights."""
-    return (directory / MASK_EMBEDDING).is_file()
-
-
 def layer_causality(
     setting: bool | None,
     configs: Sequence[JsonReader],
@@ -326,7 +321,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         mask_token_id=read_mask_token(dflash, config),
         causal=layer_causality(causal, [config], dflash, sliding, True),
         num_target_layers=num_target_layers,
-        has_mask_embedding=has_mask_embedding(directory),
+        has_mask_embedding=(directory / MASK_EMBEDDING).is_file(),
         scales_embedding=True,
         normed_last_layer=num_target_layers is not None and num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
@@ -430,7 +425,7 @@ def read_shared(directory: Path, config: JsonReader, causal: bool | None = None)
             sliding_causal=not config.boolean(NON_CAUSAL, default=False),
         ),
         target_name=verifier_name(config),
-        has_mask_embedding=has_mask_embedding(directory),
+        has_mask_embedding=(directory / MASK_EMBEDDING).is_file(),
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
         logits=read_logits(dflash, config, layer),
         notes=layers.notes
