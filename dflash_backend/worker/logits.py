@@ -20,7 +20,7 @@ from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import HostBatch, Step, spans
 from dflash_backend.worker.grammars import StepGrammars
-from dflash_backend.worker.state import RequestRecord, RequestStates, hide_others
+from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.transfers import Download, fetch
 from dflash_kernels.penalties import PenalisedRows
@@ -121,7 +121,12 @@ class SpecialRows:
             record, index = requests.records[self._request_ids[i]], int(req_idx[i])
             part = processed[self.first[i] : self.first[i] + self.num_draft[i] + 1]
             if masked[i]:
-                _mask(part, record, self.position[i], int(requests.num_prompt_tokens[index]), requests)
+                if len(record.allowed_ids) > 0:  # all others are hidden
+                    kept = part.index_select(1, record.allowed_ids)
+                    part.fill_(float("-inf")).index_copy_(1, record.allowed_ids, kept)
+                if record.bad_words is not None:
+                    tokens, num_prompt = requests.state.tokens[record.index], int(requests.num_prompt_tokens[index])
+                    record.bad_words.hide(part, tokens, self.position[i], num_prompt)
             if biased[i]:
                 part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
             if hides[i]:
@@ -178,17 +183,6 @@ def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     asks = changes | (requests.num_logprobs[index] >= 0)
     rows: np.ndarray = (batch.sample & asks).nonzero()[0]
     return rows
-
-
-def _mask(
-    logits: torch.Tensor, record: RequestRecord, position: torch.Tensor, num_prompt_tokens: int, requests: RequestStates
-) -> None:
-    """Hide the tokens that a request does not want in its rows of `logits`, float32 `[num_draft + 1, vocab]`, in
-    place. position: int64, of the first row."""
-    if len(record.allowed_ids) > 0:
-        hide_others(logits, record.allowed_ids)
-    if record.bad_words is not None:
-        record.bad_words.hide(logits, requests.state.tokens[record.index], position, num_prompt_tokens)
 
 
 Ranked = tuple[list[float], list[int], list[list[float]], list[list[int]]]

@@ -318,9 +318,3 @@ class BadWords:
         bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(hidden, float("-inf"))
         # Adds up where two words end with the same token.
         logits.index_add_(1, self.last, bias)
-
-
-def hide_others(logits: torch.Tensor, allowed_ids: torch.Tensor) -> None:
-    """Hide, in place, all tokens but those of `allowed_ids` (int64 `[n]`) in `logits` (`[n, vocab]`)."""
-    kept = logits.index_select(1, allowed_ids)
-    logits.fill_(float("-inf")).index_copy_(1, allowed_ids, kept)
