@@ -153,8 +153,9 @@ class SpecialRows:
         asking = (self._num_top >= 0).nonzero()[0]
         if self._raw is None or not len(asking):
             return None
-        counts = ops.known_counts(step)
-        accepted = self.num_draft[asking] if counts is None else counts[self.rows[asking]].astype(np.int64)
+        accepted = self.num_draft[asking]
+        if ops.on_host:
+            accepted = step.num_accepted.numpy()[self.rows[asking]].astype(np.int64)
         lens = accepted + 1
         _, flat = spans(self.first[asking], lens)
         index = to_device(flat, self._raw.device)

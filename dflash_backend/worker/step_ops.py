@@ -297,10 +297,6 @@ class HostStepOps(CommonStepOps):
         layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
         return layout, bool((step.slots.numpy() < 0).any())
 
-    def known_counts(self, step: Step) -> np.ndarray | None:
-        counts: np.ndarray = step.num_accepted.numpy()
-        return counts
-
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         return PendingContext(len(state.tokens), state.block_size) if cpu_ops.HAS_CPU_OPS else None
 
@@ -394,10 +390,6 @@ class ReferenceStepOps(CommonStepOps):
         rows = DeviceLengths(batch.query_start, batch.query_lens, step.seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         return replace(layout, shared=step.shared, exact=bounds.exact), True
-
-    def known_counts(self, step: Step) -> np.ndarray | None:
-        """The accepted drafts of each row, if the host knows them."""
-        return None
 
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
