@@ -371,7 +371,7 @@ class GraphRunner:
             wanted.append((self._steps.setdefault((kind, shared), []), name, inputs))
         for (num_rows, num_tokens), kind in product(sorted(mixed, reverse=True), kinds):
             name = f"{'sampled' if kind else 'greedy'} steps of {num_tokens} tokens with prompts"
-            inputs = mixed_inputs(self._step, self._layouts, num_rows, num_tokens, kind)
+            inputs = self._inputs(num_rows, num_tokens, k, kind, mixed=True)
             wanted.append((self._mixed.setdefault(kind, []), name, inputs))
         missing = []
         for number, (steps, name, inputs) in enumerate(wanted):
@@ -389,20 +389,26 @@ class GraphRunner:
                 missing[0],
             )
 
-    def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False) -> Step:
+    def _inputs(
+        self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False, mixed: bool = False
+    ) -> Step:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
         any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
-        did not pay, or come before such."""
-        state = self._step.state
+        did not pay, or come before such. mixed: any row may have any of the tokens, and those that sample have up to
+        k + 1 logits."""
+        step, state = self._step, self._step.state
         longest = np.full(num_rows, state.max_len)
-        most = np.full(num_rows, 1 if num_tokens == num_rows else 1 + state.k)
+        most = num_tokens if mixed else 1 if num_tokens == num_rows else 1 + state.k
         batch, budget = self._layouts.padded(num_rows, num_tokens)
+        nowhere: torch.Tensor | None = None
+        if mixed:  # where logits lie is decided on the device; this says how many there may be
+            nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=step.device)
         return Step(
             batch=batch,
-            logits_token=None,
-            logits_row=batch.token_row,
-            bounds=LengthBounds(most, longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, self._step.drafter is not None and draft_width > 0),
+            logits_token=nowhere,
+            logits_row=batch.token_row if nowhere is None else nowhere,
+            bounds=LengthBounds(np.full(num_rows, most), longest, longest, max_overestimate=state.max_len),
+            traits=BatchTraits(sampled, step.drafter is not None and draft_width > 0),
             budget=budget,
             draft_width=draft_width,
             shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
@@ -441,25 +447,6 @@ def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, 
         for tokens in MIXED_TOKENS
         if tokens <= max_tokens and tokens >= 2 * width
     ]
-
-
-def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_tokens: int, sampled: bool) -> Step:
-    """Of a mixed step over the layout buffer: any row may have any of the tokens and any positions behind them, and
-    those that sample have up to k + 1 logits."""
-    state, device = step.state, step.device
-    longest = np.full(num_rows, state.max_len)
-    batch, budget = layouts.padded(num_rows, num_tokens)
-    # Where logits lie is decided on the device; this says how many there may be.
-    nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=device)
-    return Step(
-        batch=batch,
-        logits_token=nowhere,
-        logits_row=nowhere,
-        bounds=LengthBounds(np.full(num_rows, num_tokens), longest, longest, max_overestimate=state.max_len),
-        traits=BatchTraits(sampled, step.drafter is not None and state.k > 0),
-        budget=budget,
-        draft_width=state.k,
-    )
 
 
 def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
