@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -309,7 +310,7 @@ def gpu_of(device: torch.device) -> Gpu:
     one would."""
     if device.type != "cuda":
         return HOPPER
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     program, whole = found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor
     return Gpu(10 * found.major + found.minor, found.multi_processor_count, program, whole)
 
