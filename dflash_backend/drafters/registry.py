@@ -87,7 +87,9 @@ METHODS: Mapping[str, Method] = {
 """By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""
 
 
-_FORMATS = {name: method.formats for name, method in METHODS.items() if method.formats is not None}
+def _formats() -> dict[str, Formats]:
+    """The formats of each method that has checkpoints."""
+    return {name: method.formats for name, method in METHODS.items() if method.formats is not None}
 
 
 def _names(formats: Formats, architectures: Sequence[str]) -> bool:
@@ -99,7 +101,7 @@ def is_drafter(directory: Path) -> bool:
     """Whether a directory holds a drafter of a known format or a model of the speculators library."""
     config = JsonReader.load(directory / "config.json")
     architectures = config.strings("architectures")
-    return is_speculators(config) or any(_names(each, architectures) for each in _FORMATS.values())
+    return is_speculators(config) or any(_names(each, architectures) for each in _formats().values())
 
 
 def read_draft(directory: Path, causal: bool | None = None) -> DraftModelSpec:
@@ -115,17 +117,18 @@ def read_draft_config(file: Path) -> DraftModelSpec:
 
 
 def _read(path: Path, config: JsonReader, causal: bool | None) -> DraftModelSpec:
-    names = ", ".join(f"'{name}'" for name in _FORMATS)
+    by_method = _formats()
+    names = ", ".join(f"'{name}'" for name in by_method)
     if is_speculators(config):
-        formats = _FORMATS.get(config.string(MODEL_TYPE))
+        formats = by_method.get(config.string(MODEL_TYPE))
         if formats is None:
             raise config.fail(MODEL_TYPE, f"{names}: drafters of other methods are not supported")
         return formats.read_speculators(path, config, causal)
     architectures = config.strings("architectures")
-    for formats in _FORMATS.values():
+    for formats in by_method.values():
         if _names(formats, architectures):
             return formats.read(path, config, causal)
-    known = ", ".join(f"'{formats.architectures[0]}'" for formats in _FORMATS.values())
+    known = ", ".join(f"'{formats.architectures[0]}'" for formats in by_method.values())
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
         f"{config.where}: architectures is {shown(list(architectures))}; a drafter in its authors' format has "
