@@ -95,7 +95,7 @@ class Choices:
 
     def __init__(self, lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         self._x, self._weights = x, weights
-        self._problem: Problem = lt.problem(len(weights[0]), x.shape[1], len(x), x.dtype)
+        self._problem = Problem(lt, len(weights[0]), x.shape[1], len(x), x.dtype)
         self._out = x.new_empty(len(x), len(weights[0]))
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
 

@@ -93,7 +93,7 @@ def expert_launches(scheme: str, tile: products.Tile, arch: int) -> list[KernelL
         chosen = torch.zeros(4, PER_TOKEN, dtype=torch.int32)
         reading = products.reading_of(divmod(arch, 10))
         form = form_of(scheme, x)
-        experts.run_by_tile(x, gate_up, down, chosen.bfloat16(), chosen, tile, reading, *form)
+        experts.quantised_experts_mlp(x, gate_up, down, chosen.bfloat16(), chosen, *form, tile, reading)
     finally:
         for kernel, run in zip((*kernels, *others), runs, strict=True):
             kernel.run = run

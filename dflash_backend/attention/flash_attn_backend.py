@@ -19,13 +19,8 @@ from dflash_backend.attention.interface import (
     Capabilities,
     KVLayer,
 )
-from dflash_backend.attention.packed_queries import compact_tokens, running_sum, window_sides
+from dflash_backend.attention.packed_queries import compact_tokens, flash_attn_varlen_func, running_sum, window_sides
 from dflash_backend.attention.triton_backend import exact_rows
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
 
 
 @dataclass(frozen=True)

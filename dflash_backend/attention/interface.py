@@ -188,7 +188,6 @@ class AttentionBackend(Protocol):
 
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
         """Build what all layers of a forward pass that have the same pattern share."""
-        ...
 
     def attend(
         self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
@@ -197,7 +196,6 @@ class AttentionBackend(Protocol):
         `[num_heads]`, those of a layer whose pattern has them.
 
         Returns `[num_tokens, num_heads * head_dim]`."""
-        ...
 
     def choosing_per_launch(self, needs: Requirements) -> AttentionBackend:
         """This backend, free to leave launches to packages that run them faster, where these are installed."""

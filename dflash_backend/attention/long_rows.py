@@ -21,14 +21,15 @@ import torch
 
 from dflash_backend.attention import cudnn_rows
 from dflash_backend.attention.interface import AttentionPattern, DeviceLengths, KVLayer, Requirements
-from dflash_backend.attention.packed_queries import compact_tokens, running_sum, to_device, window_sides
+from dflash_backend.attention.packed_queries import (
+    compact_tokens,
+    flash_attn_varlen_func,
+    running_sum,
+    to_device,
+    window_sides,
+)
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention_reference
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
 
 logger = logging.getLogger(__name__)
 

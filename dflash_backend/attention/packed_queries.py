@@ -8,6 +8,11 @@ import torch.nn.functional as F
 
 from dflash_backend.attention.interface import AttentionPattern, DeviceLengths
 
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
 
 def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
     """How many positions to the left and to the right of its own a query sees; -1 for all."""
@@ -16,7 +21,8 @@ def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on `device` that the host does not wait for."""
+    """A copy of a small array on `device` that the host does not wait for; torch keeps pinned memory until it has
+    run."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

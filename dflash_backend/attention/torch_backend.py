@@ -23,7 +23,6 @@ from dflash_backend.attention.interface import (
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceLengths,
     KVLayer,
     hidden_keys,
 )
@@ -45,38 +44,19 @@ _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
 @dataclass(frozen=True)
-class TokenIndex:
-    """Where the queries of a group lie when only the device knows: int64 `[num_rows * query_len]` each.
-
-    source: the token of each query, 0 for the queries that a row has less than its bound. target: one more than that
-    token, 0 for those queries: their output goes to a place of its own before the first token's.
-    """
-
-    source: torch.Tensor
-    target: torch.Tensor
-
-
-@dataclass(frozen=True)
-class QueryPadding:
-    """How rows with different numbers of queries make one batch: int64.
-
-    source: `[num_rows * query_len]`, the token of each query, counted from the group's first one; where a row has less,
-    its last. real: `[num_tokens]`, which of these queries are a token's own.
-    """
-
-    source: torch.Tensor
-    real: torch.Tensor
-
-
-@dataclass(frozen=True)
 class BatchGroup:
     """Rows `[first_row, first_row + num_rows)` that run as one batch.
 
     blocks: int64 or int32 `[num_rows * num_blocks]`. mask: additive `[num_rows, 1, query_len, padded_len]`, or None
     where the queries are the whole sequence and a triangular mask says it all; with sinks it has one more column, of
     the sink, and is never None. The queries lie behind one another from
-    `first_token` on, `num_tokens` of them, but where only the device knows where: `tokens`. padding: None where all
-    rows have `query_len` queries.
+    `first_token` on, `num_tokens` of them.
+
+    source: int64 `[num_rows * query_len]`, the token of each query; None where they lie so. real: int64 `[num_tokens]`,
+    which of the queries are a token's own where some rows have fewer than `query_len`, whose last token stands in; else
+    None. target: where only the device knows where queries lie, int64 `[num_rows * query_len]`, one more than the token
+    of each, 0 for those that a row has less than its bound (whose source is token 0): their output goes to a place of
+    its own before the first token's.
     """
 
     first_token: int
@@ -86,8 +66,9 @@ class BatchGroup:
     padded_len: int
     blocks: torch.Tensor
     mask: torch.Tensor | None
-    tokens: TokenIndex | None = None
-    padding: QueryPadding | None = None
+    source: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+    target: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -163,11 +144,11 @@ class TorchBackend(AttentionBackend):
         hidden = hidden_keys(pattern, seq_lens, query, key)
         mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0.0))[:, None])
         mask = F.pad(mask, (0, 1)) if pattern.sinks else mask
-        padding = None
+        source, real = None, None
         if num_tokens < num_rows * query_len:
-            source = ((np.cumsum(query_lens) - query_lens)[:, None] + offset).reshape(-1)
-            real = (np.arange(query_len) < query_lens[:, None]).reshape(-1).nonzero()[0]
-            padding = QueryPadding(*(torch.from_numpy(index).to(blocks.device) for index in (source, real)))
+            tokens = (first_token + np.cumsum(query_lens) - query_lens)[:, None] + offset
+            own = (np.arange(query_len) < query_lens[:, None]).reshape(-1).nonzero()[0]
+            source, real = (torch.from_numpy(index).to(blocks.device) for index in (tokens.reshape(-1), own))
         return BatchGroup(
             first_token,
             num_tokens,
@@ -176,7 +157,8 @@ class TorchBackend(AttentionBackend):
             padded_len,
             blocks.reshape(-1),
             mask.to(blocks.device, dtype),
-            padding=padding,
+            source,
+            real,
         )
 
     def _device_group(
@@ -202,7 +184,10 @@ class TorchBackend(AttentionBackend):
         # A query that sees nothing (of a padding row, or of one that has ended) sees everything instead: a softmax
         # over nothing would be NaN, which later layers would write where a mask does not remove it.
         hidden = hidden & ~hidden.all(dim=-1, keepdim=True)
-        mask = additive_mask(hidden, dtype)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
+        tokens = layout.device.query_start[rows].long()[:, None] + offset
+        there = offset < query_lens[:, None]
         return BatchGroup(
             first_token,
             num_tokens=int(layout.query_lens[rows].sum()),
@@ -211,7 +196,8 @@ class TorchBackend(AttentionBackend):
             padded_len=padded_len,
             blocks=blocks.clamp(min=0).reshape(-1),
             mask=F.pad(mask, (0, 1)) if pattern.sinks else mask,
-            tokens=token_index(layout.device, rows, offset),
+            source=(tokens * there).flatten(),
+            target=((tokens + 1) * there).flatten(),
         )
 
     def _visible(
@@ -231,7 +217,7 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(metadata, TorchMetadata)
         outputs = [self._attend_group(query, layer, group, sinks) for group in metadata.groups]
-        targets = [group.tokens.target for group in metadata.groups if group.tokens is not None]
+        targets = [group.target for group in metadata.groups if group.target is not None]
         if targets:
             scattered = query.new_zeros(len(query) + 1, query.shape[1] * query.shape[2])
             return scattered.index_copy_(0, torch.cat(targets), torch.cat(outputs))[1:]
@@ -241,12 +227,10 @@ class TorchBackend(AttentionBackend):
         self, query: torch.Tensor, layer: KVLayer, group: BatchGroup, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         num_heads, head_dim = query.shape[1:]
-        if group.tokens is None:
+        if group.source is None:
             rows = query[group.first_token : group.first_token + group.num_tokens]
-            if group.padding is not None:
-                rows = rows.index_select(0, group.padding.source)
         else:
-            rows = query[group.tokens.source]
+            rows = query.index_select(0, group.source)
         rows = rows.view(group.num_rows, group.query_len, num_heads, head_dim).transpose(1, 2)
         blocks = group.blocks.view(group.num_rows, -1)
         step = rows_at_once(group, layer.data, query.itemsize)
@@ -256,7 +240,7 @@ class TorchBackend(AttentionBackend):
         ]
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
-        return output if group.padding is None else output.index_select(0, group.padding.real)
+        return output if group.real is None else output.index_select(0, group.real)
 
     @staticmethod
     def _attend_rows(
@@ -289,19 +273,6 @@ def one_row_mask(seq_len: int, query_len: int, padded_len: int, causal: bool) ->
     key = np.arange(padded_len)
     last = np.arange(seq_len - query_len, seq_len)[:, None] if causal else np.full((query_len, 1), seq_len - 1)
     return torch.from_numpy(np.where(key > last, _HIDDEN, _SEEN)[None, None])
-
-
-def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """bool `[num_rows, query_len, num_keys]` -> 0 or -inf, `[num_rows, 1, query_len, num_keys]`."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, float("-inf"))[:, None]
-
-
-def token_index(device_rows: DeviceLengths, rows: slice, offset: torch.Tensor) -> TokenIndex:
-    """The tokens of the first, second, ... query of `rows`, offset being `[0, 1, ...]` up to their bound."""
-    tokens = device_rows.query_start[rows].long()[:, None] + offset
-    there = offset < device_rows.query_lens[rows][:, None]
-    return TokenIndex((tokens * there).flatten(), ((tokens + 1) * there).flatten())
 
 
 def rows_at_once(group: BatchGroup, data: torch.Tensor, itemsize: int) -> int:

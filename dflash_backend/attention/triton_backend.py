@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,6 @@ from dflash_kernels.invariant_attention import (
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import (
     HOPPER,
-    RESERVED_BYTES,
     Gpu,
     HeadShape,
     Launch,
@@ -310,10 +310,8 @@ def gpu_of(device: torch.device) -> Gpu:
     one would."""
     if device.type != "cuda":
         return HOPPER
-    found = torch.cuda.get_device_properties(device)
-    # An older torch does not say what a program may have.
-    program = getattr(found, "shared_memory_per_block_optin", HOPPER.shared_bytes)
-    whole = getattr(found, "shared_memory_per_multiprocessor", program + RESERVED_BYTES)
+    found: Any = torch.cuda.get_device_properties(device)
+    program, whole = found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor
     return Gpu(10 * found.major + found.minor, found.multi_processor_count, program, whole)
 
 

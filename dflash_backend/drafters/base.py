@@ -201,7 +201,6 @@ class SampleOps(Protocol):
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]`: int64 `[n]`."""
-        ...
 
     def sample(
         self,
@@ -209,23 +208,21 @@ class SampleOps(Protocol):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
+        *,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The column with the largest `logits / temperature + noise`, int64 `[n]`; without noise where the temperature
         is 0. temperature: float32 `[n]`. The noise is that of seed and position (int64 `[n]`) and the token that a
         column stands for: `token_ids` (int64 `[vocab]`), by default its own number."""
-        ...
 
     def noisy_scores(
         self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """What `sample` takes the largest of, for columns that are token ids: float32 of the shape of `logits`."""
-        ...
 
     def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """How sure the `logits` `[n, vocab]` are of a column (int64 `[n]`) of each row: float32 `[n]`, the log-odds of
         its probability at temperature 1."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -256,7 +253,7 @@ class DraftSampler:
             chosen = self.ops.argmax(logits)
         else:
             assert positions is not None
-            chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
+            chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids=token_ids)
         confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
         return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)
 
@@ -320,21 +317,17 @@ class Drafter(Protocol[Spec]):
     def check_weights(cls, spec: Spec) -> dict[str, TensorHeader]:
         """The tensors that the drafter takes from its checkpoint, by the headers of its files. Raises
         `CheckpointError` when they are not those that its config asks for."""
-        ...
 
     @classmethod
     def load(cls, spec: Spec, options: LoadOptions) -> DrafterFactory:
         """Load the drafter in `spec.path`. Raises `CheckpointError`."""
-        ...
 
     def inject(self, batch: ContextBatch) -> None:
         """Write the context KV of accepted tokens."""
-        ...
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """The drafts of all rows, without a wait for the device: those of the queries behind one another,
         `[num_drafts]`, or `[R, k]`, of which the first `DraftBatch.num_drafts` of each row count."""
-        ...
 
 
 def draft_patterns(spec: DraftModelSpec) -> tuple[AttentionPattern, ...]:
@@ -404,27 +397,19 @@ class DraftModel:
         self.patterns = draft_patterns(spec)
 
     @classmethod
-    def load(
-        cls,
-        spec: DraftModelSpec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-        ops: LayerOps | None = None,
-    ) -> Self:
+    def load(cls, spec: DraftModelSpec, options: LoadOptions) -> Self:
         """Load the drafter in `spec.path`. Raises `CheckpointError`."""
         weights = load_weights(
             spec.path,
             lambda source: cls.weights_class.read(source, spec),
-            dtype,
-            device,
+            options.dtype,
+            options.device,
             ignored=lambda name: is_unused(spec, name),
-            progress=progress,
-            keep_quantised=(ops or select_ops(device)).keeps_quantised,
-            keep_blocks=(ops or select_ops(device)).keeps_blocks,
+            progress=options.progress,
+            keep_quantised=options.ops.keeps_quantised,
+            keep_blocks=options.ops.keeps_blocks,
         )
-        return cls(spec, weights, max_positions, ops)
+        return cls(spec, weights, options.max_positions, options.ops)
 
 
 class ModelDrafter(Drafter[ModelSpec]):
@@ -456,7 +441,7 @@ class ModelDrafter(Drafter[ModelSpec]):
 
     @classmethod
     def load(cls, spec: ModelSpec, options: LoadOptions) -> DrafterFactory:
-        return partial(cls, cls.model_class.load(spec, **vars(options)))
+        return partial(cls, cls.model_class.load(spec, options))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`."""

@@ -12,10 +12,8 @@ UNKNOWN = "its own or the target's: only the weights say it"
 def draft_facts(spec: DraftSpec, dtype: str = "") -> Facts:
     """Label and text of what is known of a drafter. dtype: what it is loaded in, if not in its own. Raises
     `CheckpointError` when its files are gone."""
-    return _model_facts(spec, dtype) if isinstance(spec, DraftModelSpec) else spec.facts()
-
-
-def _model_facts(spec: DraftModelSpec, dtype: str) -> Facts:
+    if not isinstance(spec, DraftModelSpec):
+        return spec.facts()
     return [
         ("config" if spec.config_alone else "directory", str(spec.path)),
         ("method", spec.kind),

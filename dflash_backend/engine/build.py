@@ -75,7 +75,7 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes, measured_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
+from dflash_backend.worker.memory import CudaMemory, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
@@ -127,7 +127,7 @@ class LoadedModels:
 def build_engine(
     config: EngineConfig,
     progress: Progress | None = None,
-    probe: MemoryProbe | None = None,
+    probe: CudaMemory | None = None,
     loaded: TargetModel | None = None,
 ) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
@@ -195,7 +195,7 @@ def _drafter_loader(
 
 
 def _first_sizes(
-    config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device, probe: MemoryProbe | None
+    config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device, probe: CudaMemory | None
 ) -> Sizes:
     """The sizes before the models are loaded. With a probe, the most that there can be; how much there is shows once
     they are."""
@@ -259,7 +259,7 @@ def _load_models(
 
 
 def _measured_sizes(
-    config: EngineConfig, models: LoadedModels, most: Sizes, probe: MemoryProbe, report: Progress
+    config: EngineConfig, models: LoadedModels, most: Sizes, probe: CudaMemory, report: Progress
 ) -> Sizes:
     """The sizes that fit beside the models and the largest step. The models were loaded for the length of `most`, so
     requests get no longer."""

@@ -42,9 +42,9 @@ def report_kv_dtype(
     name = str(dtype).removeprefix("torch.")
     form = "FP8 (e4m3), a scale for each token and head" if kv_dtype == FP8 else "bfloat16"
     report(
-        f"target: KV cache: {form}: {bytes_per_token(target, kv_dtype)} bytes a token in place of "
-        f"{bytes_per_token(target, dtype)} in {name}; with the drafter's, {name}, {own} bytes a block in place of "
-        f"{plain}, so that {plain / own:.2f} times as many fit",
+        f"target: KV cache: {form}: {bytes_per_token(target.caches, kv_dtype)} bytes a token in place of "
+        f"{bytes_per_token(target.caches, dtype)} in {name}; with the drafter's, {name}, {own} bytes a block in place "
+        f"of {plain}, so that {plain / own:.2f} times as many fit",
         0.1,
     )
 

@@ -282,7 +282,7 @@ def draft_kv(decoder: DecoderSpec, dtype: str, request_tokens: int | None = None
 
 def _report(decoder: DecoderSpec, name: str, request_tokens: int, num_drafts: int | None) -> KVReport:
     dtype = FP8 if name == FP8_NAME else TORCH_DTYPES[name]
-    per_token = bytes_per_token(decoder, dtype)
+    per_token = bytes_per_token(decoder.caches, dtype)
     num_blocks = blocks_for(request_tokens, BLOCK_SIZE)
     whole = num_blocks * per_token * BLOCK_SIZE
     windows = None if num_drafts is None else _windows(decoder, dtype, num_drafts)

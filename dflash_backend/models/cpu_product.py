@@ -31,11 +31,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-HAS_ONEDNN = _has_onednn()
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class CpuWeight:

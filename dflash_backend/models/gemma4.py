@@ -6,7 +6,7 @@ Scores are not divided by the root of the head size, as backends do it: the quer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +15,13 @@ from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.experts import ExpertWeight, read_experts, run_experts
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.linear import Linear, Parts
 from dflash_backend.models.mlp import DenseMlp, Mlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
 
 @dataclass(frozen=True)
-class Gemma4Experts:
+class Gemma4Experts(Parts):
     """The experts of a layer, which run beside its MLP over the same hidden states.
 
     router: hidden -> num_experts. router_norm: what the normed hidden state is multiplied by before it, its learned
@@ -57,10 +57,6 @@ class Gemma4Experts:
             own_norm=source.tensor(f"{prefix}post_feedforward_layernorm_2.weight", hidden),
         )
 
-    def with_product(self, product_of: ProductOf) -> Gemma4Experts:
-        """The same weights, the router's multiplied by what `product_of` chooses; experts are an operation."""
-        return replace(self, router=self.router.with_product(product_of))
-
     def forward(self, hidden: torch.Tensor, ops: LayerOps, eps: float) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`, before `own_norm`."""
         logits = self.router(ops.rms_norm(hidden, self.router_norm, eps))
@@ -71,7 +67,7 @@ class Gemma4Experts:
 
 
 @dataclass(frozen=True)
-class Gemma4LayerWeights:
+class Gemma4LayerWeights(Parts):
     """The parameters of one layer.
 
     input_norm and post_norm: before and after attention; mlp_norm and post_mlp_norm: before and after the MLP. qkv:
@@ -112,16 +108,6 @@ class Gemma4LayerWeights:
             mlp=DenseMlp.read(source, f"{prefix}mlp.", hidden, spec.intermediate_size, bias=False, is_gelu=True),
             scalar=source.tensor(f"{prefix}layer_scalar", 1),
             experts=Gemma4Experts.read(source, prefix, hidden, moe) if moe is not None else None,
-        )
-
-    def with_product(self, product_of: ProductOf) -> Gemma4LayerWeights:
-        """The same weights, multiplied by what `product_of` chooses for each."""
-        return replace(
-            self,
-            qkv=self.qkv.with_product(product_of),
-            output=self.output.with_product(product_of),
-            mlp=self.mlp.with_product(product_of),
-            experts=self.experts.with_product(product_of) if self.experts is not None else None,
         )
 
 

@@ -8,33 +8,29 @@ half. Scores stay the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.delta_net import DeltaNet, DeltaNetWeights
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
-from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.linear import Linear, Parts
 from dflash_backend.models.mlp import DenseMlp, Mlp, SharedExpertMlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
 
 @dataclass(frozen=True)
-class DeltaNetLayerWeights:
+class DeltaNetLayerWeights(Parts):
     """The parameters of a layer with a gated delta net."""
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     net: DeltaNetWeights
     mlp: Mlp
-
-    def with_product(self, product_of: ProductOf) -> DeltaNetLayerWeights:
-        """The same weights, multiplied by what `product_of` chooses for each."""
-        return replace(self, net=self.net.with_product(product_of), mlp=self.mlp.with_product(product_of))
 
 
 class DeltaNetLayer:
@@ -61,14 +57,10 @@ class DeltaNetLayer:
 class GatedAttentionLayer(DecoderLayer):
     """A decoder layer whose `qkv` has the gates behind the values."""
 
-    def __init__(self, spec: DecoderSpec, weights: LayerWeights, pattern: AttentionPattern, ops: LayerOps) -> None:
-        super().__init__(spec, weights, pattern, ops)
-        self._query_size = spec.query_size
-
     def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
         w = self.weights
-        projected = w.qkv(normed)
-        qkv, gate = projected[:, : -self._query_size], projected[:, -self._query_size :]
+        projected, query_size = w.qkv(normed), w.output.in_features
+        qkv, gate = projected[:, :-query_size], projected[:, -query_size:]
         query = self.ops.qk_norm_rope_write(
             qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )

@@ -85,7 +85,6 @@ class TargetModel(Protocol):
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         """Token embeddings: int64 `[n]` -> `[n, hidden_size]`. scaled: as the first layer reads them, which for Gemma 4
         is times the root of the hidden size; else the rows as they are stored."""
-        ...
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
@@ -93,11 +92,9 @@ class TargetModel(Protocol):
         """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their KV to `caches`, one for each
         layer that has attention, and capturing the outputs of the layers `capture`: layer ids, of which the number of
         layers means the last layer's output after the final norm."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: `[n, hidden_size]` -> `[n, vocab_size]`."""
-        ...
 
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:

@@ -51,7 +51,7 @@ class LayerStack:
         weights = [layer.weights for layer in plain]
         norms = {norm.dtype for w in weights for norm in (w.input_norm, w.post_norm)}
         of_heads = {None if w.qk_norm is None else w.qk_norm.dtype for w in weights}
-        dtypes = {_dtype(layer) for layer in plain}
+        dtypes = {w.qkv.dtype for w in weights}
         known = {*dtypes, torch.float32}
         if max(len(norms), len(of_heads), len(dtypes)) > 1 or not norms <= known or not of_heads <= {*known, None}:
             return None
@@ -148,11 +148,6 @@ def _is_packed(layer: DecoderLayer) -> bool:
         return False
     tensors = [w.input_norm, w.post_norm, w.qk_norm, w.sinks, *(one.bias for one in linears if one is not None)]
     return all(one is None or one.is_contiguous() for one in tensors)
-
-
-def _dtype(layer: DecoderLayer) -> torch.dtype:
-    assert isinstance(layer.weights.qkv, PackedLinear)
-    return layer.weights.qkv.packed.dtype
 
 
 def _rows(slots: torch.Tensor, metadata: CpuMetadata) -> list[int]:

@@ -7,7 +7,7 @@ and attention is an operation of `ops.py`: few calls, since at small batches a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +16,13 @@ from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.gpt_oss import read_gpt_oss_experts
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.linear import Linear, Parts
 from dflash_backend.models.mlp import DenseMlp, Mlp, SparseMlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(Parts):
     """The parameters of one decoder layer.
 
     qkv: hidden -> query_size + 2 * kv_size; output: query_size -> hidden. qk_norm:
@@ -60,15 +60,6 @@ class LayerWeights:
             output=Linear.read(source, attention, {"o_proj": hidden}, query, spec.output_bias),
             mlp=cls._read_mlp(source, mlp, spec, spec.experts_of(index)),
             sinks=source.tensor(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
-        )
-
-    def with_product(self, product_of: ProductOf) -> LayerWeights:
-        """The same weights, multiplied by what `product_of` chooses for each."""
-        return replace(
-            self,
-            qkv=self.qkv.with_product(product_of),
-            output=self.output.with_product(product_of),
-            mlp=self.mlp.with_product(product_of),
         )
 
     @staticmethod

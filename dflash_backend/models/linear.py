@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,19 @@ class Linear:
     """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None. product: what
     multiplies; in float32 on a CPU `F.linear` gives way to oneDNN where that is faster."""
 
-    __slots__ = ("_cpu", "_weight", "bias", "product")
+    __slots__ = ("_cpu", "_weight", "bias", "device", "dtype", "in_features", "out_features", "product")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, product: Product = F.linear) -> None:
         self._weight = weight
         self.bias = bias
         self.product = product
         self._cpu = CpuWeight(weight) if product is F.linear and CpuWeight.fits(weight) else None
+        self._describe(weight.shape, weight.dtype, weight.device)
+
+    def _describe(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Sizes of output and input, the dtype of the weight's numbers, and where it is."""
+        self.out_features, self.in_features = shape
+        self.dtype, self.device = dtype, device
 
     @classmethod
     def read(
@@ -93,26 +100,6 @@ class Linear:
         """The weight, as numbers."""
         return self._weight
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight is."""
-        return self._weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight's numbers."""
-        return self._weight.dtype
-
-    @property
-    def in_features(self) -> int:
-        """Size of the input."""
-        return self._weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Size of the output."""
-        return self._weight.shape[0]
-
 
 class PackedLinear(Linear):
     """A product by a weight that is kept in the order in which a CPU reads it, and in no other."""
@@ -123,6 +110,7 @@ class PackedLinear(Linear):
         self.packed = weight
         self.bias = bias
         self.product = F.linear
+        self._describe(weight.shape, weight.dtype, weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.packed.product(x, self.bias)
@@ -140,29 +128,13 @@ class PackedLinear(Linear):
         """The weight as numbers, made anew whenever it is asked for."""
         return self.packed.rows(torch.arange(self.out_features))
 
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.packed.dtype
-
-    @property
-    def in_features(self) -> int:
-        return self.packed.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.shape[0]
-
 
 class QuantisedLinear(Linear):
     """A product by a weight that stays quantised. dtype: what its numbers are taken for where they are asked for.
     order: int64 `[in_features]`, which number of the input each column of `quantised` is multiplied by (`desc_act` of
     GPTQ); None where they are in order."""
 
-    __slots__ = ("_dtype", "order", "quantised")
+    __slots__ = ("order", "quantised")
 
     def __init__(
         self,
@@ -175,8 +147,8 @@ class QuantisedLinear(Linear):
         self.quantised = weight
         self.order = order
         self.bias = bias
-        self._dtype = dtype
         self.product = QUANTISED_PRODUCT if product is None else product
+        self._describe(weight.shape, dtype, weight.codes.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x if self.order is None else x.index_select(-1, self.order), self.quantised, self.bias)
@@ -187,34 +159,30 @@ class QuantisedLinear(Linear):
             return self
         if isinstance(product, PackedWeight):
             return PackedLinear(product, self.bias)
-        return QuantisedLinear(self.quantised, self.bias, self._dtype, product, self.order)
+        return QuantisedLinear(self.quantised, self.bias, self.dtype, product, self.order)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """As `Linear.rows`; always a copy."""
         bias = None if self.bias is None else self.bias[index]
-        return QuantisedLinear(self.quantised.taken(index), bias, self._dtype, self.product, self.order)
+        return QuantisedLinear(self.quantised.taken(index), bias, self.dtype, self.product, self.order)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight as numbers, made anew whenever it is asked for."""
-        numbers = self.quantised.dequantised(self._dtype)
+        numbers = self.quantised.dequantised(self.dtype)
         return numbers if self.order is None else numbers[:, self.order.argsort()]
 
-    @property
-    def device(self) -> torch.device:
-        return self.quantised.codes.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+@dataclass(frozen=True)
+class Parts:
+    """Parameters of a part of a model, some of which are products or have such."""
 
-    @property
-    def in_features(self) -> int:
-        return self.quantised.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.quantised.shape[0]
+    def with_product(self, product_of: ProductOf) -> Self:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        found = {
+            name: part.with_product(product_of) for name, part in vars(self).items() if hasattr(part, "with_product")
+        }
+        return replace(self, **found)
 
 
 QUANTISED_PRODUCT: Product = quantised.quantised_linear if HAS_TRITON else quantised.quantised_linear_reference

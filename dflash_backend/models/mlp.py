@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.experts import ExpertWeight, read_experts, run_experts
-from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.linear import Linear, Parts, ProductOf
 from dflash_backend.models.ops import LayerOps
 
 
@@ -26,7 +26,7 @@ class Mlp(Protocol):
 
 
 @dataclass(frozen=True)
-class DenseMlp:
+class DenseMlp(Parts):
     """gate_up: hidden -> 2 * intermediate, gate before up; down: intermediate -> hidden. is_gelu: the gate is GELU, by
     its tanh form, else SiLU."""
 
@@ -45,17 +45,13 @@ class DenseMlp:
             is_gelu=is_gelu,
         )
 
-    def with_product(self, product_of: ProductOf) -> DenseMlp:
-        """The same weights, multiplied by what `product_of` chooses for each."""
-        return replace(self, gate_up=self.gate_up.with_product(product_of), down=self.down.with_product(product_of))
-
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
         return ops.gated_mlp(self.gate_up, self.down, x, self.is_gelu)
 
 
 @dataclass(frozen=True)
-class SparseMlp:
+class SparseMlp(Parts):
     """The router sends each token to its most likely experts, each of which runs over all of its tokens.
 
     router: hidden -> num_experts. gate_up: `[num_experts, 2 * intermediate, hidden]`; down:
@@ -76,10 +72,6 @@ class SparseMlp:
         router = Linear.read(source, prefix, {"gate": moe.num_experts}, hidden)
         return cls(moe, router, *read_experts(source, prefix, hidden, moe))
 
-    def with_product(self, product_of: ProductOf) -> SparseMlp:
-        """The same weights, the router's multiplied by what `product_of` chooses; experts are an operation."""
-        return replace(self, router=self.router.with_product(product_of))
-
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,
         whatever other tokens are there."""
@@ -95,7 +87,7 @@ class SparseMlp:
 
 
 @dataclass(frozen=True)
-class SharedExpertMlp:
+class SharedExpertMlp(Parts):
     """Experts, and one more that runs over every token, times the sigmoid of a gate: hidden -> 1."""
 
     sparse: SparseMlp
@@ -111,11 +103,6 @@ class SharedExpertMlp:
             DenseMlp.read(source, f"{prefix}shared_expert.", hidden, moe.shared_size, bias=False),
             Linear.read(source, prefix, {"shared_expert_gate": 1}, hidden),
         )
-
-    def with_product(self, product_of: ProductOf) -> SharedExpertMlp:
-        """The same weights, multiplied by what `product_of` chooses for each."""
-        sparse, shared = self.sparse.with_product(product_of), self.shared.with_product(product_of)
-        return SharedExpertMlp(sparse, shared, self.gate.with_product(product_of))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""

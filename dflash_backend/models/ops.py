@@ -6,6 +6,7 @@ Rows of all arguments are contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -66,6 +67,11 @@ class Rotation:
     sin: torch.Tensor
     rows: torch.Tensor | None = None
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """cos, sin and, where there are any, rows."""
+        return (self.cos, self.sin) if self.rows is None else (self.cos, self.sin, self.rows)
+
 
 class LayerOps:
     """The operations as a few torch calls each; `TritonLayerOps` replaces all of them. keeps_quantised: whether weights
@@ -89,6 +95,8 @@ class LayerOps:
     conv_heads = staticmethod(conv_heads.conv_heads_reference)
     delta_block = staticmethod(delta_rule.delta_block)
     delta_chunked = staticmethod(delta_rule.chunked)
+    _qk_norm_rope_write: Callable[..., torch.Tensor] = staticmethod(qk_norm_rope_write.qk_norm_rope_write_reference)
+    _context_write: Callable[..., None] = staticmethod(context_write.context_write_reference)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         """What a target multiplies by `weight` with."""
@@ -127,8 +135,8 @@ class LayerOps:
         """The rotation of tokens at `positions` (int64 `[n]`)."""
         return Rotation(*rotary.tables(positions))
 
-    @staticmethod
     def qk_norm_rope_write(
+        self,
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         eps: float,
@@ -138,12 +146,12 @@ class LayerOps:
         padded: bool,
     ) -> torch.Tensor:
         """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0."""
-        return qk_norm_rope_write.qk_norm_rope_write_reference(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
+        return self._qk_norm_rope_write(
+            qkv, qk_norm, eps, *rotation.tables, slots, cache.slots, padded, cache.slot_scales
         )
 
-    @staticmethod
     def context_write(
+        self,
         projected: torch.Tensor,
         k_norm: torch.Tensor | None,
         eps: float,
@@ -152,9 +160,10 @@ class LayerOps:
         caches: list[KVLayer],
         padded: bool,
     ) -> None:
-        """The drafter's context KV to `slots` of every layer's cache. With `padded` slots may be below 0."""
+        """The drafter's context KV to `slots` of every layer's cache. With `padded` slots may be below 0. Raises
+        `ValueError` where kernels write to caches that are no parts of one allocation."""
         layers = [cache.slots for cache in caches]
-        context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
+        self._context_write(projected, k_norm, eps, *rotation.tables, slots, layers, padded)
 
 
 class CpuLayerOps(LayerOps):
@@ -166,6 +175,8 @@ class CpuLayerOps(LayerOps):
     add_rms_norm = staticmethod(cpu_ops.add_rms_norm)
     silu_mul = staticmethod(cpu_ops.silu_mul)
     gelu_mul = staticmethod(cpu_ops.gelu_mul)
+    _qk_norm_rope_write = staticmethod(cpu_ops.qk_norm_rope_write)
+    _context_write = staticmethod(cpu_ops.context_write)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, torch.Tensor) and PackedWeight.fits(weight):
@@ -204,33 +215,6 @@ class CpuLayerOps(LayerOps):
         if type(gate_up) is not PackedLinear or type(down) is not PackedLinear or x.dim() != 2:
             return super().gated_mlp(gate_up, down, x, is_gelu)
         return cpu_ops.gated_mlp(gate_up.packed, gate_up.bias, down.packed, down.bias, x, is_gelu)
-
-    @staticmethod
-    def qk_norm_rope_write(
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        cache: KVLayer,
-        padded: bool,
-    ) -> torch.Tensor:
-        return cpu_ops.qk_norm_rope_write(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
-        )
-
-    @staticmethod
-    def context_write(
-        projected: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool,
-    ) -> None:
-        layers = [cache.slots for cache in caches]
-        cpu_ops.context_write(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
 
 class InvariantLayerOps(LayerOps):
@@ -273,6 +257,8 @@ class TritonLayerOps(LayerOps):
     conv_heads = staticmethod(conv_heads.conv_heads)
     delta_block = staticmethod(delta_chunks.delta_block)
     delta_chunked = staticmethod(delta_chunks.chunked)
+    _qk_norm_rope_write = staticmethod(qk_norm_rope_write.qk_norm_rope_write)
+    _context_write = staticmethod(context_write.context_write)
 
     def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product | PackedWeight:
         if isinstance(weight, torch.Tensor):
@@ -283,37 +269,6 @@ class TritonLayerOps(LayerOps):
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
         # The kernels read the tables' rows themselves.
         return Rotation(rotary.cos, rotary.sin, positions)
-
-    @staticmethod
-    def qk_norm_rope_write(
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        cache: KVLayer,
-        padded: bool,
-    ) -> torch.Tensor:
-        assert rotation.rows is not None
-        return qk_norm_rope_write.qk_norm_rope_write(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
-        )
-
-    @staticmethod
-    def context_write(
-        projected: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool,
-    ) -> None:
-        """Raises `ValueError` unless the caches are parts of one allocation."""
-        assert rotation.rows is not None
-        context_write.context_write(
-            projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
-        )
 
 
 class InvariantTritonLayerOps(TritonLayerOps):
@@ -370,21 +325,3 @@ def select_ops(
     if not HAS_CPU_OPS:
         cpu_library.build_for_next_start()
     return CpuLayerOps() if HAS_CPU_OPS else LayerOps()
-
-
-def stacked(caches: list[KVLayer]) -> torch.Tensor:
-    """The layers' memory as one tensor `[num_layers, num_slots, 2, num_kv_heads, head_dim]`, without a copy.
-
-    Raises `ValueError` unless they follow one another in one allocation, as those of `PagedKVCache` do.
-    """
-    first = caches[0].data
-    size = first.numel()
-    for index, cache in enumerate(caches):
-        data = cache.data
-        follows = data.data_ptr() == first.data_ptr() + index * size * data.element_size() and data.is_contiguous()
-        if not follows or data.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            raise ValueError(
-                f"the KV of layer {index} does not follow that of layer {index - 1} in one allocation; allocate the "
-                "layers as one tensor, which the Triton operations write in one launch"
-            )
-    return first.as_strided((len(caches), *first.shape), (size, *first.stride())).flatten(1, 2)

@@ -25,7 +25,7 @@ from dflash_backend.models.peers import Peers, RankLostError
 from dflash_backend.parallel.target import Follower
 from dflash_backend.parallel.vocabulary import OtherRanks, Sums
 from dflash_backend.worker.graphs import every_kernel, no_collection
-from dflash_backend.worker.memory import MemoryProbe, MemoryUse
+from dflash_backend.worker.memory import CudaMemory, MemoryUse
 
 ALIGNMENT = 64
 """Bytes between the beginnings of tensors in a broadcast."""
@@ -280,7 +280,7 @@ class GpuFollower:
         backend: AttentionBackend,
         messages: DeviceMessages,
         sums: Sums,
-        probe: MemoryProbe,
+        probe: CudaMemory,
         capture: Capture,
         allocate: Callable[[int], list[KVLayer]],
         device: torch.device,

@@ -126,26 +126,11 @@ class LinearPart(Linear):
     def __init__(self, part: Linear, bias: torch.Tensor | None) -> None:
         self._part = part
         self.bias, self.product = bias, part.product
+        self._describe((part.out_features, part.in_features), part.dtype, part.device)
 
     @property
     def weight(self) -> torch.Tensor:
         return self._part.weight
-
-    @property
-    def device(self) -> torch.device:
-        return self._part.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._part.dtype
-
-    @property
-    def in_features(self) -> int:
-        return self._part.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self._part.out_features
 
 
 class SlicedHead(LinearPart):
@@ -157,6 +142,7 @@ class SlicedHead(LinearPart):
         """part: rank 0's."""
         super().__init__(part, None)
         self._vocabulary = vocabulary
+        self.out_features = vocabulary.size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -172,7 +158,3 @@ class SlicedHead(LinearPart):
     def weight(self) -> torch.Tensor:
         """The weight, brought here from all ranks whenever it is asked for."""
         return self.rows(slice(None)).weight
-
-    @property
-    def out_features(self) -> int:
-        return self._vocabulary.size

@@ -203,14 +203,6 @@ class GrammarStates:
             if new.sampling.structured_outputs is not None:
                 self.answers[new.request_id] = self._answer(new)
 
-    def holds(self, request_id: str, answer: GrammarAnswer) -> bool:
-        """Whether this is still the answer of that request."""
-        return self.answers.get(request_id) is answer
-
-    def clear(self) -> None:
-        """Drop every request."""
-        self.answers.clear()
-
     def of(self, batch: HostBatch, before: StepGrammars | None) -> StepGrammars | None:
         """Those of a step's rows, whose masks begin to be filled unless they wait for those `before`, of the step in
         flight; None when no row has a grammar."""

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,15 +76,12 @@ class StepRunner(Protocol):
     ) -> Step:
         """Queue the target's forward and its own tokens. Returns the step that the other parts go on with, whose tokens
         may be changed until `accept`; that of a graph is valid on the device until the next one is run."""
-        ...
 
     def accept(self, step: Step) -> None:
         """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
-        ...
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -342,87 +339,79 @@ class GraphRunner:
         progress: Progress,
         shapes: Sequence[tuple[int, int]] = (),
         finest: Sequence[int] = (),
+        mixed: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Make the steps with these numbers of rows, and of verified and proposed drafts for each (`shapes`, by default
         k and k), in place of those that there were: greedy ones, and with `sampled` also those for sampled requests.
-        finest: the numbers of rows with the most drafts, by default `sizes`. `progress` is called with
-        `(message, fraction)`.
+        finest: the numbers of rows with the most drafts, by default `sizes`. mixed: numbers of rows and of tokens of
+        the steps for rows of any length. `progress` is called with `(message, fraction)`.
 
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.
         """
         k = self._step.state.k
         shapes = shapes or [(k, k)]
-        wanted = [
+        kinds = (True, False) if sampled else (False,)
+        of_decode_rows = [
             (size, shape, kind, shared)
             for size in sorted({*sizes, *finest}, reverse=True)
             for shape in sorted(shapes, reverse=True)
             if size in (finest if finest and shape == max(shapes) else sizes)
-            for kind in (True, False)
+            for kind in kinds
             for shared in (True, False)
-            if (sampled or not kind) and (not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS))
+            if not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS)
         ]
         self.clear()
-        missing = []
-        for number, (size, (num_verified, draft_width), kind, shared) in enumerate(wanted):
+        wanted: list[tuple[list[PaddedStep], str, Step]] = []
+        for size, (num_verified, draft_width), kind, shared in of_decode_rows:
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows{' with a shared prefix' if shared else ''}"
             if len(shapes) > 1:
                 name += f" with {size * num_verified} drafts"
-            progress(f"CUDA graphs: {name}", number / len(wanted))
             inputs = self._inputs(size, size * (1 + num_verified), draft_width, kind, shared)
-            if (runner := make(inputs)) is None:
-                missing.append(name)
-            else:
-                self._steps.setdefault((kind, shared), []).append(PaddedStep(inputs, runner))
-        _say_what_is_missing(missing, len(wanted))
-
-    def make_mixed(
-        self, make: MakeRunner, shapes: Sequence[tuple[int, int]], sampled: bool, progress: Progress
-    ) -> None:
-        """Make the steps for rows of any length with these numbers of rows and tokens, beside those of decode rows; the
-        rest as of `make`."""
-        wanted = [
-            (shape, kind) for shape in sorted(shapes, reverse=True) for kind in (True, False) if sampled or not kind
-        ]
-        missing = []
-        for number, ((num_rows, num_tokens), kind) in enumerate(wanted):
+            wanted.append((self._steps.setdefault((kind, shared), []), name, inputs))
+        for (num_rows, num_tokens), kind in product(sorted(mixed, reverse=True), kinds):
             name = f"{'sampled' if kind else 'greedy'} steps of {num_tokens} tokens with prompts"
+            inputs = self._inputs(num_rows, num_tokens, k, kind, mixed=True)
+            wanted.append((self._mixed.setdefault(kind, []), name, inputs))
+        missing = []
+        for number, (steps, name, inputs) in enumerate(wanted):
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            inputs = mixed_inputs(self._step, self._layouts, num_rows, num_tokens, kind)
             if (runner := make(inputs)) is None:
                 missing.append(name)
             else:
-                self._mixed.setdefault(kind, []).append(PaddedStep(inputs, runner))
-        _say_what_is_missing(missing, len(wanted))
+                steps.append(PaddedStep(inputs, runner))
+        if missing:
+            logger.warning(
+                "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
+                "which is slower. Lower gpu_memory_utilization or max_num_seqs for more graphs",
+                len(missing),
+                len(wanted),
+                missing[0],
+            )
 
-    def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False) -> Step:
+    def _inputs(
+        self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False, mixed: bool = False
+    ) -> Step:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
         any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
-        did not pay, or come before such."""
-        state = self._step.state
+        did not pay, or come before such. mixed: any row may have any of the tokens, and those that sample have up to
+        k + 1 logits."""
+        step, state = self._step, self._step.state
         longest = np.full(num_rows, state.max_len)
-        most = np.full(num_rows, 1 if num_tokens == num_rows else 1 + state.k)
+        most = num_tokens if mixed else 1 if num_tokens == num_rows else 1 + state.k
         batch, budget = self._layouts.padded(num_rows, num_tokens)
+        nowhere: torch.Tensor | None = None
+        if mixed:  # where logits lie is decided on the device; this says how many there may be
+            nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=step.device)
         return Step(
             batch=batch,
-            logits_token=None,
-            logits_row=batch.token_row,
-            bounds=LengthBounds(most, longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, self._step.drafter is not None and draft_width > 0),
+            logits_token=nowhere,
+            logits_row=batch.token_row if nowhere is None else nowhere,
+            bounds=LengthBounds(np.full(num_rows, most), longest, longest, max_overestimate=state.max_len),
+            traits=BatchTraits(sampled, step.drafter is not None and draft_width > 0),
             budget=budget,
             draft_width=draft_width,
             shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
-        )
-
-
-def _say_what_is_missing(missing: Sequence[str], num_wanted: int) -> None:
-    if missing:
-        logger.warning(
-            "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
-            "which is slower. Lower gpu_memory_utilization or max_num_seqs for more graphs",
-            len(missing),
-            num_wanted,
-            missing[0],
         )
 
 
@@ -458,25 +447,6 @@ def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, 
         for tokens in MIXED_TOKENS
         if tokens <= max_tokens and tokens >= 2 * width
     ]
-
-
-def mixed_inputs(step: ModelStep, layouts: LayoutBuffer, num_rows: int, num_tokens: int, sampled: bool) -> Step:
-    """Of a mixed step over the layout buffer: any row may have any of the tokens and any positions behind them, and
-    those that sample have up to k + 1 logits."""
-    state, device = step.state, step.device
-    longest = np.full(num_rows, state.max_len)
-    batch, budget = layouts.padded(num_rows, num_tokens)
-    # Where logits lie is decided on the device; this says how many there may be.
-    nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=device)
-    return Step(
-        batch=batch,
-        logits_token=nowhere,
-        logits_row=nowhere,
-        bounds=LengthBounds(np.full(num_rows, num_tokens), longest, longest, max_overestimate=state.max_len),
-        traits=BatchTraits(sampled, step.drafter is not None and state.k > 0),
-        budget=budget,
-        draft_width=state.k,
-    )
 
 
 def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
@@ -528,8 +498,9 @@ NUM_ROWS = 4
 def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_widths: Sequence[int] = ()) -> None:
     """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
     row where that is not always k."""
-    longest = min(CHUNK, max_tokens)
-    with _every_variant(step, max_tokens):
+    longest, peers = min(CHUNK, max_tokens), step.target.peers
+    backends = step.backend, step.draft_backend or step.backend
+    with peers.every_variant(), every_kernel(*backends, max_tokens=max_tokens):
         step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
         if step.shares_prefixes:
             inputs = _padding_under_bounds(step, layouts, longest, sampled=False)
@@ -537,24 +508,15 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
             step.run(replace(inputs, shared=shared))
     for num_tokens in _token_counts(step, max_tokens):
         step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
-    for width in {step.state.k, *draft_widths}:
-        for sampled in (False, True):
-            with _every_variant(step):
-                step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
-    for num_rows in _powers_of_two(layouts.max_rows):
+    with peers.every_variant(), every_kernel(*backends):
+        for width, sampled in product({step.state.k, *draft_widths}, (False, True)):
+            step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
+    # The powers of two, and the most.
+    for num_rows in {min(1 << i, layouts.max_rows) for i in range(layouts.max_rows.bit_length() + 1)}:
         padding = _padding_under_bounds(step, layouts, 1, num_rows=num_rows)
         assert padding.budget is not None
         step.ops.lay_out(padding, padding.budget, step.state)
     _choose_tokens(step, layouts)
-
-
-@contextmanager
-def _every_variant(step: ModelStep, max_tokens: int = 0) -> Iterator[None]:
-    """In this block the attention of both models, and products of quantised weights, run every kernel that they
-    have. max_tokens: as of `AttentionBackend.every_variant`."""
-    draft_backend, peers = step.draft_backend or step.backend, step.target.peers
-    with peers.every_variant(), every_kernel(step.backend, draft_backend, max_tokens=max_tokens):
-        yield
 
 
 @contextmanager
@@ -598,15 +560,6 @@ def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
     last = {count // moe.experts_per_token for count in entries}
     counts |= {1, *last, *(count + 1 for count in last)}
     return sorted(count for count in counts if 1 <= count <= max_tokens)
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    """Those up to the first that is not below `most`, and never more than `most`."""
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
-    yield most
 
 
 def _padding_under_bounds(

@@ -86,12 +86,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(zeroed_memory(size)).view(dtype).view(shape)  # torch.zeros would write them
 
 
-def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes of one token's KV over all layers of a model; of FP8 with its scales."""
-    return _bytes_per_token(spec.caches, dtype)
-
-
-def _bytes_per_token(caches: Iterable[AttentionCache], dtype: torch.dtype) -> int:
+def bytes_per_token(caches: Iterable[AttentionCache], dtype: torch.dtype) -> int:
+    """Bytes of one token's KV in these of a model's layers; of FP8 with its scales."""
     shapes = [cache.token_shape for cache in caches]
     size = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype == FP8:
@@ -107,12 +103,10 @@ def bytes_per_block(
     kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes of one block over all layers of both models; kv_dtype: as of `PagedKVCache.allocate`."""
-    per_token = bytes_per_token(target, kv_dtype or dtype)
-    return (per_token + (bytes_per_token(draft, dtype) if draft is not None else 0)) * block_size
+    per_token = bytes_per_token(target.caches, kv_dtype or dtype)
+    return (per_token + (bytes_per_token(draft.caches, dtype) if draft is not None else 0)) * block_size
 
 
 def window_bytes_per_block(target: DecoderSpec, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one block over the target's layers that have a window; kv_dtype: of the target's KV."""
-    return (
-        _bytes_per_token((cache for cache in target.caches if cache.sliding_window is not None), kv_dtype) * block_size
-    )
+    return bytes_per_token([each for each in target.caches if each.sliding_window is not None], kv_dtype) * block_size

@@ -10,12 +10,13 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dflash_backend.worker.kv_mover import DeviceRecords, host_memory
-from dflash_backend.worker.kv_transfer import IO_TIMEOUT_S, Memory, Part, RecordReader, TransferError
+from dflash_backend.worker.kv_transfer import IO_TIMEOUT_S, Memory, Part, ReadRecord, TransferError
 
 # Between two looks at a transfer.
 POLL_S = 0.0001
@@ -64,7 +65,7 @@ class NixlAgent:
         self.memory = Memory(metadata, groups, kind, number)
         """Of this device's records, for others."""
 
-    def reader(self, memory: Memory, stopped: threading.Event) -> RecordReader:
+    def reader(self, memory: Memory, stopped: threading.Event) -> ReadRecord:
         """As `kv_transfer.Transport.reader`."""
         with self._lock:
             if memory.metadata not in self._peers:
@@ -72,7 +73,7 @@ class NixlAgent:
                     self._peers[memory.metadata] = self._agent.add_remote_agent(memory.metadata)
                 except Exception as error:  # noqa: BLE001 - as above
                     raise TransferError(f"NIXL does not reach it: {error}") from None
-        return _Reader(self, memory, self._peers[memory.metadata], stopped)
+        return partial(read_record, self, memory, self._peers[memory.metadata], stopped)
 
     def progress(self) -> None:
         """As `kv_transfer.RegisteredMemory.progress`."""
@@ -116,27 +117,22 @@ class NixlAgent:
         return buffer[: start - buffer.ctypes.data]
 
 
-class _Reader:
-    """As `kv_transfer.RecordReader`."""
-
-    def __init__(self, agent: NixlAgent, memory: Memory, peer: str, stopped: threading.Event) -> None:
-        self._agent, self._memory, self._peer, self._stopped = agent, memory, peer, stopped
-
-    def read(self, group: int, slot: int, size: int) -> np.ndarray:
-        """As `kv_transfer.RecordReader.read`."""
-        memory = self._memory
-        theirs = memory.groups[group] if group < len(memory.groups) else []
-        is_whole = all(part.num_layers > 0 and part.num_bytes > 0 for part in theirs)
-        if not is_whole or sum(part.num_layers * part.num_bytes for part in theirs) != size:
-            raise TransferError("its records have another length")
-        parts = [
-            (part.address + layer * part.layer_stride + slot * part.slot_stride, part.num_bytes)
-            for part in theirs
-            for layer in range(part.num_layers)
-        ]
-        try:
-            return self._agent.read(self._peer, memory.kind, memory.device, parts, self._stopped)
-        except TransferError:
-            raise
-        except Exception as error:  # noqa: BLE001 - NIXL raises errors of its own kinds
-            raise TransferError(f"NIXL could not read it: {error}") from None
+def read_record(
+    agent: NixlAgent, memory: Memory, peer: str, stopped: threading.Event, group: int, slot: int, size: int
+) -> np.ndarray:
+    """As `kv_transfer.ReadRecord`, from `memory` of a peer."""
+    theirs = memory.groups[group] if group < len(memory.groups) else []
+    is_whole = all(part.num_layers > 0 and part.num_bytes > 0 for part in theirs)
+    if not is_whole or sum(part.num_layers * part.num_bytes for part in theirs) != size:
+        raise TransferError("its records have another length")
+    parts = [
+        (part.address + layer * part.layer_stride + slot * part.slot_stride, part.num_bytes)
+        for part in theirs
+        for layer in range(part.num_layers)
+    ]
+    try:
+        return agent.read(peer, memory.kind, memory.device, parts, stopped)
+    except TransferError:
+        raise
+    except Exception as error:  # noqa: BLE001 - NIXL raises errors of its own kinds
+        raise TransferError(f"NIXL could not read it: {error}") from None

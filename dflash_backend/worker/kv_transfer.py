@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -408,17 +408,12 @@ class Transport(Protocol):
 
     name: str
 
-    def reader(self, memory: Memory, stopped: threading.Event) -> RecordReader:
+    def reader(self, memory: Memory, stopped: threading.Event) -> ReadRecord:
         """Reads from a server's memory, until `stopped` is set. Raises `TransferError`."""
-        ...
 
 
-class RecordReader(Protocol):
-    """Reads records of one server."""
-
-    def read(self, group: int, slot: int, size: int) -> np.ndarray:
-        """The record at a slot, uint8 `[size]`. Raises `TransferError`."""
-        ...
+ReadRecord = Callable[[int, int, int], np.ndarray]
+"""Reads a record of one server: its group, slot and size -> uint8 `[size]`. Raises `TransferError`."""
 
 
 class _Session(RecordStore):
@@ -430,7 +425,7 @@ class _Session(RecordStore):
         self._has_begun = False
         self._stopped, self._woken = threading.Event(), threading.Event()  # the latter also once it is resolved
         self._slots: deque[int] = deque()
-        self._reader: RecordReader | None = None
+        self._read: ReadRecord | None = None
         self._until = time.monotonic() + MAX_READ_S
 
     def _begin(self) -> None:
@@ -461,7 +456,7 @@ class _Session(RecordStore):
             if len(found.slots) != len(records):
                 raise TransferError(f"{len(found.slots)} places came for {len(records)} records")
             if found.memory is not None and transport is not None:
-                self._reader = transport.reader(found.memory, self._stopped)
+                self._read = transport.reader(found.memory, self._stopped)
             self._slots.extend(found.slots)
         except (OSError, TransferError, ValueError) as error:
             self._fail(error)
@@ -498,8 +493,8 @@ class _Session(RecordStore):
         if slot < 0:
             return None
         try:
-            if self._reader is not None:
-                return self._reader.read(record.group, slot, len(into))
+            if self._read is not None:
+                return self._read(record.group, slot, len(into))
             receive_into(self._connection, into.data, self._until)
         except (OSError, TransferError) as error:
             self._fail(error)

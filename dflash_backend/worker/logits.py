@@ -10,18 +10,19 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from dflash_backend.attention.packed_queries import to_device
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import HostBatch, Step, spans
 from dflash_backend.worker.grammars import StepGrammars
-from dflash_backend.worker.state import RequestRecord, RequestStates, hide_others
+from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.transfers import Download, fetch, put
+from dflash_backend.worker.transfers import Download, fetch
 from dflash_kernels.penalties import PenalisedRows
 
 
@@ -51,10 +52,10 @@ class SpecialRows:
         start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified_drafts[rows]
         self.lowest = start + num_new - unverified
         row, number = spans(np.zeros_like(sizes), sizes)
-        self.flat, of_row, number, self._req_idx = put(
+        self.flat, of_row, number, self._req_idx = to_device(
             np.stack([flat, row, number, self.req_idx[row]]), requests.device
         )
-        highest, new, in_flight, index = put(
+        highest, new, in_flight, index = to_device(
             np.stack([start + num_new, num_new, unverified, self.req_idx]), requests.device
         )
         # The same choice as that of `prepare_step`.
@@ -120,7 +121,12 @@ class SpecialRows:
             record, index = requests.records[self._request_ids[i]], int(req_idx[i])
             part = processed[self.first[i] : self.first[i] + self.num_draft[i] + 1]
             if masked[i]:
-                _mask(part, record, self.position[i], int(requests.num_prompt_tokens[index]), requests)
+                if len(record.allowed_ids) > 0:  # all others are hidden
+                    kept = part.index_select(1, record.allowed_ids)
+                    part.fill_(float("-inf")).index_copy_(1, record.allowed_ids, kept)
+                if record.bad_words is not None:
+                    tokens, num_prompt = requests.state.tokens[record.index], int(requests.num_prompt_tokens[index])
+                    record.bad_words.hide(part, tokens, self.position[i], num_prompt)
             if biased[i]:
                 part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
             if hides[i]:
@@ -136,7 +142,7 @@ class SpecialRows:
         """Apply penalties to `logits` (float32, in place) of `which` of these rows, int64 on the host."""
         index, num_draft = self.req_idx[which], self.num_draft[which]
         num_prompt = self._requests.num_prompt_tokens[index]
-        numbers = put(np.stack([index, which, num_prompt, num_draft, self.first[which]]), self._requests.device)
+        numbers = to_device(np.stack([index, which, num_prompt, num_draft, self.first[which]]), self._requests.device)
         rows = PenalisedRows(numbers, self.position, int(num_draft.max()))
         ops.penalise(logits, rows, self._requests.state)
 
@@ -147,20 +153,18 @@ class SpecialRows:
         asking = (self._num_top >= 0).nonzero()[0]
         if self._raw is None or not len(asking):
             return None
-        counts = ops.known_counts(step)
-        accepted = self.num_draft[asking] if counts is None else counts[self.rows[asking]].astype(np.int64)
+        accepted = self.num_draft[asking]
+        if ops.on_host:
+            accepted = step.num_accepted.numpy()[self.rows[asking]].astype(np.int64)
         lens = accepted + 1
         _, flat = spans(self.first[asking], lens)
-        index = put(flat, self._raw.device)
+        index = to_device(flat, self._raw.device)
         chosen = step.target_tokens.index_select(0, self.flat.index_select(0, index))
         raw, self._raw = self._raw.index_select(0, index), None
-        ranked = ranked_logprobs(raw, chosen[:, None], int(self._num_top.max()))
         records = [self._requests.records[self._request_ids[i]] for i in asking.tolist()]
         named = [list(record.sampling.logprob_token_ids) for record in records]
-        pending = PendingLogprobs.begin(
-            ranked, self.rows[asking].tolist(), lens.tolist(), self._num_top[asking].tolist()
-        )
-        return pending.with_named(raw, named) if any(named) else pending
+        rows, num_top = self.rows[asking].tolist(), self._num_top[asking].tolist()
+        return PendingLogprobs.of(raw, chosen, rows, lens.tolist(), num_top, named)
 
 
 def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray) -> np.ndarray:
@@ -182,17 +186,6 @@ def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     return rows
 
 
-def _mask(
-    logits: torch.Tensor, record: RequestRecord, position: torch.Tensor, num_prompt_tokens: int, requests: RequestStates
-) -> None:
-    """Hide the tokens that a request does not want in its rows of `logits`, float32 `[num_draft + 1, vocab]`, in
-    place. position: int64, of the first row."""
-    if len(record.allowed_ids) > 0:
-        hide_others(logits, record.allowed_ids)
-    if record.bad_words is not None:
-        record.bad_words.hide(logits, requests.state.tokens[record.index], position, num_prompt_tokens)
-
-
 Ranked = tuple[list[float], list[int], list[list[float]], list[list[int]]]
 
 
@@ -205,23 +198,30 @@ class PendingLogprobs:
     rows: list[int]
     lens: list[int]
     num_top: list[int]
-    # Of each row, the tokens that its request names, and `named_logprobs` of them.
-    named: list[list[int]] | None = None
-    of_named: Download | None = None
+    # Of each row, the tokens that its request names, and `named_logprobs` of them; None where none names any.
+    named: list[list[int]]
+    of_named: Download | None
 
     @classmethod
-    def begin(cls, packed: torch.Tensor, rows: list[int], lens: list[int], num_top: list[int]) -> PendingLogprobs:
-        """Queue the copy of `packed` to the host."""
-        return cls(fetch(packed), rows, lens, num_top)
-
-    def with_named(self, logits: torch.Tensor, named: list[list[int]]) -> PendingLogprobs:
-        """The same with the log-probabilities of the tokens that each row names, `logits` being those of all."""
-        ids = np.zeros((len(logits), max(map(len, named))), dtype=np.int64)
-        begins = 0
-        for own, length in zip(named, self.lens, strict=True):
-            ids[begins : begins + length, : len(own)] = own
-            begins += length
-        return replace(self, named=named, of_named=fetch(named_logprobs(logits, put(ids, logits.device))))
+    def of(
+        cls,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        rows: list[int],
+        lens: list[int],
+        num_top: list[int],
+        named: list[list[int]],
+    ) -> PendingLogprobs:
+        """Compute them, and queue their copy to the host. logits: `[sum(lens), vocab]`, of which int64 `chosen` are
+        the tokens."""
+        packed, of_named = fetch(ranked_logprobs(logits, chosen[:, None], max(num_top))), None
+        if any(named):
+            ids, begins = np.zeros((len(logits), max(map(len, named))), dtype=np.int64), 0
+            for own, length in zip(named, lens, strict=True):
+                ids[begins : begins + length, : len(own)] = own
+                begins += length
+            of_named = fetch(named_logprobs(logits, to_device(ids, logits.device)))
+        return cls(packed, rows, lens, num_top, named, of_named)
 
     def entries(self, tokens: list[list[int]]) -> dict[int, list[TokenLogprobs]]:
         """By row, those of its new tokens; waits until they are there. tokens: the new ones of each row of the step, at
@@ -230,12 +230,11 @@ class PendingLogprobs:
         of_named = None if self.of_named is None else self.of_named.wait()
         found: dict[int, list[TokenLogprobs]] = {}
         first = 0
-        for row, length, num_top in zip(self.rows, self.lens, self.num_top, strict=True):
+        for row, length, num_top, named in zip(self.rows, self.lens, self.num_top, self.named, strict=True):
             new = tokens[row]
             ranked = zip(*unpacked_logprobs(packed[first : first + len(new)]), strict=True)
             found[row] = [logprobs_entry(token, num_top, *next(ranked)) for token in new]
-            if self.named is not None and of_named is not None:
-                named = self.named[self.rows.index(row)]
+            if of_named is not None:
                 for entry, values in zip(found[row], of_named[first : first + len(new)], strict=True):
                     add_named(entry, named, values)
             first += length

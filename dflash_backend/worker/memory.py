@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -36,63 +35,35 @@ RunStep = Callable[[SchedulerOutput], object]
 """Runs a step to its end."""
 
 
-class MemoryProbe(Protocol):
-    """Readings of one device's memory, in bytes."""
-
-    def total(self) -> int:
-        """All of it."""
-        ...
-
-    def in_use(self) -> int:
-        """What this process and all others hold now."""
-        ...
-
-    def allocated(self) -> int:
-        """What tensors of this process hold now."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Let `peak` begin at what is allocated now."""
-        ...
-
-    def peak(self) -> int:
-        """The most that tensors of this process held at a time since `reset_peak`."""
-        ...
-
-    def release(self) -> None:
-        """Wait for the device and give back what no tensor needs, so that `in_use` counts no empty caches."""
-        ...
-
-
 class CudaMemory:
-    """See `MemoryProbe`. A GPU's memory, by torch's allocator and the driver."""
+    """Readings of a GPU's memory, in bytes, by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total(self) -> int:
-        """As `MemoryProbe.total`."""
+        """All of it."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def in_use(self) -> int:
-        """As `MemoryProbe.in_use`."""
+        """What this process and all others hold now."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def allocated(self) -> int:
-        """As `MemoryProbe.allocated`."""
+        """What tensors of this process hold now."""
         return torch.cuda.memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """As `MemoryProbe.reset_peak`."""
+        """Let `peak` begin at what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """As `MemoryProbe.peak`."""
+        """The most that tensors of this process held at a time since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """As `MemoryProbe.release`."""
+        """Wait for the device and give back what no tensor needs, so that `in_use` counts no empty caches."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -134,7 +105,7 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def expected_use(probe: MemoryProbe, weights: int) -> MemoryUse:
+def expected_use(probe: CudaMemory, weights: int) -> MemoryUse:
     """The use as far as it is known before the models are loaded, whose weights take `weights` bytes: no more than
     it will be."""
     probe.release()
@@ -142,7 +113,7 @@ def expected_use(probe: MemoryProbe, weights: int) -> MemoryUse:
 
 
 def measure_use(
-    probe: MemoryProbe, make_runner: Callable[[], RunStep], config: SchedulerConfig, captures: bool
+    probe: CudaMemory, make_runner: Callable[[], RunStep], config: SchedulerConfig, captures: bool
 ) -> MemoryUse:
     """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
 
@@ -164,7 +135,7 @@ def measure_use(
     return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)
 
 
-def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig, captures: bool) -> tuple[int, int]:
+def _run_largest(probe: CudaMemory, run: RunStep, config: SchedulerConfig, captures: bool) -> tuple[int, int]:
     """The peak of all that is allocated, and how far the largest step that is captured rises above what the runner
     holds: one of decode rows, or of as many tokens of prompts as a graph has, by which weights may become numbers that
     those of few decode rows leave in their codes."""
@@ -183,7 +154,7 @@ def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig, capt
     return step, probe.peak() - held
 
 
-def _step_does_not_fit(probe: MemoryProbe, weights: int, config: SchedulerConfig, reason: str) -> str:
+def _step_does_not_fit(probe: CudaMemory, weights: int, config: SchedulerConfig, reason: str) -> str:
     return (
         f"a step of max_num_batched_tokens = {config.max_num_batched_tokens} tokens and max_num_seqs = "
         f"{config.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "

@@ -169,8 +169,7 @@ class ModelRunner:
             make, progress, mixed = lambda inputs: self.step, lambda message, done: None, mixed or ()
         try:
             with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
-                self.graphs.make(make, sizes, serves, progress, shapes, finest)
-                self.graphs.make_mixed(make, mixed, serves, progress)
+                self.graphs.make(make, sizes, serves, progress, shapes, finest, mixed)
             if captures:
                 self.captured = True
                 torch.cuda.empty_cache()  # of the steps that ran before their captures
@@ -227,7 +226,7 @@ class ModelRunner:
         self.requests.clear()
         if self.step.pending is not None:
             self.step.pending.clear()
-        self.grammars.clear()
+        self.grammars.answers.clear()
 
     def use_drafter(self, drafter: Drafter) -> Drafter:
         """Draft with another drafter, which writes its context KV where the one before did; with no step in flight.
@@ -329,7 +328,7 @@ class ModelRunner:
             return None, confidences
         num_own = next((i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1]), len(kept))
         if num_own < len(kept):
-            if self.grammars.holds(row.request_id, answer):
+            if self.grammars.answers.get(row.request_id) is answer:
                 first = answer.num_tokens
                 index = self.requests.records[row.request_id].index
                 self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)

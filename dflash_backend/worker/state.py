@@ -20,18 +20,8 @@ from dflash_backend.worker.transfers import Uploader, share
 
 # Size of the buffers for the changes of usual steps; a long prompt makes them grow.
 INITIAL_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class SamplingTensors:
-    """Sampling parameters `[n]` on the device: temperature float32, 0 for greedy; top_p, min_p float32; top_k int64, 0
-    for all tokens; seeds int64."""
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
+# Of a request, on the host (`RequestStates`) and on the device (`StateTensors`).
+PARAMETERS = ("temperature", "top_p", "min_p", "top_k", "seeds", "penalties")
 
 
 @dataclass
@@ -108,18 +98,6 @@ class StateTensors:
         """The most positions of a request."""
         return self.tokens.shape[1]
 
-    def sampling_tensors(self, req_idx: torch.Tensor) -> SamplingTensors:
-        """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); padding, -1, is greedy and otherwise
-        reads request 0."""
-        index = req_idx.clamp(min=0)
-        return SamplingTensors(
-            self.temperature.index_select(0, index) * (req_idx >= 0),
-            self.top_p.index_select(0, index),
-            self.top_k.index_select(0, index),
-            self.min_p.index_select(0, index),
-            self.seeds.index_select(0, index),
-        )
-
 
 @dataclass
 class RequestRecord:
@@ -189,12 +167,15 @@ class RequestStates:
         """
         for request_id in plan.finished_req_ids:
             self.remove(request_id)
-        indices = [self.add(new).index for new in plan.new_requests]
+        new, state = plan.new_requests, self.state
+        added = [self.add(each).index for each in new]
+        # Of each new block its place in the flat block table and its id, also that for the other table, if there is
+        # one; and by request index, the number of blocks where it changed.
         columns: list[int] = []
         block_ids: list[int] = []
         window_ids: list[int] = []
         gained: dict[int, int] = {}
-        width = self.state.blocks.shape[1]
+        width = state.blocks.shape[1]
         for row in plan.rows:
             if row.new_block_ids:
                 record = self.records[row.request_id]
@@ -204,10 +185,36 @@ class RequestStates:
                 window_ids += row.new_window_block_ids
                 record.num_blocks += len(row.new_block_ids)
                 gained[record.index] = record.num_blocks
-        if plan.new_requests or gained:
-            self._send_changes(
-                np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained, window_ids
-            )
+        if not (new or gained):
+            return
+        arrays: list[np.ndarray] = [
+            np.array(columns, dtype=np.int64),
+            np.array(block_ids, dtype=np.int32),
+            np.array(list(gained), dtype=np.int64),
+            np.array(list(gained.values()), dtype=np.int32),
+            np.array(window_ids, dtype=np.int32),
+        ]
+        if new:
+            indices = np.array(added, dtype=np.int64)
+            arrays += [indices, indices[self.penalised[indices]]]
+            arrays += [getattr(self, name)[indices] for name in PARAMETERS]
+            arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
+        positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
+        state.blocks.view(-1).index_copy_(0, positions, ids)
+        if state.window_blocks is not None and window_ids:
+            state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
+        state.num_blocks.index_copy_(0, rows, counts)
+        if new:
+            where, penalised, *sent = sent
+            values, tokens = sent[: len(PARAMETERS)], sent[len(PARAMETERS) :]
+            for name, value in zip(PARAMETERS, values, strict=True):
+                target = getattr(state, name)
+                target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
+            if len(penalised) > 0:
+                state.token_counts.index_fill_(0, penalised, 0)
+                state.num_counted.index_fill_(0, penalised, 0)
+            for index, token_ids in zip(added, tokens, strict=True):
+                state.tokens[index, : len(token_ids)] = token_ids
 
     def remove(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
@@ -269,56 +276,6 @@ class RequestStates:
             BadWords.of(sampling.bad_words_token_ids, self.device),
         )
 
-    def _send_changes(
-        self,
-        indices: np.ndarray,
-        new: list[NewRequest],
-        columns: list[int],
-        block_ids: list[int],
-        gained: dict[int, int],
-        window_ids: list[int],
-    ) -> None:
-        """Send the changes and queue what puts them in place.
-
-        indices: int64 `[len(new)]`, of the new requests. columns, block_ids: of each new block its place in the flat
-        block table and its id; window_ids: those for the other table, if there is one. gained: by request index, the
-        number of blocks where it changed.
-        """
-        state = self.state
-        arrays: list[np.ndarray] = [
-            np.array(columns, dtype=np.int64),
-            np.array(block_ids, dtype=np.int32),
-            np.array(list(gained), dtype=np.int64),
-            np.array(list(gained.values()), dtype=np.int32),
-            np.array(window_ids, dtype=np.int32),
-        ]
-        parameters: list[tuple[torch.Tensor, np.ndarray]] = [
-            (state.temperature, self.temperature),
-            (state.top_p, self.top_p),
-            (state.min_p, self.min_p),
-            (state.top_k, self.top_k),
-            (state.seeds, self.seeds),
-            (state.penalties, self.penalties),
-        ]
-        if new:
-            arrays += [indices, indices[self.penalised[indices]], *(host[indices] for _, host in parameters)]
-            arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
-        positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
-        state.blocks.view(-1).index_copy_(0, positions, ids)
-        if state.window_blocks is not None and window_ids:
-            state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
-        state.num_blocks.index_copy_(0, rows, counts)
-        if new:
-            where, penalised, *sent = sent
-            values, tokens = sent[: len(parameters)], sent[len(parameters) :]
-            for (target, _), value in zip(parameters, values, strict=True):
-                target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
-            if len(penalised) > 0:
-                state.token_counts.index_fill_(0, penalised, 0)
-                state.num_counted.index_fill_(0, penalised, 0)
-            for index, token_ids in zip(indices.tolist(), tokens, strict=True):
-                state.tokens[index, : len(token_ids)] = token_ids
-
 
 @dataclass(frozen=True)
 class BadWords:
@@ -361,9 +318,3 @@ class BadWords:
         bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(hidden, float("-inf"))
         # Adds up where two words end with the same token.
         logits.index_add_(1, self.last, bias)
-
-
-def hide_others(logits: torch.Tensor, allowed_ids: torch.Tensor) -> None:
-    """Hide, in place, all tokens but those of `allowed_ids` (int64 `[n]`) in `logits` (`[n, vocab]`)."""
-    kept = logits.index_select(1, allowed_ids)
-    logits.fill_(float("-inf")).index_copy_(1, allowed_ids, kept)

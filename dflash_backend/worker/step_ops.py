@@ -155,10 +155,10 @@ class CommonStepOps:
     log_odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(
         cpu_ops.log_odds if cpu_ops.HAS_CPU_OPS else log_odds.log_odds_reference
     )
-    _sample: Callable[..., torch.Tensor] = staticmethod(
+    noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
+    sample: Callable[..., torch.Tensor] = staticmethod(
         cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference
     )
-    _noisy_scores: Callable[..., torch.Tensor] = staticmethod(sample.noisy_scores_reference)
     _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
     _accept: Callable[..., torch.Tensor] = staticmethod(accept.accept_reference)
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
@@ -201,23 +201,6 @@ class CommonStepOps:
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The column chosen in each row of `logits`, as `drafters.base.SampleOps.sample`."""
-        return self._sample(logits, temperature, seeds, positions.contiguous(), token_ids=token_ids)
-
-    def noisy_scores(
-        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """The scores of all tokens, as `drafters.base.SampleOps.noisy_scores`."""
-        return self._noisy_scores(logits, temperature, seeds, positions.contiguous())
-
     def target_tokens(self, step: Step, state: StateTensors) -> torch.Tensor:
         """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
         and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, or all choose
@@ -240,10 +223,12 @@ class CommonStepOps:
         which decides the token at its place in `positions`, int64 `[n]`. sampled: whether any has a temperature."""
         if not sampled:
             return self.argmax(logits)
-        sampling = state.sampling_tensors(req_idx)
-        temperature = sampling.temperature
-        lowest_kept = self._lowest_kept(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        return self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)
+        # Padding is greedy, and otherwise reads request 0.
+        index = req_idx.clamp(min=0)
+        temperature = state.temperature.index_select(0, index) * (req_idx >= 0)
+        filters = (each.index_select(0, index) for each in (state.top_k, state.top_p, state.min_p))
+        lowest_kept = self._lowest_kept(logits, temperature, *filters)
+        return self.sample(logits, temperature, state.seeds.index_select(0, index), positions, lowest_kept)
 
     def accept(self, step: Step, state: StateTensors) -> None:
         """Which drafts are accepted and which token follows, for the rows that sample, by `step.target_tokens`.
@@ -311,10 +296,6 @@ class HostStepOps(CommonStepOps):
         batch = step.batch
         layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
         return layout, bool((step.slots.numpy() < 0).any())
-
-    def known_counts(self, step: Step) -> np.ndarray | None:
-        counts: np.ndarray = step.num_accepted.numpy()
-        return counts
 
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         return PendingContext(len(state.tokens), state.block_size) if cpu_ops.HAS_CPU_OPS else None
@@ -410,10 +391,6 @@ class ReferenceStepOps(CommonStepOps):
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         return replace(layout, shared=step.shared, exact=bounds.exact), True
 
-    def known_counts(self, step: Step) -> np.ndarray | None:
-        """The accepted drafts of each row, if the host knows them."""
-        return None
-
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
         return None
@@ -499,8 +476,8 @@ class DeviceStepOps(ReferenceStepOps):
     _prepare = staticmethod(prepare_step.prepare)
     argmax = staticmethod(argmax.argmax)
     log_odds = staticmethod(log_odds.log_odds)
-    _sample = staticmethod(sample.sample)
-    _noisy_scores = staticmethod(sample.noisy_scores)
+    noisy_scores = staticmethod(sample.noisy_scores)
+    sample = staticmethod(sample.sample)
     _lowest_kept = staticmethod(logits_filter.lowest_kept)
     _accept = staticmethod(accept.accept)
     apply_token_bitmask = staticmethod(token_bitmask.apply_token_bitmask)

@@ -23,15 +23,6 @@ def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def put(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of a small array on the device, which the device makes when it comes to it: the host does not wait."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    # torch keeps the pinned memory until the copy has run.
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 class _Turn:
     """One host buffer, and the event after which the device needs it no more."""
 
@@ -127,7 +118,7 @@ class Downloader:
         self._hosts = [
             torch.zeros(capacity, dtype=torch.int64, pin_memory=self._pinned) for _ in range(MAX_STEPS_IN_FLIGHT)
         ]
-        self._events = [torch.cuda.Event() if self._pinned else None for _ in self._hosts]
+        self._events = [torch.cuda.Event() for _ in self._hosts] if self._pinned else []
         self._next = 0
 
     def begin(self, numbers: torch.Tensor) -> Download:
@@ -136,7 +127,6 @@ class Downloader:
             return Download(numbers.clone(), None)
         host, event = self._hosts[self._next][: len(numbers)], self._events[self._next]
         self._next = (self._next + 1) % len(self._hosts)
-        host.copy_(numbers, non_blocking=self._pinned)
-        if event is not None:
-            event.record()
+        host.copy_(numbers, non_blocking=True)
+        event.record()
         return Download(host, event)

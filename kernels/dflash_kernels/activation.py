@@ -67,17 +67,20 @@ def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
 
 
+_SCALE, _CUBE = tl.constexpr(SCALE), tl.constexpr(CUBE)
+
+
 @triton.jit
-def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
+def gelu(x):
     """GELU of float32 numbers. `0.5 * (1 + tanh(z))` is the logistic function of 2z."""
-    return x / (1.0 + tl.exp(-2.0 * SCALE * (x + CUBE * x * x * x)))
+    return x / (1.0 + tl.exp((x + x * _CUBE * x * x) * (-2.0 * _SCALE)))
 
 
 @cached_launches
 @triton.jit
 def _gated_mul_kernel(
     gate_up_ptr, output_ptr, row_stride,
-    INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """One program computes one piece of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +90,7 @@ def _gated_mul_kernel(
     up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
     if GELU:
-        activated = gelu(gate, SCALE, CUBE)
+        activated = gelu(gate)
     else:
         activated = gate / (1.0 + tl.exp(-gate))
     activated = activated.to(dtype).to(tl.float32)
@@ -112,7 +115,7 @@ def _gated_mul(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         block = min(1024, triton.next_power_of_2(inner))
         grid = (num_rows, triton.cdiv(inner, block))
         _gated_mul_kernel[grid](
-            gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, GELU=is_gelu, SCALE=SCALE, CUBE=CUBE,
+            gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, GELU=is_gelu,
             num_warps=max(1, block // 256),
         )  # fmt: skip
     return output

@@ -87,6 +87,23 @@ def _context_write_kernel(
         tl.store(written + half_dim, tl.where(is_key, turned_high, high).to(dtype), mask=inside)
 
 
+def stacked(caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The layers' slots as one tensor `[num_layers, num_slots, 2, num_kv_heads, head_dim]`, without a copy.
+
+    Raises `ValueError` unless they follow one another in one allocation, as those of `PagedKVCache` do.
+    """
+    first = caches[0]
+    size = first.numel()
+    for index, cache in enumerate(caches):
+        follows = cache.data_ptr() == first.data_ptr() + index * size * cache.element_size() and cache.is_contiguous()
+        if not follows or cache.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            raise ValueError(
+                f"the KV of layer {index} does not follow that of layer {index - 1} in one allocation; allocate the "
+                "layers as one tensor, which the Triton operations write in one launch"
+            )
+    return first.as_strided((len(caches), *first.shape), (size, *first.stride()))
+
+
 def context_write(
     projected: torch.Tensor,
     k_norm: torch.Tensor | None,
@@ -95,22 +112,24 @@ def context_write(
     sin: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    caches: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    padded: bool = True,
 ) -> None:
-    """As `context_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
-    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's; and the layers'
-    caches are one tensor, `[num_layers, num_slots, 2, num_kv_heads, head_dim]`.
+    """As `context_write_reference`, slots below 0 being skipped in any case, but for the tables: cos, sin are the whole
+    ones, `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's. Raises
+    `ValueError` unless the caches are parts of one allocation.
 
     Rows of `projected`, slots of `caches`, and `k_norm` must be contiguous.
     """
-    num_layers, _, _, num_kv_heads, head_dim = caches.shape
     if len(projected) == 0:
         return
+    memory = stacked(caches)
+    num_layers, _, _, num_kv_heads, head_dim = memory.shape
     total = num_layers * 2 * num_kv_heads
     heads, half = head_blocks(total, head_dim)
     _context_write_kernel[(len(projected), triton.cdiv(total, heads))](
-        projected, projected if k_norm is None else k_norm, cos, sin, positions, slots, caches,
-        projected.stride(0), cos.stride(0), caches.stride(0), caches.stride(1), eps,
+        projected, projected if k_norm is None else k_norm, cos, sin, positions, slots, memory,
+        projected.stride(0), cos.stride(0), memory.stride(0), memory.stride(1), eps,
         NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=k_norm is not None,
         HEADS=heads, HALF=half, num_warps=4,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ FIRST_GRID = {torch.bfloat16: 2, torch.float32: 6}
 LANES = 16
 MAX_HEAD_DIM = 1024
 
-_library = cpu_library.load()
+_library: Any = cpu_library.load()
 HAS_CPU_OPS = _library is not None
 HAS_PAIRS = _library is not None and bool(_library.dflash_has_pairs())
 """Whether the processor multiplies bfloat16, by AMX or AVX-512."""
@@ -55,14 +56,12 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Packs `weight`, which is not kept."""
-        assert _library is not None
         weight = weight.contiguous()
         self._describe(DTYPES[weight.dtype], (weight.shape[0], weight.shape[1]), weight.dtype)
         _library.dflash_pack(torch.get_num_threads(), self.address, weight.data_ptr())
 
     def _describe(self, kind: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """Memory for a weight of this kind. address: of what the library knows of it."""
-        assert _library is not None
         self.shape, self.dtype = shape, dtype
         self.data = weight_memory(_library.dflash_packed_bytes(kind, *shape))
         self.described = np.array([kind, *shape, self.data.data_ptr(), 0, 0], np.int64)
@@ -95,7 +94,6 @@ class PackedWeight:
             return None
         grids = {BLOCKS[kind][2] for kind in kinds}
         grid = grids.pop() if len(grids) == 1 else 2 if grids == {0, 2} else 3
-        assert _library is not None
         rows, (columns,) = (
             sum(len(raw) for _, raw in parts),
             {raw.shape[1] // BLOCKS[kind][1] * BLOCKS[kind][0] for kind, raw in parts},
@@ -112,7 +110,6 @@ class PackedWeight:
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows of the weight at `index` (int64 `[n]`), as numbers: `[n, in_features]`. Raises `IndexError`."""
-        assert _library is not None
         index = index.contiguous()
         count = len(index)
         out = torch.empty((count, self.shape[1]), dtype=self.dtype)
@@ -124,7 +121,6 @@ class PackedWeight:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`: `[..., in_features]` -> `[..., out_features]`."""
-        assert _library is not None
         n, k = self.shape
         if x.dim() != 2:
             return self.product(x.reshape(-1, k), bias).view(*x.shape[:-1], n)
@@ -133,8 +129,7 @@ class PackedWeight:
         rows = len(x)
         out = torch.empty((rows, n), dtype=x.dtype)
         _library.dflash_linear(
-            torch.get_num_threads(), x.data_ptr(), x.stride(0), self.address,
-            None if bias is None else bias.data_ptr(), out.data_ptr(), rows,
+            torch.get_num_threads(), x.data_ptr(), x.stride(0), self.address, address(bias), out.data_ptr(), rows,
         )  # fmt: skip
         return out
 
@@ -144,7 +139,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     code = DTYPES.get(x.dtype)
     if code is None or (weight.dtype != x.dtype and weight.dtype != torch.float32):
         return rms_norm_reference(x, weight, eps)
-    assert _library is not None
     x = x if x.is_contiguous() else x.contiguous()
     normed = torch.empty_like(x)
     size = x.shape[-1]
@@ -162,7 +156,6 @@ def add_rms_norm(
     code = DTYPES.get(x.dtype)
     if code is None or residual.dtype != x.dtype or (weight.dtype != x.dtype and weight.dtype != torch.float32):
         return add_rms_norm_reference(x, residual, weight, eps)
-    assert _library is not None
     x, residual = (each if each.is_contiguous() else each.contiguous() for each in (x, residual))
     normed, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
@@ -184,7 +177,6 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _gate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-    assert _library is not None
     gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
     inner = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
@@ -212,16 +204,14 @@ def qk_norm_rope_write(
     known = qkv.dtype in DTYPES and norm_dtype in (qkv.dtype, torch.float32) and cos.dtype == qkv.dtype
     if not known or cache.dtype not in KV_DTYPES or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return qk_norm_rope_write_reference(qkv, qk_norm, eps, cos, sin, slots, cache, padded, scales)
-    assert _library is not None
     qkv, cos, sin, slots = (each if each.is_contiguous() else each.contiguous() for each in (qkv, cos, sin, slots))
     num_tokens = len(qkv)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype)
     _library.dflash_rope_write(
         DTYPES[qkv.dtype], DTYPES[norm_dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), qkv.data_ptr(),
-        None if qk_norm is None else qk_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-        query.data_ptr(), cache.data_ptr(), None if scales is None else scales.data_ptr(), num_tokens, num_heads,
-        num_kv_heads, head_dim,
+        address(qk_norm), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), query.data_ptr(), cache.data_ptr(),
+        address(scales), num_tokens, num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
     return query
 
@@ -243,14 +233,13 @@ def context_write(
     known = dtype in DTYPES and norm_dtype in (dtype, torch.float32) and cos.dtype == dtype and len(cache_dtypes) == 1
     if not known or not cache_dtypes <= DTYPES.keys() or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return context_write_reference(projected, k_norm, eps, cos, sin, slots, caches, padded)
-    assert _library is not None
     projected, cos, sin, slots = (each.contiguous() for each in (projected, cos, sin, slots))
     k_norm = None if k_norm is None else k_norm.contiguous()
     addresses = np.array([cache.data_ptr() for cache in caches], np.int64)
     _library.dflash_context_write(
         DTYPES[dtype], DTYPES[norm_dtype], DTYPES[caches[0].dtype], torch.get_num_threads(), projected.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-        addresses.ctypes.data, len(caches), len(slots), num_kv_heads, head_dim,
+        address(k_norm), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), addresses.ctypes.data, len(caches),
+        len(slots), num_kv_heads, head_dim,
     )  # fmt: skip
     return None
 
@@ -275,15 +264,12 @@ def linear_rope_write(
     plain = x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
     if not (known and plain) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return qk_norm_rope_write(packed.product(x, bias), qk_norm, eps, cos, sin, slots, cache, padded, scales)
-    assert _library is not None
     num_heads = packed.shape[0] // head_dim - 2 * num_kv_heads
     query = x.new_empty((num_tokens, num_heads, head_dim))
     _library.dflash_linear_rope_write(
         DTYPES[norm.dtype], KV_DTYPES[cache.dtype], torch.get_num_threads(), x.data_ptr(), packed.shape[1],
-        packed.address, None if bias is None else bias.data_ptr(),
-        None if qk_norm is None else qk_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-        query.data_ptr(), cache.data_ptr(), None if scales is None else scales.data_ptr(), num_tokens, num_heads,
-        num_kv_heads, head_dim,
+        packed.address, address(bias), address(qk_norm), eps, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
+        query.data_ptr(), cache.data_ptr(), address(scales), num_tokens, num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
     return query
 
@@ -301,13 +287,11 @@ def linear_norm(
     known = weight.dtype == x.dtype or weight.dtype == torch.float32
     if not known or not (x.is_contiguous() and residual.is_contiguous()):
         return add_rms_norm(packed.product(x, bias), residual, weight, eps)
-    assert _library is not None
     n, k = packed.shape
     normed, total = residual.new_empty((num_tokens, n)), residual.new_empty((num_tokens, n))
     _library.dflash_linear_norm(
-        DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), k, packed.address,
-        None if bias is None else bias.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(),
-        total.data_ptr(), num_tokens, eps,
+        DTYPES[weight.dtype], torch.get_num_threads(), x.data_ptr(), k, packed.address, address(bias),
+        residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), num_tokens, eps,
     )  # fmt: skip
     return normed, total
 
@@ -324,12 +308,10 @@ def gated_mlp(
     num_tokens = x.shape[0]
     if not x.is_contiguous():
         return down.product(_gate(gate_up.product(x, gate_up_bias), is_gelu), down_bias)
-    assert _library is not None
     out = x.new_empty((num_tokens, down.shape[0]))
     _library.dflash_gated_mlp(
-        torch.get_num_threads(), is_gelu, x.data_ptr(), gate_up.shape[1], gate_up.address,
-        None if gate_up_bias is None else gate_up_bias.data_ptr(), down.address,
-        None if down_bias is None else down_bias.data_ptr(), out.data_ptr(), num_tokens,
+        torch.get_num_threads(), is_gelu, x.data_ptr(), gate_up.shape[1], gate_up.address, address(gate_up_bias),
+        down.address, address(down_bias), out.data_ptr(), num_tokens,
     )  # fmt: skip
     return out
 
@@ -353,14 +335,12 @@ def attend(
     first_tokens, query_lens, seq_lens: int64 `[num_rows]`: the token of a row's first query, its queries, and the
     position behind its last one. causal, window, sinks: as of an `AttentionPattern`.
     """
-    assert _library is not None
     _, block_size, _, num_kv_heads, head_dim = data.shape
     _library.dflash_attend(
         DTYPES[query.dtype], KV_DTYPES[data.dtype], torch.get_num_threads(), query.data_ptr(), data.data_ptr(),
-        None if scales is None else scales.data_ptr(), out.data_ptr(), tables.ctypes.data, tables.shape[1],
-        first_tokens.ctypes.data, query_lens.ctypes.data, seq_lens.ctypes.data, len(seq_lens), query.shape[1],
-        num_kv_heads, head_dim, block_size, causal, window or 0, None if sinks is None else sinks.data_ptr(),
-        head_dim**-0.5,
+        address(scales), out.data_ptr(), tables.ctypes.data, tables.shape[1], first_tokens.ctypes.data,
+        query_lens.ctypes.data, seq_lens.ctypes.data, len(seq_lens), query.shape[1], num_kv_heads, head_dim, block_size,
+        causal, window or 0, address(sinks), head_dim**-0.5,
     )  # fmt: skip
 
 
@@ -391,7 +371,6 @@ def layers(
     `[num_positions, head_dim]`, contiguous. captured: int64, of each layer the address in `features` where its output
     goes, or 0. features: `[num_tokens, L * hidden_size]`, or None. Raises `IndexError`.
     """
-    assert _library is not None
     num_tokens, size = hidden.shape
     normed = torch.empty_like(hidden)
     work = hidden.new_empty(num_tokens * (2 * heads_size + size + 2 * cos.shape[1]))
@@ -432,7 +411,6 @@ def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """As `log_odds_reference`."""
     if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
         return log_odds_reference(logits, token_ids)
-    assert _library is not None
     token_ids, out = token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     _library.dflash_log_odds(
         DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0),
@@ -443,10 +421,9 @@ def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _chosen(logits: torch.Tensor, *per_row: torch.Tensor | None) -> torch.Tensor:
     """The columns that are chosen, int64 `[n]`. per_row: the other arguments of `sample`."""
-    assert _library is not None
     out = torch.empty(len(logits), dtype=torch.int64)
     held = [None if each is None else each.contiguous() for each in (*per_row, *[None] * 5)[:5]]
-    pointers = [None if each is None else each.data_ptr() for each in held]
+    pointers = [address(each) for each in held]
     _library.dflash_choose(
         DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0), *pointers,
         out.data_ptr(),

@@ -3,15 +3,14 @@ microseconds for any number of rows, where the references' calls of numpy take h
 
 from __future__ import annotations
 
-import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dflash_kernels import cpu_library
 
-_library = cpu_library.load()
+_library: Any = cpu_library.load()
 _NOWHERE = np.zeros(4, np.int64)
 
 
@@ -27,11 +26,6 @@ def _state(
     pointers = [0 if each is None else each.data_ptr() for each in (tokens, blocks, num_blocks, computed)]
     max_blocks = 0 if blocks is None else blocks.shape[1]
     return np.array([*pointers, tokens.shape[1], max_blocks, block_size], np.int64)
-
-
-def _call() -> ctypes.CDLL:
-    assert _library is not None
-    return _library
 
 
 class RowsLaidOut(NamedTuple):
@@ -68,7 +62,7 @@ def lay_out(
         np.empty(11 * count + 3 * size + count * width, np.int32),
         np.empty(1 + 3 * size + 2 * count, np.int64),
     )
-    num_logits = _call().dflash_lay_out(
+    num_logits = _library.dflash_lay_out(
         state.ctypes.data, rows.ctypes.data, count, size, width, narrow.ctypes.data, wide.ctypes.data
     )
     logits_at, rows_at, tables_at = (11 * count + times * size for times in (1, 2, 3))
@@ -87,7 +81,7 @@ def accept(
     """As `accept_reference`, for contiguous tensors. layout: of `RowsLaidOut`."""
     state = _state(tokens, computed)
     results = torch.empty((num_rows, k + 3), dtype=torch.int64)
-    _call().dflash_accept(
+    _library.dflash_accept(
         state.ctypes.data, target_tokens.data_ptr(), k, layout.ctypes.data, num_rows, results.data_ptr()
     )
     return results
@@ -128,7 +122,7 @@ def take_context(
     """
 
     def take(out: np.ndarray, most: int) -> int:
-        count: int = _call().dflash_take_context(
+        count: int = _library.dflash_take_context(
             computed.data_ptr(), waiting.features.shape[1], waiting.address, layout.ctypes.data, num_rows, may_wait,
             positions.data_ptr(), slots.data_ptr(), features.data_ptr(), out.ctypes.data, most,
         )  # fmt: skip
@@ -163,7 +157,7 @@ def prepare_draft(
     state, num_rows = _state(tokens, computed, blocks, num_blocks, block_size), len(req_idx)
     found = torch.empty((3, num_rows, width), dtype=torch.int64)
     query_lens, seq_lens = torch.empty((2, num_rows), dtype=torch.int32).unbind()
-    _call().dflash_prepare_draft(
+    _library.dflash_prepare_draft(
         state.ctypes.data, req_idx.data_ptr(), num_next_draft.data_ptr(), num_rows, width, placeholder_id,
         lookahead_base, found.data_ptr(), query_lens.data_ptr(), seq_lens.data_ptr(),
     )  # fmt: skip
@@ -184,7 +178,7 @@ def store_drafts(
     state, drafts = _state(tokens, computed), drafts.contiguous()
     sure = None if confidence is None or confidences is None else confidence.contiguous()
     width = drafts.shape[1] if drafts.dim() == 2 else 0
-    _call().dflash_store_drafts(
+    _library.dflash_store_drafts(
         state.ctypes.data, req_idx.data_ptr(), num_next_draft.data_ptr(), len(req_idx),
         drafts.data_ptr(), None if sure is None else sure.data_ptr(), width,
         None if sure is None or confidences is None else confidences.data_ptr(),

@@ -135,16 +135,13 @@ class CublasLt:
         weakref.finalize(owner, getattr(self.library, f"cublasLt{kind}Destroy"), made)
         return made
 
-    def problem(self, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> Problem:
-        """The product of x `[rows, inputs]` and a weight `[outputs, inputs]`, both in `dtype`."""
-        return Problem(self, outputs, inputs, rows, dtype)
-
 
 class Problem:
     """`x @ weight.T` of one shape, sums in float32. To the library, which counts columns first, it is
     `weight.T' @ x'` of the weight `[inputs, outputs]` and x `[inputs, rows]`, into `[outputs, rows]`."""
 
     def __init__(self, lt: CublasLt, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+        """The product of x `[rows, inputs]` and a weight `[outputs, inputs]`, both in `dtype`."""
         self._lt = lt
         self._desc = lt.made(self, "MatmulDesc", COMPUTE_32F, REAL_32F)
         transposed = c_int32(TRANSPOSED)

@@ -220,55 +220,40 @@ def invariant_attention(
     if out is None:
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
     for launch in launches:
-        _launch(query, cache, scales, rows, launch, causal, window, out, sinks)
-    return out
-
-
-def _launch(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    scales: torch.Tensor | None,
-    rows: PagedBatch,
-    launch: PiecesLaunch,
-    causal: bool,
-    window: int | None,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> None:
-    """One launch, then the merge of its pieces, if a row can have several."""
-    num_heads, head_dim = query.shape[1:]
-    block_size, kv_heads, block_m = cache.shape[1], cache.shape[3], launch.tiling.block_m
-    group, has_pieces = num_heads // kv_heads, launch.num_pieces > 1
-    lines = launch.num_tiles * launch.num_pieces * kv_heads * block_m if has_pieces else 1
-    partial = torch.empty(lines, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(lines, dtype=torch.float32, device=query.device)
-    total = launch.num_tiles if launch.tiles is None else launch.tiles.shape[1]
-    options = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(power_of_two(head_dim), 16),
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": block_m,
-        "BLOCK_N": launch.tiling.block_n,
-        "CAUSAL": causal,
-        "WINDOW": window or 0,
-        "MAPPED": launch.tiles is not None,
-        "PIECE": PIECE,
-        # Without fused operations, which a compiler puts where it sees fit: zeros must add nothing anywhere.
-        "enable_fp_fusion": False,
-    }
-    _attend_pieces_kernel[(launch.num_tiles * kv_heads, launch.num_pieces)](
-        query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, launch.tiles,
-        out, partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces,
-        launch.query_len, rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2],
-        *cache.stride()[:4],
-        **options, WIDEN=INTERPRETED, num_warps=launch.tiling.num_warps, num_stages=launch.tiling.num_stages,
-    )  # fmt: skip
-    if has_pieces:
-        programs = triton.cdiv(block_m // group * group, MERGED_LINES)
-        _merge_pieces_kernel[(launch.num_tiles * kv_heads, programs)](
-            rows.query_start, rows.query_lens, rows.seq_lens, launch.tiles, out, partial, lse, sinks,
-            launch.first_tile, total, launch.num_pieces, launch.query_len, rows.block_tables.shape[1],
-            **options, BLOCK_L=MERGED_LINES, num_warps=1,
+        num_heads, head_dim = query.shape[1:]
+        block_size, kv_heads, block_m = cache.shape[1], cache.shape[3], launch.tiling.block_m
+        group, has_pieces = num_heads // kv_heads, launch.num_pieces > 1
+        lines = launch.num_tiles * launch.num_pieces * kv_heads * block_m if has_pieces else 1
+        partial = torch.empty(lines, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(lines, dtype=torch.float32, device=query.device)
+        total = launch.num_tiles if launch.tiles is None else launch.tiles.shape[1]
+        options = {
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(power_of_two(head_dim), 16),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": block_m,
+            "BLOCK_N": launch.tiling.block_n,
+            "CAUSAL": causal,
+            "WINDOW": window or 0,
+            "MAPPED": launch.tiles is not None,
+            "PIECE": PIECE,
+            # Without fused operations, which a compiler puts where it sees fit: zeros must add nothing anywhere.
+            "enable_fp_fusion": False,
+        }
+        _attend_pieces_kernel[(launch.num_tiles * kv_heads, launch.num_pieces)](
+            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, launch.tiles,
+            out, partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces,
+            launch.query_len, rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2],
+            *cache.stride()[:4],
+            **options, WIDEN=INTERPRETED, num_warps=launch.tiling.num_warps, num_stages=launch.tiling.num_stages,
         )  # fmt: skip
+        if has_pieces:
+            programs = triton.cdiv(block_m // group * group, MERGED_LINES)
+            _merge_pieces_kernel[(launch.num_tiles * kv_heads, programs)](
+                rows.query_start, rows.query_lens, rows.seq_lens, launch.tiles, out, partial, lse, sinks,
+                launch.first_tile, total, launch.num_pieces, launch.query_len, rows.block_tables.shape[1],
+                **options, BLOCK_L=MERGED_LINES, num_warps=1,
+            )  # fmt: skip
+    return out

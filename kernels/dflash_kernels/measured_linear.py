@@ -78,11 +78,6 @@ def use_measured_products(wanted: bool) -> None:
     _State.wanted, _State.products = wanted, None
 
 
-def wants_measured_products() -> bool:
-    """What `use_measured_products` said last; false before."""
-    return _State.wanted
-
-
 @contextmanager
 def measuring() -> Iterator[None]:
     """In this block products measure how they are computed, where that is wanted; the log says what came of it."""
@@ -196,7 +191,7 @@ class MeasuredProducts:
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(rows, inputs, device=device, generator=generator, dtype=weight.dtype)
         out, expected = x.new_empty(rows, outputs), F.linear(x, weight)
-        problem = self._lt.problem(outputs, inputs, rows, weight.dtype)
+        problem = Problem(self._lt, outputs, inputs, rows, weight.dtype)
         ways = [way for way in ways_of(problem) if self._is_right(way, x, weight, out, expected)]
         if not ways:
             return None

@@ -7,15 +7,14 @@ the same two kernels over blocks of entries (`moe_routing`), with tiles for the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from dflash_kernels import moe_routing
 from dflash_kernels.activation import (
-    CUBE,
-    SCALE,
     Clamp,
     clamped_swiglu,
     clamped_swiglu_reference,
@@ -23,8 +22,9 @@ from dflash_kernels.activation import (
     gelu_mul_reference,
     invariant_gelu_mul_reference,
     invariant_silu_mul_reference,
+    silu_mul_reference,
 )
-from dflash_kernels.invariant_linear import invariant_linear_reference
+from dflash_kernels.invariant_linear import ProductTile, invariant_linear_reference
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.triton_import import tl, triton
 
@@ -51,75 +51,51 @@ def experts_mlp_reference(
     Returns `[n, hidden]` in x's dtype. Each chosen expert runs once over all of its tokens, whose number is read back
     to the host.
     """
+    gate = gelu_mul_reference if is_gelu else silu_mul_reference
+    outputs = _of_experts(x, gate_up, down, experts, biases, clamp, gate, F.linear)
+    return (outputs * weights[:, :, None]).sum(dim=1)
+
+
+def _of_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    experts: torch.Tensor,
+    biases: Biases | None,
+    clamp: Clamp | None,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+) -> torch.Tensor:
+    """What each token's experts make of it: `[n, per_token, hidden]`. gate: where there is no `clamp`."""
     num_tokens, per_token = experts.shape
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
     # Entry i of the sorted list belongs to token order[i] // per_token.
-    chunks = enumerate(x[order // per_token].split(counts))
-    done = [
-        _run_expert(chunk, gate_up[expert], down[expert], biases_of(biases, expert), clamp, is_gelu)
-        for expert, chunk in chunks
-        if len(chunk)
-    ]
-    hidden = x.shape[-1]
-    outputs = x.new_empty(num_tokens * per_token, hidden)
+    done = []
+    for expert, chunk in enumerate(x[order // per_token].split(counts)):
+        if len(chunk):
+            of_gate_up, of_down = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+            inner = product(chunk, gate_up[expert], of_gate_up)
+            inner = gate(inner) if clamp is None else clamped_swiglu_reference(inner, clamp)
+            done.append(product(inner, down[expert], of_down))
+    outputs = x.new_empty(num_tokens * per_token, x.shape[-1])
     if done:
         outputs[order] = torch.cat(done)
-    return (outputs.view(num_tokens, per_token, hidden) * weights[:, :, None]).sum(dim=1)
-
-
-def biases_of(biases: Biases | None, expert: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """One expert's biases of gate and up, and of down."""
-    return (None, None) if biases is None else (biases[0][expert], biases[1][expert])
-
-
-def _run_expert(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
-    clamp: Clamp | None,
-    is_gelu: bool,
-) -> torch.Tensor:
-    """`[n, hidden]` -> `[n, hidden]`, one expert alone."""
-    inner = F.linear(x, gate_up, biases[0])
-    if clamp is not None:
-        return F.linear(clamped_swiglu_reference(inner, clamp), down, biases[1])
-    if is_gelu:
-        return F.linear(gelu_mul_reference(inner), down, biases[1])
-    gate, up = inner.chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down, biases[1])
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a program cuts the product: `rows` entries by `columns` rows of the weight, `k_bytes` of each row at a time,
-    with `stages` such pieces under way."""
-
-    rows: int
-    columns: int
-    k_bytes: int
-    stages: int
-    warps: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program for the pieces that are under way."""
-        return (self.rows + self.columns) * self.k_bytes * self.stages
+    return outputs.view(num_tokens, per_token, x.shape[-1])
 
 
 # Ascending in rows. Tensor cores take 16 rows at least. Each takes up to 96 KiB of shared memory, which every GPU since
 # Ampere has for a block (99 KiB where it is least).
 TILES = (
-    Tile(rows=16, columns=64, k_bytes=256, stages=4, warps=4),
-    Tile(rows=32, columns=64, k_bytes=256, stages=4, warps=4),
-    Tile(rows=64, columns=128, k_bytes=128, stages=4, warps=4),
-    Tile(rows=128, columns=128, k_bytes=128, stages=3, warps=8),
+    ProductTile(rows=16, columns=64, k_bytes=256, stages=4, warps=4),
+    ProductTile(rows=32, columns=64, k_bytes=256, stages=4, warps=4),
+    ProductTile(rows=64, columns=128, k_bytes=128, stages=4, warps=4),
+    ProductTile(rows=128, columns=128, k_bytes=128, stages=3, warps=8),
 )
 
 
-def tile_for(num_entries: int, num_experts: int) -> Tile:
+def tile_for(num_entries: int, num_experts: int) -> ProductTile:
     """The lowest tile that holds what an expert gets on average, so that weights are read about once and few rows are
     empty."""
     average = num_entries / num_experts
@@ -133,7 +109,7 @@ def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
     PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    GELU: tl.constexpr, GELU_SCALE: tl.constexpr, GELU_CUBE: tl.constexpr,
+    GELU: tl.constexpr,
 ):  # fmt: skip
     """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
     0 `clamped_swiglu`; with GELU that in place of SiLU."""
@@ -174,7 +150,7 @@ def _gate_up_kernel(
     if LIMIT > 0:
         activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
     elif GELU:
-        activated = gelu(gate, GELU_SCALE, GELU_CUBE) * up
+        activated = gelu(gate) * up
     else:
         activated = gate * tl.sigmoid(gate) * up
     out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
@@ -261,7 +237,7 @@ def experts_mlp(
     experts: torch.Tensor,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
     *,
     is_gelu: bool = False,
 ) -> torch.Tensor:
@@ -288,8 +264,7 @@ def experts_mlp(
     activated = x.new_empty(num_entries, inner)
     _gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
         x.contiguous(), gate_up, of_gate_up, blocks.entries, blocks.experts, activated, num_entries,
-        PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit,
-        GELU=is_gelu, GELU_SCALE=SCALE, GELU_CUBE=CUBE,
+        PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit, GELU=is_gelu,
         BLOCK_M=tile.rows, BLOCK_N=block_n, **launch,
     )  # fmt: skip
     parts = x.new_empty(num_entries, hidden)
@@ -324,40 +299,16 @@ def invariant_experts_mlp_reference(
 ) -> torch.Tensor:
     """As `experts_mlp_reference`, the same bits for a token whatever other tokens go to its experts. A token's
     results are added up in float32, one expert after the other, and rounded once."""
-    num_tokens, per_token = experts.shape
-    chosen = experts.flatten()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
-    outputs = x.new_empty(num_tokens * per_token, x.shape[-1])
-    for expert, entries in enumerate(order.split(counts)):
-        if len(entries):
-            of_gate_up, of_down = biases_of(biases, expert)
-            inner = invariant_linear_reference(x[entries // per_token], gate_up[expert], of_gate_up)
-            gate = invariant_gelu_mul_reference if is_gelu else invariant_silu_mul_reference
-            inner = clamped_swiglu_reference(inner, clamp) if clamp else gate(inner)
-            outputs[entries] = invariant_linear_reference(inner, down[expert], of_down)
-    weighted = (outputs.view(num_tokens, per_token, -1) * weights[:, :, None]).float()
+    gate = invariant_gelu_mul_reference if is_gelu else invariant_silu_mul_reference
+    outputs = _of_experts(x, gate_up, down, experts, biases, clamp, gate, invariant_linear_reference)
+    weighted = (outputs * weights[:, :, None]).float()
     total = weighted[:, 0].clone()
-    for rank in range(1, per_token):
+    for rank in range(1, weighted.shape[1]):
         total += weighted[:, rank]
     return total.to(x.dtype)
 
 
 # One tile for every number of tokens: between those for decode rows and those for long prompts.
 INVARIANT_TILE = TILES[2]
-
-
-def invariant_experts_mlp(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    biases: Biases | None = None,
-    clamp: Clamp | None = None,
-    tile: Tile | None = None,
-    *,
-    is_gelu: bool = False,
-) -> torch.Tensor:
-    """As `experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `INVARIANT_TILE`."""
-    return experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or INVARIANT_TILE, is_gelu=is_gelu)
+invariant_experts_mlp = partial(experts_mlp, tile=INVARIANT_TILE)
+"""As `experts_mlp`, in tiles that do not follow the number of tokens."""

@@ -20,7 +20,7 @@ from dflash_kernels.triton_import import tl, triton
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Entries in blocks of `block_size`, each block's of one expert.
+    """Entries in blocks of one size, each block's of one expert.
 
     entries: int32 `[num_blocks * block_size]`, ascending for each expert; the number of all entries where a block has
     no more of its expert. experts: int32 `[num_blocks]`, -1 for blocks past the last; what `entries` holds there means
@@ -29,7 +29,6 @@ class ExpertBlocks:
 
     entries: torch.Tensor
     experts: torch.Tensor
-    block_size: int
 
 
 def route_reference(logits: torch.Tensor, per_token: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,4 +180,4 @@ def group(experts: torch.Tensor, num_experts: int, block_size: int) -> ExpertBlo
         BLOCK=block_size,
         num_warps=4 if few else 8,
     )
-    return ExpertBlocks(entries, block_experts, block_size)
+    return ExpertBlocks(entries, block_experts)

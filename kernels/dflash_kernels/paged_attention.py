@@ -243,7 +243,7 @@ def paged_attention(
         "BLOCK_D": max(power_of_two(head_dim), 16),
     }
     for prepared in launches:
-        tiling = prepared.launch.tiling
+        launch, tiles, tiling = prepared.launch, prepared.tiles, prepared.launch.tiling
         options = {
             **heads,
             "BLOCK_SIZE": block_size,
@@ -257,33 +257,15 @@ def paged_attention(
             "num_stages": tiling.num_stages,
         }
         if prepared.schedule is not None:
-            shared = (prepared.launch, prepared.schedule)
-            _launch_shares(query, cache, scales, rows, *shared, out, sinks, out_lse, heads, options)
+            _launch_shares(query, cache, scales, rows, launch, prepared.schedule, out, sinks, out_lse, heads, options)
         else:
-            _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, out_lse, options)
+            _attend_kernel[(launch.num_tiles * num_kv_heads,)](
+                query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
+                sinks, out_lse, LOG2_E * head_dim**-0.5, launch.num_tiles, launch.query_len,
+                rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
+                **options, MAPPED=tiles is not None,
+            )  # fmt: skip
     return out
-
-
-def _launch_tiles(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    scales: torch.Tensor | None,
-    rows: PagedBatch,
-    launch: Launch,
-    tiles: torch.Tensor | None,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out_lse: torch.Tensor | None,
-    options: dict[str, Any],
-) -> None:
-    """A program for each tile."""
-    _attend_kernel[(launch.num_tiles * cache.shape[3],)](
-        query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
-        sinks, out_lse, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len,
-        rows.block_tables.shape[1],
-        rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
-        **options, MAPPED=tiles is not None,
-    )  # fmt: skip
 
 
 def _launch_shares(

@@ -39,13 +39,20 @@ class PenalisedRows:
     most_draft: int
 
 
-def count_tokens_reference(
-    counts: torch.Tensor, num_counted: torch.Tensor, tokens: torch.Tensor, rows: PenalisedRows
+def count_and_penalise_reference(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    num_counted: torch.Tensor,
+    tokens: torch.Tensor,
+    penalties: torch.Tensor,
+    rows: PenalisedRows,
 ) -> None:
-    """Count the tokens below each row's position that have not been counted, in place. No two rows have one request.
+    """Count the tokens below each row's position that have not been counted, in place, then apply the penalties of
+    `rows`, with vLLM's formulas, to their `logits` (float32 `[D, vocab]`, in place). The logits behind drafts d1 .. di
+    count these as output. No two rows have one request.
 
     counts: int32 `[S, vocab]`. num_counted: int32 `[S]`, tokens of each request that are in its counts. tokens: int64
-    `[S, max_len]`.
+    `[S, max_len]`. penalties: float32 `[S, 3]`, repetition, frequency, presence.
     """
     positions, all_counted = rows.positions.numpy(), num_counted.numpy()
     for index, entry, prompt_len in rows.numbers[:3].T.tolist():
@@ -55,19 +62,9 @@ def count_tokens_reference(
         own[ids[:split]] |= IN_PROMPT
         np.add.at(own, ids[split:], 1)
         all_counted[index] = max(begin, end)
-
-
-def penalise_reference(
-    logits: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor, penalties: torch.Tensor, rows: PenalisedRows
-) -> None:
-    """Apply the penalties of `rows`, with vLLM's formulas, to their `logits` (float32 `[D, vocab]`, in place). The
-    logits behind drafts d1 .. di count these as output.
-
-    counts, tokens: as of `count_tokens_reference`. penalties: float32 `[S, 3]`, repetition, frequency, presence.
-    """
     own_tokens, all_counts = tokens.numpy(), counts.numpy()
     for index, entry, _, num_draft, first in rows.numbers.T.tolist():
-        position = int(rows.positions[entry])
+        position = int(positions[entry])
         at = np.minimum(np.arange(position, position + num_draft), tokens.shape[1] - 1)
         drafts = own_tokens[index, at]
         # The tokens that a penalty can change.
@@ -84,19 +81,6 @@ def penalise_reference(
             repeated = torch.where(values > 0, values / repetition, values * repetition)
             values = torch.where(in_prompt | (times > 0), repeated, values)
             logits[first + number].index_copy_(0, columns, values - frequency * times - presence * (times > 0))
-
-
-def count_and_penalise_reference(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    num_counted: torch.Tensor,
-    tokens: torch.Tensor,
-    penalties: torch.Tensor,
-    rows: PenalisedRows,
-) -> None:
-    """`count_tokens_reference`, then `penalise_reference`."""
-    count_tokens_reference(counts, num_counted, tokens, rows)
-    penalise_reference(logits, counts, tokens, penalties, rows)
 
 
 @cached_launches
@@ -157,31 +141,6 @@ def _penalise_kernel(
     tl.store(logits_ptr + line * vocab + ids, values, mask=inside)
 
 
-def count_tokens(counts: torch.Tensor, num_counted: torch.Tensor, tokens: torch.Tensor, rows: PenalisedRows) -> None:
-    """As `count_tokens_reference`. All tensors are contiguous."""
-    num_rows = rows.numbers.shape[1]
-    _count_tokens_kernel[(num_rows,)](
-        counts, num_counted, tokens, rows.numbers, rows.positions, num_rows, counts.shape[1], tokens.shape[1],
-        IN_PROMPT=IN_PROMPT, BLOCK=COUNTED, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def penalise(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    tokens: torch.Tensor,
-    penalties: torch.Tensor,
-    rows: PenalisedRows,
-    tile: int = TILE,
-) -> None:
-    """As `penalise_reference`. All tensors are contiguous."""
-    num_rows, vocab = rows.numbers.shape[1], counts.shape[1]
-    _penalise_kernel[(num_rows * (rows.most_draft + 1), triton.cdiv(vocab, tile))](
-        logits, counts, tokens, penalties, rows.numbers, rows.positions, num_rows, vocab, tokens.shape[1],
-        IN_PROMPT=IN_PROMPT, BLOCK=tile, num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
 def count_and_penalise(
     logits: torch.Tensor,
     counts: torch.Tensor,
@@ -189,7 +148,15 @@ def count_and_penalise(
     tokens: torch.Tensor,
     penalties: torch.Tensor,
     rows: PenalisedRows,
+    tile: int = TILE,
 ) -> None:
-    """As `count_and_penalise_reference`."""
-    count_tokens(counts, num_counted, tokens, rows)
-    penalise(logits, counts, tokens, penalties, rows)
+    """As `count_and_penalise_reference`. All tensors are contiguous."""
+    num_rows, vocab, max_len = rows.numbers.shape[1], counts.shape[1], tokens.shape[1]
+    _count_tokens_kernel[(num_rows,)](
+        counts, num_counted, tokens, rows.numbers, rows.positions, num_rows, vocab, max_len,
+        IN_PROMPT=IN_PROMPT, BLOCK=COUNTED, num_warps=WARPS,
+    )  # fmt: skip
+    _penalise_kernel[(num_rows * (rows.most_draft + 1), triton.cdiv(vocab, tile))](
+        logits, counts, tokens, penalties, rows.numbers, rows.positions, num_rows, vocab, max_len,
+        IN_PROMPT=IN_PROMPT, BLOCK=tile, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -163,10 +163,11 @@ def qk_norm_rope_write(
     positions: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
+    padded: bool = True,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `qk_norm_rope_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
-    `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
+    """As `qk_norm_rope_write_reference`, slots below 0 being skipped in any case, but for the tables: cos, sin are the
+    whole ones, `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
 
     Rows of `qkv`, slots of `cache`, `qk_norm` and `scales` must be contiguous.
     """

@@ -7,10 +7,12 @@ few tokens an expert gets. Programs are those of `moe.py`: one for a block of on
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from dflash_kernels import moe, moe_routing
-from dflash_kernels.activation import CUBE, SCALE, Clamp, clamped_swiglu, gelu
+from dflash_kernels.activation import Clamp, clamped_swiglu, gelu
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.moe import Biases
 from dflash_kernels.quantised_linear import (
@@ -84,7 +86,7 @@ def _quantised_gate_up_kernel(
     scale_stride, outputs, PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr,
     INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, GELU: tl.constexpr, GELU_SCALE: tl.constexpr, GELU_CUBE: tl.constexpr,
+    LIMIT: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
     0 `clamped_swiglu`; with GELU that in place of SiLU. outputs: rows of the weight."""
@@ -120,7 +122,7 @@ def _quantised_gate_up_kernel(
     if LIMIT > 0:
         activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
     elif GELU:
-        activated = gelu(gate, GELU_SCALE, GELU_CUBE) * up
+        activated = gelu(gate) * up
     else:
         activated = gate * tl.sigmoid(gate) * up
     out_ptrs = out_ptr + entries.to(tl.int64)[None, :] * INNER + column[:, None]
@@ -176,39 +178,25 @@ def quantised_experts_mlp(
     experts: torch.Tensor,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    tile: Tile | None = None,
+    reading: int | None = None,
     *,
     is_gelu: bool = False,
 ) -> torch.Tensor:
     """As `quantised_experts_mlp_reference`, without a wait for the device; `experts` is int32, `biases`
-    are contiguous.
+    are contiguous. tile: other than `tile_of` would choose, for 16 bits. reading: how codes of e4m3 are read, by
+    default as suits the device.
 
     A token's result does not depend on the order of programs: each entry has a row of its own, and a token's rows
     are summed in the order of its experts.
     """
-    tile = tile_of(experts.numel(), sizes_of(gate_up, down)[0], x.dtype)
-    return run_by_tile(x, gate_up, down, weights, experts, tile, None, biases, clamp, is_gelu=is_gelu)
-
-
-def run_by_tile(
-    x: torch.Tensor,
-    gate_up: QuantisedWeight,
-    down: QuantisedWeight,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    tile: Tile,
-    reading: int | None = None,
-    biases: Biases | None = None,
-    clamp: Clamp | None = None,
-    *,
-    is_gelu: bool = False,
-) -> torch.Tensor:
-    """As `quantised_experts_mlp`, by this tile. reading: how codes of e4m3 are read, by default as suits the
-    device."""
     num_tokens, per_token = experts.shape
     num_experts, hidden, inner = sizes_of(gate_up, down)
     num_entries = experts.numel()
     if num_tokens == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tile is None or x.itemsize > 2:
+        tile = tile_of(num_entries, num_experts, x.dtype)
     blocks = moe_routing.group(experts.contiguous(), num_experts, tile.tokens)
     num_blocks, reading = len(blocks.experts), reading_on(x.device) if reading is None else reading
     of_gate_up, of_down = biases or (None, None)
@@ -219,8 +207,7 @@ def run_by_tile(
     _quantised_gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
         x.contiguous(), gate_up.codes, gate_up.scales, gate_up.zeros, of_gate_up, blocks.entries, blocks.experts,
         activated, num_entries, gate_up.scales.shape[1], gate_up.shape[0], PER_TOKEN=per_token, HIDDEN=hidden,
-        INNER=inner, ALPHA=alpha, LIMIT=limit, GELU=is_gelu, GELU_SCALE=SCALE, GELU_CUBE=CUBE, BLOCK_N=block_n,
-        **_form(gate_up, tile, reading),
+        INNER=inner, ALPHA=alpha, LIMIT=limit, GELU=is_gelu, BLOCK_N=block_n, **_form(gate_up, tile, reading),
     )  # fmt: skip
     parts = x.new_empty(num_entries, hidden)
     _quantised_down_kernel[(num_blocks, triton.cdiv(hidden, tile.outputs))](
@@ -243,18 +230,6 @@ def _form(weight: QuantisedWeight, tile: Tile, reading: int) -> dict[str, int]:
     }
 
 
-def invariant_quantised_experts_mlp(
-    x: torch.Tensor,
-    gate_up: QuantisedWeight,
-    down: QuantisedWeight,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    biases: Biases | None = None,
-    clamp: Clamp | None = None,
-    *,
-    is_gelu: bool = False,
-) -> torch.Tensor:
-    """As `quantised_experts_mlp`, in tiles that do not follow the number of tokens: a token has the same bits
-    alone and among any others."""
-    tile = WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE
-    return run_by_tile(x, gate_up, down, weights, experts, tile, None, biases, clamp, is_gelu=is_gelu)
+invariant_quantised_experts_mlp = partial(quantised_experts_mlp, tile=INVARIANT_TILE)
+"""As `quantised_experts_mlp`, in tiles that do not follow the number of tokens: a token has the same bits alone and
+among any others."""

@@ -101,11 +101,11 @@ def sample(
     tile: int = TILE,
 ) -> torch.Tensor:
     """As `sample_reference`, up to the rounding of logarithms. Rows of `logits` must be contiguous, and so must all
-    others."""
+    others but `positions`."""
     value, index = tile_buffers(len(logits), logits.shape[1], tile, logits.device)
     if len(logits) > 0:
         _sample_kernel[value.shape](
-            logits, temperature, seeds, positions, lowest_kept, token_ids,
+            logits, temperature, seeds, positions.contiguous(), lowest_kept, token_ids,
             value, index, logits.shape[1], logits.stride(0), value.shape[1],
             FILTERED=lowest_kept is not None, MAPPED=token_ids is not None, BLOCK=tile, num_warps=WARPS,
         )  # fmt: skip
@@ -149,11 +149,19 @@ def noisy_scores(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """As `noisy_scores_reference`, up to the rounding of logarithms. Rows of `logits` must be contiguous, and so
-    must all others."""
+    must all others but `positions`."""
     num_rows, vocab = logits.shape
     scores = torch.empty((num_rows, vocab), dtype=torch.float32, device=logits.device)
     if num_rows > 0:
         _noisy_scores_kernel[(num_rows, triton.cdiv(vocab, TILE))](
-            logits, temperature, seeds, positions, scores, vocab, logits.stride(0), BLOCK=TILE, num_warps=WARPS
+            logits,
+            temperature,
+            seeds,
+            positions.contiguous(),
+            scores,
+            vocab,
+            logits.stride(0),
+            BLOCK=TILE,
+            num_warps=WARPS,
         )
     return scores

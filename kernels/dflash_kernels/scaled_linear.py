@@ -148,21 +148,16 @@ def fits_torch(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
 
 def product_for(weight: QuantisedWeight, dtype: torch.dtype) -> Product:
     """What multiplies activations of `dtype`, in FP8, by an FP8 weight."""
-    assert weight.kind == FP8
-    return ScaledProduct(weight, fits_torch(weight, dtype) and _passes(weight, dtype))
-
-
-def _passes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch's product of this shape runs and gives our kernel's numbers; the log says why where not."""
-    problem = _problem_of_shape(weight.shape, weight.rows == 1, len(weight.scales) > 1, dtype, weight.codes.device)
-    return problem is None
+    of_rows, in_blocks, device = weight.rows == 1, len(weight.scales) > 1, weight.codes.device
+    fits = fits_torch(weight, dtype) and _problem_of_shape(weight.shape, of_rows, in_blocks, dtype, device) is None
+    return ScaledProduct(weight, fits)
 
 
 @cache
 def _problem_of_shape(
     shape: tuple[int, int], of_rows: bool, in_blocks: bool, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """`trial` of a random weight of this shape, once for all weights that are alike."""
+    """`trial` of a random weight of this shape, once for all weights that are alike; the log says what is wrong."""
     generator = torch.Generator().manual_seed(0)
     outputs, inputs = shape
     codes = torch.randn(shape, generator=generator).mul_(16).to(CODE).view(torch.uint8).to(device)

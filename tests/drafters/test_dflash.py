@@ -23,7 +23,7 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.worker.batch import spans
 from tests.models.dense_drafter import DenseDrafter
-from tests.models.drafting import KeepsLogits, draft_batch, slots
+from tests.models.drafting import KeepsLogits, draft_batch, load_options, slots
 from tests.support.paged import BLOCK_SIZE, block_tables, caches
 from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
 
@@ -112,7 +112,7 @@ def make_pair(directory: Path, variant: Variant) -> Pair:
     save_file(tensors, directory / "draft" / "model.safetensors")
     if variant.mask_embedding:
         torch.save(normal(1, HIDDEN), directory / "draft" / "mask_embedding.pt")
-    model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    model = DFlashModel.load(spec, load_options(MAX_POSITIONS))
     drafter = DFlashDrafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     return Pair(drafter, dense_drafter(directory / "draft", spec, tensors, target))
 
@@ -350,7 +350,7 @@ def test_a_bad_vocabulary_map_is_refused(
 ) -> None:
     spec = small_vocabulary_checkpoint(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
-        DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+        DFlashModel.load(spec, load_options(MAX_POSITIONS))
 
 
 def test_maps_of_equal_vocabularies_and_what_only_training_needs_are_ignored(tmp_path: Path) -> None:
@@ -362,12 +362,12 @@ def test_maps_of_equal_vocabularies_and_what_only_training_needs_are_ignored(tmp
         "verifier_lm_head.weight": torch.ones(VOCAB_SIZE, HIDDEN),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    model = DFlashModel.load(read_draft(tmp_path), MAX_POSITIONS, torch.float32, CPU)
+    model = DFlashModel.load(read_draft(tmp_path), load_options(MAX_POSITIONS))
     assert model.id_map is None
 
 
 def test_a_map_is_allocated_for_a_draft_vocabulary_only(tmp_path: Path) -> None:
     spec = small_vocabulary_checkpoint(tmp_path, lambda tensors: None)
-    model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    model = DFlashModel.load(spec, load_options(MAX_POSITIONS))
     assert model.id_map is not None
     assert model.id_map.tolist() == [4 * i for i in range(DRAFT_VOCAB)]

@@ -24,7 +24,7 @@ from dflash_kernels.gumbel_noise import gumbel_reference
 from tests.drafters.drafts import edit, make_dflash2, put
 from tests.drafters.test_dflash import CPU, MAX_POSITIONS, NUM_ROWS, Pair, dense_drafter, drafts_of, largest_difference
 from tests.models.dense_dflash2 import DenseDFlash2
-from tests.models.drafting import draft_batch, slots
+from tests.models.drafting import draft_batch, load_options, slots
 from tests.support.paged import BLOCK_SIZE, block_tables, caches
 from tests.support.speculators_checkpoint import speculators_config
 from tests.support.tiny_models import VOCAB_SIZE, make_target, save_checkpoint
@@ -50,7 +50,7 @@ def make_pair(directory: Path, **draft: Any) -> Pair:
     tensors = make_dflash2(directory / "draft", **draft)
     spec = read_draft(directory / "draft")
     assert isinstance(spec, DFlash2Spec)
-    model = DFlash2Model.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    model = DFlash2Model.load(spec, load_options(MAX_POSITIONS))
     drafter = DFlash2Drafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     dense = DenseDFlash2(**vars(dense_drafter(directory / "draft", spec, tensors, target)))
     return Pair(drafter, dense)

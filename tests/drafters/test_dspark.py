@@ -25,7 +25,7 @@ from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from tests.drafters.drafts import make_dspark
 from tests.drafters.test_dflash import CPU, MAX_POSITIONS, NUM_ROWS, Pair, dense_drafter, drafts_of, largest_difference
 from tests.models.dense_dspark import DenseDSpark, Walk
-from tests.models.drafting import draft_batch, slots
+from tests.models.drafting import draft_batch, load_options, slots
 from tests.support.paged import BLOCK_SIZE, block_tables, caches
 from tests.support.tiny_models import VOCAB_SIZE, make_target
 
@@ -55,7 +55,7 @@ def make_pair(directory: Path, **draft: Any) -> Pair:
     tensors = make_dspark(directory / "draft", **draft)
     spec = read_draft(directory / "draft")
     assert isinstance(spec, DSparkSpec)
-    model = DSparkModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    model = DSparkModel.load(spec, load_options(MAX_POSITIONS))
     drafter = DSparkDrafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     dense = DenseDSpark(**vars(dense_drafter(directory / "draft", spec, tensors, target)))
     return Pair(drafter, dense)

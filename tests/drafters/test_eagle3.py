@@ -25,7 +25,7 @@ from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import log_odds_reference
 from tests.drafters.drafts import make_eagle3
 from tests.models.dense_eagle3 import DenseEagle3
-from tests.models.drafting import KeepsLogits, draft_batch, slots
+from tests.models.drafting import KeepsLogits, draft_batch, load_options, slots
 from tests.support.paged import BLOCK_SIZE, block_tables, caches
 from tests.support.tiny_models import VOCAB_SIZE, make_target
 
@@ -77,7 +77,7 @@ def make_pair(directory: Path, ops: LayerOps | None = None, **draft: Any) -> Pai
     spec = read_draft(directory / "draft")
     assert isinstance(spec, Eagle3Spec)
     assert spec.notes == ()
-    model = Eagle3Model.load(spec, MAX_POSITIONS, torch.float32, CPU, ops=ops)
+    model = Eagle3Model.load(spec, load_options(MAX_POSITIONS, ops=ops))
     drafter = Eagle3Drafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     ids = [i + 3 * i * spec.maps_vocabulary for i in range(spec.draft_vocab_size)]
     embedding = tensors.get("embed_tokens.weight", target.embed(torch.arange(VOCAB_SIZE)))

@@ -14,7 +14,8 @@ from dflash_backend.checkpoints.quantization.at_load import round_to_fp8
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
-from dflash_kernels.measured_linear import use_measured_products, wants_measured_products
+from dflash_kernels.measured_linear import _State as measured_products
+from dflash_kernels.measured_linear import use_measured_products
 from dflash_kernels.scaled_linear import ScaledProduct
 from tests.support.tiny_models import make_pair, make_target
 
@@ -67,7 +68,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "max_queue_size": (5, lambda built: built.core.config.max_queue_size, 5),
     "kv_write_guard": (True, lambda built: built.core.config.kv_write_guard, True),
     "enable_cuda_graphs": (False, lambda built: PREPARED[-1], False),
-    "enable_measured_products": (True, lambda built: wants_measured_products(), True),
+    "enable_measured_products": (True, lambda built: measured_products.wanted, True),
     "enable_overlap": (False, lambda built: built.core._overlap, False),
     "data_parallel_size": (2, lambda built: built.core.config.kv_events, "hashes"),
     "seed": (11, lambda built: built.core.config.seed, 11),
@@ -168,7 +169,7 @@ def test_ranks_do_not_measure_their_products(ranks: int, measures: bool, monkeyp
     }
     with pytest.raises(Enough):
         build_engine(EngineConfig.from_values(settings))
-    assert wants_measured_products() == measures
+    assert measured_products.wanted == measures
     use_measured_products(False)
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.quantised_table import (
     weight_of,
 )
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY
-from dflash_kernels.quantised_moe import TILES, WIDE_TILE, run_by_tile
+from dflash_kernels.quantised_moe import TILES, WIDE_TILE, quantised_experts_mlp
 from tests.support.scale import SCALE
 
 # Scheme, how its codes are read, dtype of the activations.
@@ -39,5 +39,6 @@ def launch_quantised_experts() -> None:
         x = torch.zeros(4, MOE_HIDDEN, dtype=dtype)
         for tile in TILES if SCALE >= 4 else TILES[:1]:
             form, is_gelu = form_of(scheme, x), scheme == "FP8, rows"
-            run_by_tile(x, gate_up, down, chosen.to(dtype), chosen, tile, reading, *form, is_gelu=is_gelu)
-        run_by_tile(x.float(), gate_up, down, chosen.float(), chosen, WIDE_TILE, reading)
+            weights = chosen.to(dtype)
+            quantised_experts_mlp(x, gate_up, down, weights, chosen, *form, tile, reading, is_gelu=is_gelu)
+        quantised_experts_mlp(x.float(), gate_up, down, chosen.float(), chosen, None, None, WIDE_TILE, reading)

@@ -48,7 +48,8 @@ def launches() -> None:
     qkv, cache = zeros(16, (HEADS + 2 * KV_HEADS) * HEAD_DIM), zeros(NUM_SLOTS, 2, KV_HEADS, HEAD_DIM)
     for norm in (None, zeros(HEADS + KV_HEADS, HEAD_DIM)):
         qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, cache)
-        qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, *fp8(cache))
+        codes, scales = fp8(cache)
+        qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, codes, scales=scales)
     projected, caches = zeros(16, DRAFT_LAYERS * 2 * KV_HEADS * HEAD_DIM), torch.stack([cache] * DRAFT_LAYERS)
     for norm in (None, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM)):
         context_write(projected, norm, 1e-6, table, table, numbers, numbers, caches)

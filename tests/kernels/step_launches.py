@@ -40,7 +40,7 @@ def launches() -> None:
     draft = ops.prepare_draft(inputs, state, 3)
     positions = draft.of_drafts(draft.positions)
     temperature, seeds = torch.ones(len(positions)), torch.zeros_like(positions)
-    ops.sample(logits[: len(positions)], temperature, seeds, positions, torch.arange(VOCAB))
+    ops.sample(logits[: len(positions)], temperature, seeds, positions, token_ids=torch.arange(VOCAB))
     ops.noisy_scores(logits[: len(positions)], temperature, seeds, positions)
     ops.log_odds(logits[: len(positions)], positions)
     ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)

@@ -77,7 +77,7 @@ def test_the_kernel_writes_the_bytes_and_scales_of_its_reference(
         cache = torch.full((1 + NUM_SLOTS, 2, kv_heads, head_dim), 7, dtype=torch.uint8, device=DEVICE)
         scales = torch.full(cache.shape[:-1], 0.5, device=DEVICE)
         if run:
-            query = qk_norm_rope_write(qkv, weights, EPS, cos, sin, positions, slots, cache[1:], scales[1:])
+            query = qk_norm_rope_write(qkv, weights, EPS, cos, sin, positions, slots, cache[1:], scales=scales[1:])
         else:
             tables = (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
             plain = qk_norm_rope_write_reference(

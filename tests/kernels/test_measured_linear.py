@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dflash_backend.models.ops import InvariantTritonLayerOps, LayerOps, TritonLayerOps
 from dflash_kernels import cublas_lt, measured_linear
-from dflash_kernels.cublas_lt import CublasLt, CublasLtError
+from dflash_kernels.cublas_lt import CublasLt, CublasLtError, Problem
 from dflash_kernels.invariant_linear import invariant_linear
 from dflash_kernels.measured_linear import BUDGET_S, MAX_ROWS, MeasuredProducts, Work, measuring, use_measured_products
 from tests.kernels.fake_cublas_lt import FakeCublasLt
@@ -312,7 +312,7 @@ def test_a_targets_products_are_measured_but_not_those_of_batch_invariant(monkey
 
 def test_sums_are_split_as_far_as_the_library_can() -> None:
     library = FakeCublasLt()
-    problem = CublasLt(library).problem(OUT, INNER, 1, torch.bfloat16)
+    problem = Problem(CublasLt(library), OUT, INNER, 1, torch.bfloat16)
     (first, *_) = problem.candidates(1)
     assert (first.config["algo"], first.config["split"], first.describe()) == (3, 1, "algo 3, split 1")
     found = [
@@ -324,7 +324,7 @@ def test_sums_are_split_as_far_as_the_library_can() -> None:
 
 def test_descriptors_are_destroyed_with_their_problem() -> None:
     library = FakeCublasLt()
-    problem = CublasLt(library).problem(OUT, INNER, 1, torch.bfloat16)
+    problem = Problem(CublasLt(library), OUT, INNER, 1, torch.bfloat16)
     problem.candidates(2)
     del problem
     gc.collect()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dflash_kernels.activation import Clamp
+from dflash_kernels.invariant_linear import ProductTile
 from dflash_kernels.moe import (
     TILES,
     Biases,
-    Tile,
     experts_mlp,
     experts_mlp_reference,
     invariant_experts_mlp_reference,
@@ -53,7 +53,7 @@ class Case:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def run(self, tile: Tile | None = None) -> torch.Tensor:
+    def run(self, tile: ProductTile | None = None) -> torch.Tensor:
         return experts_mlp(self.x, self.gate_up, self.down, self.weights, self.experts, *self.form, tile)
 
     def expected(self) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_all_tokens_may_go_to_the_same_experts_and_the_others_get_none(experts: 
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: str(tile.rows))
-def test_every_tile_equals_the_reference(tile: Tile) -> None:
+def test_every_tile_equals_the_reference(tile: ProductTile) -> None:
     # One expert has a full block of entries and a part of one, the others a part.
     case = Case(tile.rows + 3, 2, hidden=72, inner=136)
     case.experts[:, 0] = 3
@@ -233,7 +233,8 @@ def test_tiles_grow_with_the_tokens_of_an_expert(num_tokens: int, rows: int) -> 
 
 
 def test_every_tile_fits_the_shared_memory_of_any_gpu_since_ampere() -> None:
-    assert all(tile.shared_bytes <= 96 * 1024 for tile in TILES)
+    # The pieces that are under way.
+    assert all((tile.rows + tile.columns) * tile.k_bytes * tile.stages <= 96 * 1024 for tile in TILES)
     assert all(tile.rows >= 16 and tile.columns >= 32 and tile.k_bytes >= 64 for tile in TILES)
 
 

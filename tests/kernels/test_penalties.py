@@ -11,10 +11,8 @@ from dflash_kernels.penalties import (
     IN_PROMPT,
     NUMBERS,
     PenalisedRows,
-    count_tokens,
-    count_tokens_reference,
-    penalise,
-    penalise_reference,
+    count_and_penalise,
+    count_and_penalise_reference,
 )
 from tests.kernels.inputs import DEVICE
 
@@ -48,12 +46,12 @@ def on_host(rows: PenalisedRows) -> PenalisedRows:
 
 
 def test_counts_are_those_of_plain_python_and_grow_from_where_they_were() -> None:
-    (counts, num_counted, tokens, _), rows, _ = make()
+    (counts, num_counted, tokens, penalties), rows, logits = make()
     half = PenalisedRows(rows.numbers, rows.positions // 2, rows.most_draft)
     for each in (half, rows, rows):
-        count_tokens(counts, num_counted, tokens, each)
+        count_and_penalise(logits.clone(), counts, num_counted, tokens, penalties, each)
     plain = [torch.zeros_like(counts.cpu()), torch.zeros_like(num_counted.cpu())]
-    count_tokens_reference(*plain, tokens.cpu(), on_host(rows))
+    count_and_penalise_reference(logits.cpu(), *plain, tokens.cpu(), penalties.cpu(), on_host(rows))
     assert torch.equal(counts.cpu(), plain[0])
     assert torch.equal(num_counted.cpu(), plain[1])
     for index, prompt_len, position, _ in ROWS:
@@ -67,10 +65,10 @@ def test_counts_are_those_of_plain_python_and_grow_from_where_they_were() -> Non
 @pytest.mark.parametrize("tile", [TILE, 256])
 def test_penalised_logits_are_those_of_the_reference_and_of_plain_python(tile: int) -> None:
     (counts, num_counted, tokens, penalties), rows, logits = make()
-    count_tokens(counts, num_counted, tokens, rows)
     found, expected = logits.clone(), logits.cpu().clone()
-    penalise(found, counts, tokens, penalties, rows, tile)
-    penalise_reference(expected, counts.cpu(), tokens.cpu(), penalties.cpu(), on_host(rows))
+    on_cpu = [tensor.cpu().clone() for tensor in (counts, num_counted, tokens, penalties)]
+    count_and_penalise(found, counts, num_counted, tokens, penalties, rows, tile)
+    count_and_penalise_reference(expected, *on_cpu, on_host(rows))
     assert torch.equal(found.cpu(), expected)
     touched = set()
     for (index, prompt_len, position, num_draft), first in zip(ROWS, rows.numbers[-1].tolist(), strict=True):

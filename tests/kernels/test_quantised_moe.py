@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from dflash_kernels import moe, quantised_linear, quantised_moe
+from dflash_kernels import moe, moe_routing, quantised_linear
 from dflash_kernels.moe_routing import route
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, Tile
 from dflash_kernels.quantised_moe import (
@@ -19,7 +18,6 @@ from dflash_kernels.quantised_moe import (
     invariant_quantised_experts_mlp,
     quantised_experts_mlp,
     quantised_experts_mlp_reference,
-    run_by_tile,
     tile_of,
 )
 from dflash_kernels.quantised_weight import QuantisedWeight, WeightStack
@@ -120,7 +118,7 @@ def test_fp8_experts_are_the_same_however_codes_are_read(reading: int, dtype: to
     if DEVICE == "cuda":  # the compiler for an older one knows no e4m3
         reading = min(reading, quantised_linear.reading_on(torch.device(DEVICE)))
     case = Case(SCHEMES["fp8 in blocks"], dtype=dtype)
-    assert_close(run_by_tile(*case.inputs, tile_of(8, NUM_EXPERTS, dtype), reading), case.expected())
+    assert_close(quantised_experts_mlp(*case.inputs, reading=reading), case.expected())
 
 
 @pytest.mark.parametrize("tile", [*TILES, WIDE_TILE], ids=lambda tile: f"{tile.tokens} x {tile.outputs}")
@@ -129,7 +127,7 @@ def test_every_tile_equals_the_reference(name: str, tile: Tile) -> None:
     # One expert has a full block of entries and a part of one, the others a part.
     case = Case(SCHEMES[name], tile.tokens + 3, dtype=torch.float16)
     case.experts[:, 0] = 3
-    assert_close(run_by_tile(*case.inputs, tile), case.expected())
+    assert_close(quantised_experts_mlp(*case.inputs, tile=tile), case.expected())
 
 
 @pytest.mark.parametrize(
@@ -207,20 +205,20 @@ def test_a_token_has_the_same_bits_among_any_tokens_where_that_is_asked_for(
     # Enough tokens for two of the tiles that follow their number.
     case = Case(SCHEMES[name], 200, dtype=dtype)
     assert tile_of(400, NUM_EXPERTS, torch.float16) not in (TILES[0], INVARIANT_TILE)
-    tiles = []
+    sizes, group = [], moe_routing.group
 
-    def noted(*inputs: Any, is_gelu: bool) -> torch.Tensor:
-        tiles.append(next(each for each in inputs if isinstance(each, Tile)))
-        return run_by_tile(*inputs, is_gelu=is_gelu)
+    def noted(experts: torch.Tensor, num_experts: int, block_size: int) -> moe_routing.ExpertBlocks:
+        sizes.append(block_size)
+        return group(experts, num_experts, block_size)
 
-    monkeypatch.setattr(quantised_moe, "run_by_tile", noted)
+    monkeypatch.setattr(moe_routing, "group", noted)
     whole = invariant_quantised_experts_mlp(*case.inputs)
     assert_close(whole, case.expected())
     for count in (1, 17):
         own = slice(9, 9 + count)
         assert torch.equal(invariant_quantised_experts_mlp(*case.some(own)), whole[own]), count
     # Numpy multiplies in any tile alike, a GPU does not.
-    assert len(set(tiles)) == 1
+    assert len(set(sizes)) == 1
 
 
 def test_a_padding_token_of_nan_harms_no_other() -> None:

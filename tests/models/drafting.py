@@ -6,10 +6,17 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch
-from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler
+from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler, LoadOptions
+from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.support.paged import BLOCK_SIZE
+
+
+def load_options(max_positions: int, device: torch.device | str = "cpu", ops: LayerOps | None = None) -> LoadOptions:
+    """How a drafter is loaded in float32; `ops`: by default those of the device."""
+    device = torch.device(device)
+    return LoadOptions(max_positions, torch.float32, device, lambda name, share: None, ops or select_ops(device))
 
 
 class KeepsLogits(DraftSampler):

@@ -22,6 +22,7 @@ from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import load_shard
 from dflash_kernels.quantised_weight import FP8, INT4, INT8
+from tests.models.drafting import load_options
 from tests.oracle.compressed_tensors_library import config, library
 from tests.support.paged import block_tables, caches, context
 from tests.support.quantised import (
@@ -219,7 +220,7 @@ def test_a_drafter_keeps_its_codes_and_those_of_its_context_kv(tmp_path: Path) -
     make_draft(tmp_path / "source")
     directory = write(tmp_path / "source", tmp_path, fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]})
     kept, plain = (
-        DFlashModel.load(read_draft(directory.quantised), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+        DFlashModel.load(read_draft(directory.quantised), load_options(MAX_POSITIONS, device=DEVICE, ops=ops))
         for ops in (KERNELS, TORCH)
     )
     assert isinstance(kept.context_kv, QuantisedLinear)

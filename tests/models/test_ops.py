@@ -21,9 +21,11 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter, DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.ops import CpuLayerOps, LayerOps, TritonLayerOps, select_ops, stacked
+from dflash_backend.models.ops import CpuLayerOps, LayerOps, TritonLayerOps, select_ops
 from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_kernels.context_write import stacked
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
+from tests.models.drafting import load_options
 from tests.support.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
 from tests.support.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
@@ -98,7 +100,7 @@ def drafter(directory: Path, ops: LayerOps) -> DFlashDrafter:
     make_target(directory / "target")
     make_draft(directory / "draft")
     target = load_target(read_target(directory / "target"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
-    model = DFlashModel.load(read_draft(directory / "draft"), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    model = DFlashModel.load(read_draft(directory / "draft"), load_options(MAX_POSITIONS, device=DEVICE, ops=ops))
     return DFlashDrafter(model, target, caches(model.spec.decoder, device=DEVICE.type), TorchBackend(BLOCK_SIZE))
 
 
@@ -120,9 +122,9 @@ def test_a_drafter_injects_and_computes_the_same_with_either(tmp_path: Path) -> 
 
 def written_slots(kv: list[KVLayer], run: Callable[[list[KVLayer]], object]) -> list[set[int]]:
     """The slots of each layer that `run` changes."""
-    before = stacked(kv).clone()
+    before = stacked([layer.slots for layer in kv]).clone()
     run(kv)
-    changed = (stacked(kv) != before).flatten(2).any(dim=2)
+    changed = (stacked([layer.slots for layer in kv]) != before).flatten(2).any(dim=2)
     return [set(layer.nonzero().flatten().tolist()) for layer in changed]
 
 
@@ -164,7 +166,7 @@ def shape_of_drafter(directory: Path) -> DecoderSpec:
 def test_the_layers_of_the_kv_cache_are_one_tensor(tmp_path: Path) -> None:
     spec = shape_of_drafter(tmp_path)
     kv = PagedKVCache.allocate(spec, spec, 3, BLOCK_SIZE, torch.float32, DEVICE)
-    stack = stacked(kv.draft)
+    stack = stacked([layer.slots for layer in kv.draft])
     for index, layer in enumerate(kv.draft):
         layer.slots.fill_(index + 1)
         assert torch.equal(stack[index], layer.slots)
@@ -173,9 +175,9 @@ def test_the_layers_of_the_kv_cache_are_one_tensor(tmp_path: Path) -> None:
 def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> None:
     first, second = PagedKVCache.allocate(shape_of_drafter(tmp_path), None, 3, BLOCK_SIZE, torch.float32, DEVICE).target
     with pytest.raises(ValueError, match="layer 1 does not follow that of layer 0 in one allocation"):
-        stacked([second, first])
+        stacked([second.slots, first.slots])
     with pytest.raises(ValueError, match="layer 1 does not follow"):
-        stacked([first, KVLayer(second.data.clone())])
+        stacked([first.slots, second.slots.clone()])
 
 
 def test_a_gpu_gets_the_kernels_and_a_cpu_those_asked_for() -> None:

@@ -49,8 +49,8 @@ DRAFTERS_MUTANTS = (
         ),
         (
             "inspect: KV in FP8 has no scales",
-            "per_token = bytes_per_token(decoder, dtype)",
-            "per_token = bytes_per_token(decoder, torch.uint8 if dtype == FP8 else dtype)",
+            "per_token = bytes_per_token(decoder.caches, dtype)",
+            "per_token = bytes_per_token(decoder.caches, torch.uint8 if dtype == FP8 else dtype)",
         ),
     ),
     Mutant(

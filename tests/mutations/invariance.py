@@ -73,8 +73,8 @@ INVARIANCE_MUTANTS = (
     Mutant(
         "the tile of experts follows the number of tokens",
         "kernels/dflash_kernels/moe.py",
-        "tile or INVARIANT_TILE",
-        "tile",
+        "partial(experts_mlp, tile=INVARIANT_TILE)",
+        "experts_mlp",
         OF_KERNELS,
     ),
     Mutant(

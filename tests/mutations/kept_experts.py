@@ -56,8 +56,8 @@ KEPT_EXPERTS_MUTANTS = (
         (f"{KERNELS}::test_a_token_has_the_same_bits_among_any_tokens_where_that_is_asked_for",),
         (
             "tiles of batch-invariant kept experts follow the tokens",
-            "tile = WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE",
-            "tile = tile_of(experts.numel(), sizes_of(gate_up, down)[0], x.dtype)",
+            "partial(quantised_experts_mlp, tile=INVARIANT_TILE)",
+            "quantised_experts_mlp",
         ),
     ),
     *mutants_of(

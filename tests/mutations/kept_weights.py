@@ -278,7 +278,7 @@ KEPT_WEIGHTS_MUTANTS = (
     *mutants_of(
         "dflash_backend/models/linear.py",
         OF_ROWS,
-        ("rows of desc_act lose their order", "self._dtype, self.product, self.order)", "self._dtype, self.product)"),
+        ("rows of desc_act lose their order", "self.dtype, self.product, self.order)", "self.dtype, self.product)"),
         (
             "stacked desc_act loses its order",
             "isinstance(part, QuantisedLinear) and part.order is None]",

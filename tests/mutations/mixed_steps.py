@@ -27,8 +27,8 @@ MIXED_STEP_MUTANTS = (
         ),
         (
             "rows of prompts have the bound of decode rows",
-            "LengthBounds(np.full(num_rows, num_tokens), longest",
-            "LengthBounds(np.full(num_rows, step.width), longest",
+            "most = num_tokens if mixed",
+            "most = step.width if mixed",
         ),
         ("a mixed step drafts where none of its rows does", "and inputs.traits.drafts == drafts", ""),
         ("a mixed step is padded to any size", "<= inputs.num_tokens <= most\n", "<= inputs.num_tokens\n"),

@@ -28,21 +28,21 @@ SAMPLING_MUTANTS = (
     Mutant(
         "the draft's noise is that of the position before",
         DRAFTERS,
-        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)",
-        "self.ops.sample(logits, self.temperature, self.seeds, positions - 1, token_ids)",
+        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids=token_ids)",
+        "self.ops.sample(logits, self.temperature, self.seeds, positions - 1, token_ids=token_ids)",
         STEP_OPS,
     ),
     Mutant(
         "drafts have noise of their own",
         DRAFTERS,
-        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)",
-        "self.ops.sample(logits, self.temperature, self.seeds + 1, positions, token_ids)",
+        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids=token_ids)",
+        "self.ops.sample(logits, self.temperature, self.seeds + 1, positions, token_ids=token_ids)",
         STEP_OPS,
     ),
     Mutant(
         "a draft's noise is that of its id in the draft vocabulary",
         DRAFTERS,
-        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)",
+        "self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids=token_ids)",
         "self.ops.sample(logits, self.temperature, self.seeds, positions)",
         STEP_OPS,
     ),
@@ -85,8 +85,8 @@ SAMPLING_MUTANTS = (
     Mutant(
         "the target's tokens are not filtered",
         STEP_OPS_FILE,
-        "self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)",
-        "self._sample(logits, temperature, sampling.seeds, positions)",
+        "self.sample(logits, temperature, state.seeds.index_select(0, index), positions, lowest_kept)",
+        "self.sample(logits, temperature, state.seeds.index_select(0, index), positions)",
         ("tests/invariants/test_filtered_sampling.py",),
     ),
     Mutant(

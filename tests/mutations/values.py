@@ -71,10 +71,8 @@ VALUE_MUTANTS = (
         ),
         (
             "the event of a step's results is recorded before their copy",
-            "        host.copy_(numbers, non_blocking=self._pinned)\n"
-            "        if event is not None:\n            event.record()\n",
-            "        if event is not None:\n            event.record()\n"
-            "        host.copy_(numbers, non_blocking=self._pinned)\n",
+            "        host.copy_(numbers, non_blocking=True)\n        event.record()\n",
+            "        event.record()\n        host.copy_(numbers, non_blocking=True)\n",
         ),
         ("a buffer is written while its last copy may run", "        turn.wait()\n", ""),
     ),
@@ -102,7 +100,7 @@ VALUE_MUTANTS = (
     Mutant(
         "after a failed step grammars of ended requests stay",
         f"{WORKER}/runner.py",
-        "            self.step.pending.clear()\n        self.grammars.clear()\n",
+        "            self.step.pending.clear()\n        self.grammars.answers.clear()\n",
         "            self.step.pending.clear()\n",
         ("tests/worker/test_grammar_checks.py",),
     ),

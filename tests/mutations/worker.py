@@ -161,13 +161,9 @@ WORKER_MUTANTS = (
     Mutant(
         "top_p, top_k and min_p never reach the device",
         f"{WORKER}/state.py",
-        "(state.top_p, self.top_p),",
-        "(state.top_p, np.ones_like(self.top_p)),",
+        '("temperature", "top_p", "min_p", "top_k", "seeds", "penalties")',
+        '("temperature", "seeds", "penalties")',
         ("tests/invariants/test_device_lossless.py::test_each_filter_of_these_requests_changes_what_is_drawn",),
-        (
-            (f"{WORKER}/state.py", "(state.min_p, self.min_p),", "(state.min_p, np.zeros_like(self.min_p)),"),
-            (f"{WORKER}/state.py", "(state.top_k, self.top_k),", "(state.top_k, np.zeros_like(self.top_k)),"),
-        ),
     ),
     Mutant(
         "after a preemption decoded positions are one too high",

@@ -76,7 +76,7 @@ class ThreadCollectives:
 
 
 class Memory:
-    """As `MemoryProbe`, of a device that holds only what is said here."""
+    """As `CudaMemory`, of a device that holds only what is said here."""
 
     def __init__(self, weights: int = 0, step: int = 0, total: int = 8 * GIB) -> None:
         self.numbers = {"weights": weights, "step": step, "total": total}

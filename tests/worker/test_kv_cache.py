@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_on_a_cpu_is_zeros_that_take_no_memory_before_they_are_used(dtype: torch.dtype) -> None:
     spec = read_target(asset_path("demo", "pair", "target")).decoder
-    per_block = 16 * bytes_per_token(spec, dtype)
+    per_block = 16 * bytes_per_token(spec.caches, dtype)
     num_blocks = (512 << 20) // per_block
     before = resident_bytes()
     cache = PagedKVCache.allocate(spec, None, num_blocks, 16, dtype, torch.device("cpu"))

@@ -169,9 +169,8 @@ def test_a_read_by_nixl_that_hangs_is_stopped_at_once(monkeypatch: pytest.Monkey
 def test_memory_of_another_length_than_a_record_is_not_read(layers_and_bytes: list[tuple[int, int]]) -> None:
     parts = [kv_transfer.Part(0, num_layers, 1, 1, num_bytes) for num_layers, num_bytes in layers_and_bytes]
     memory = Memory(b"", [parts] if parts else [], "DRAM", 0)
-    reader = kv_nixl._Reader(cast(NixlAgent, None), memory, "peer", threading.Event())
     with pytest.raises(TransferError, match="its records have another length"):
-        reader.read(0, 0, SIZES[0])
+        kv_nixl.read_record(cast(NixlAgent, None), memory, "peer", threading.Event(), 0, 0, SIZES[0])
 
 
 class HelpedTransport:
@@ -186,8 +185,8 @@ class HelpedTransport:
     def progress(self) -> None:
         self._helped.release()
 
-    def reader(self, memory: Memory, stopped: threading.Event) -> HelpedTransport:
-        return self
+    def reader(self, memory: Memory, stopped: threading.Event) -> kv_transfer.ReadRecord:
+        return self.read
 
     def read(self, group: int, slot: int, size: int) -> np.ndarray:
         if not self._helped.acquire(timeout=5):

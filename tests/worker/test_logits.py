@@ -12,7 +12,7 @@ import torch
 from dflash_backend.core.plan import NewRequest, SchedulerOutput
 from dflash_backend.messages import SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import BatchTraits, HostBatch
-from dflash_backend.worker.logits import PendingLogprobs, SpecialRows, most_likely, ranked_logprobs
+from dflash_backend.worker.logits import PendingLogprobs, SpecialRows, most_likely
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.step_ops import HostStepOps
 
@@ -205,8 +205,8 @@ def test_a_bad_words_last_token_is_hidden_behind_the_others_in_the_output_or_the
 
 def entry_of(logits: torch.Tensor, num_top: int, token: int) -> TokenLogprobs:
     """What a row without drafts gets that chose `token`."""
-    ranked = ranked_logprobs(logits, torch.tensor([[token]]), num_top)
-    return PendingLogprobs.begin(ranked, rows=[2], lens=[1], num_top=[num_top]).entries([[], [], [token]])[2][0]
+    pending = PendingLogprobs.of(logits, torch.tensor([token]), rows=[2], lens=[1], num_top=[num_top], named=[[]])
+    return pending.entries([[], [], [token]])[2][0]
 
 
 def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_likely() -> None:
@@ -222,8 +222,8 @@ def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_lik
 def test_each_row_gets_the_entries_of_its_own_tokens_though_some_of_its_drafts_are_rejected() -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
     chosen = [3, 4, 5, 6, 7]
-    ranked = ranked_logprobs(logits, torch.tensor(chosen)[:, None], 2)
-    found = PendingLogprobs.begin(ranked, rows=[1, 3], lens=[3, 2], num_top=[0, 2]).entries([[9], [3], [8, 8], [6, 7]])
+    pending = PendingLogprobs.of(logits, torch.tensor(chosen), [1, 3], lens=[3, 2], num_top=[0, 2], named=[[], []])
+    found = pending.entries([[9], [3], [8, 8], [6, 7]])
     own = logits.log_softmax(dim=1)
     assert {row: [entry.token_ids[0] for entry in entries] for row, entries in found.items()} == {1: [3], 3: [6, 7]}
     first, last = found[1][0], found[3][1]
@@ -235,8 +235,8 @@ def test_rows_get_the_tokens_that_their_requests_name_in_place_of_the_likeliest(
     """One row names two tokens, one of which it chose once; the other wants the likeliest."""
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     chosen = [3, 4, 5, 6]
-    ranked = ranked_logprobs(logits, torch.tensor(chosen)[:, None], 1)
-    pending = PendingLogprobs.begin(ranked, rows=[0, 2], lens=[2, 2], num_top=[1, 0]).with_named(logits, [[], [5, 1]])
+    named: list[list[int]] = [[], [5, 1]]
+    pending = PendingLogprobs.of(logits, torch.tensor(chosen), [0, 2], lens=[2, 2], num_top=[1, 0], named=named)
     found = pending.entries([[3, 4], [], [5, 6]])
     own = logits.log_softmax(dim=1)
     assert [entry.token_ids for entry in found[2]] == [[5, 1], [6, 5, 1]]

@@ -20,7 +20,7 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.worker.batch import spans
 from tests.drafters.test_dflash import dense_drafter
-from tests.models.drafting import KeepsLogits, draft_batch, slots
+from tests.models.drafting import KeepsLogits, draft_batch, load_options, slots
 from tests.support.paged import BLOCK_SIZE
 from tests.support.scale import SCALE
 from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target
@@ -105,7 +105,7 @@ def test_drafts_across_a_border_are_those_of_a_dense_drafter(border: int, tmp_pa
     num_blocks = (border + 64) // BLOCK_SIZE
     shape = num_blocks, BLOCK_SIZE, *spec.decoder.caches[0].token_shape
     kv = [KVLayer(torch.zeros(shape)) for _ in range(spec.decoder.num_layers)]
-    model = DFlashModel.load(spec, border + 64, torch.float32, torch.device("cpu"))
+    model = DFlashModel.load(spec, load_options(border + 64))
     drafter = DFlashDrafter(model, target, kv, TorchBackend(BLOCK_SIZE))
     dense = dense_drafter(tmp_path / "draft", spec, tensors, target)
     width = tensors["fc.weight"].shape[1]

@@ -8,7 +8,7 @@ import torch
 
 from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import DeviceBatch, Step, spans
-from dflash_backend.worker.state import SamplingTensors, StateTensors
+from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
 from tests.kernels.test_sampling import by_hand
@@ -384,18 +384,16 @@ def same_state(one: StateTensors, other: StateTensors) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-def test_a_layout_buffer_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 36 numbers"):
-        DeviceBatch.over(torch.zeros(35, dtype=torch.int32), 3)
-
-
-def test_sampling_parameters_are_those_of_the_rows() -> None:
+def test_sampling_parameters_are_those_of_the_rows(ops: StepOps) -> None:
     state = random_step(2, 1).state
     state.temperature.add_(0.5)
-    picked: SamplingTensors = state.sampling_tensors(torch.tensor([3, -1, 1], device=DEVICE))
-    assert picked.temperature[1] == 0.0, "padding is greedy"
-    assert picked.temperature[[0, 2]].tolist() == state.temperature[[3, 1]].tolist()
-    assert picked.seeds[[0, 2]].tolist() == state.seeds[[3, 1]].tolist()
+    req_idx, positions = torch.tensor([3, -1, 1], device=DEVICE), torch.arange(3, device=DEVICE)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    chosen = ops.chosen_tokens(logits, req_idx, positions, state, sampled=True)
+    assert chosen[1] == logits[1].argmax(), "padding is greedy"
+    for row in (0, 2):
+        own = logits[row, None], req_idx[row, None], positions[row, None]
+        assert ops.chosen_tokens(*own, state, sampled=True) == chosen[row]
 
 
 def test_the_device_decides_which_form_runs_unless_one_is_asked_for() -> None:

@@ -247,46 +247,31 @@ def read_mask_token(*configs: JsonReader) -> int:
     raise configs[0].fail("mask_token_id", "an integer from 0 to 2147483648")
 
 
-def has_mask_embedding(directory: Path) -> bool:
-    """Whether a mask embedding that was trained on its own lies beside the weights."""
-    return (directory / MASK_EMBEDDING).is_file()
-
-
 def layer_causality(
-    setting: bool | None,
-    configs: Sequence[JsonReader],
-    dflash: JsonReader,
-    sliding: Sequence[bool],
-    sliding_causal: bool,
-) -> tuple[bool, ...]:
-    """Causality of each drafter layer. The first that is present decides:
+    setting: bool | None, configs: Sequence[JsonReader], dflash: JsonReader, sliding: Sequence[bool], field: str = ""
+) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    """Causality of each drafter layer, and a sentence for the log where nothing but rule 4 makes sliding layers causal.
+    The first that is present decides:
 
     1. `setting`, the server's `causal`, None for auto;
     2. `is_causal` of the first of `configs` that has it;
     3. `dflash_config.causal`, from `dflash`;
-    4. layers that `layer_types` calls sliding (`sliding`, one entry for each layer) are causal if `sliding_causal`;
+    4. layers that `layer_types` calls sliding (`sliding`, one entry for each layer) are causal unless the `field` of
+       the format, if it has one, says otherwise;
     5. else not causal.
     """
+    sliding_causal = not (field and configs[0].boolean(field, default=False))
+    holders = [*((config, "is_causal") for config in configs), (dflash, "causal")]
+    if setting is None:
+        said = (holder.boolean(name, default=False) for holder, name in holders if holder.given(name))
+        setting = next(said, None)
     if setting is not None:
-        return (setting,) * len(sliding)
-    for config in configs:
-        if config.given("is_causal"):
-            return (config.boolean("is_causal", default=False),) * len(sliding)
-    if dflash.given("causal"):
-        return (dflash.boolean("causal", default=False),) * len(sliding)
-    return tuple(is_sliding and sliding_causal for is_sliding in sliding)
-
-
-def causality_notes(
-    setting: bool | None, configs: Sequence[JsonReader], dflash: JsonReader, sliding: Sequence[bool], field: str = ""
-) -> tuple[str, ...]:
-    """A sentence for the log where nothing but rule 4 of `layer_causality` makes sliding layers causal. field: the one
-    of the format that would say otherwise."""
-    said = setting is not None or any(config.given("is_causal") for config in configs) or dflash.given("causal")
-    if said or not any(sliding) or (field and configs[0].given(field)):
-        return ()
+        return (setting,) * len(sliding), ()
+    causal = tuple(is_sliding and sliding_causal for is_sliding in sliding)
+    if not any(sliding) or (field and configs[0].given(field)):
+        return causal, ()
     others = "vLLM makes no layer so" if field else "the authors' code up to April 2026 did not make them so"
-    return (
+    return causal, (
         f"missing in config.json: {field or 'is_causal'}. The sliding layers are causal, as in training; {others}: if "
         "next to nothing is accepted, set causal=false, or the field",
     )
@@ -315,6 +300,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     for reader in (config, dflash):
         check_own_head(reader, tensors)
     sliding = sliding_layers(config, decoder.num_layers)
+    layers_causal, causal_notes = layer_causality(causal, [config], dflash, sliding)
     shared, notes = shared_fields(directory, config, config, decoder, tensors)
     configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
     return DFlashSpec(
@@ -324,9 +310,9 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         num_speculative_tokens=block_size - 1,
         target_layer_ids=layer_ids,
         mask_token_id=read_mask_token(dflash, config),
-        causal=layer_causality(causal, [config], dflash, sliding, True),
+        causal=layers_causal,
         num_target_layers=num_target_layers,
-        has_mask_embedding=has_mask_embedding(directory),
+        has_mask_embedding=(directory / MASK_EMBEDDING).is_file(),
         scales_embedding=True,
         normed_last_layer=num_target_layers is not None and num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
@@ -335,7 +321,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         + block_notes
         + notes
         + window_notes(config)
-        + causality_notes(causal, [config], dflash, sliding)
+        + causal_notes
         + unknown_fields(KNOWN | {"gguf"}, *configs)
         + config.object("gguf").strings("notes"),
     )
@@ -413,6 +399,7 @@ def read_shared(directory: Path, config: JsonReader, causal: bool | None = None)
     check_own_head(config, tensors)
     k, k_notes = speculative_tokens(config, block_size, block_size - 1)
     sliding = sliding_layers(layer, decoder.num_layers)
+    layers_causal, causal_notes = layer_causality(causal, [config, layer], dflash, sliding, NON_CAUSAL)
     shared, notes = shared_fields(directory, config, layer, decoder, tensors)
     configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DFlashSpec(
@@ -422,23 +409,12 @@ def read_shared(directory: Path, config: JsonReader, causal: bool | None = None)
         num_speculative_tokens=k,
         target_layer_ids=layers.ids,
         mask_token_id=read_mask_token(config, dflash),
-        causal=layer_causality(
-            causal,
-            [config, layer],
-            dflash,
-            sliding,
-            sliding_causal=not config.boolean(NON_CAUSAL, default=False),
-        ),
+        causal=layers_causal,
         target_name=verifier_name(config),
-        has_mask_embedding=has_mask_embedding(directory),
+        has_mask_embedding=(directory / MASK_EMBEDDING).is_file(),
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
         logits=read_logits(dflash, config, layer),
-        notes=layers.notes
-        + k_notes
-        + notes
-        + window_notes(layer)
-        + causality_notes(causal, [config, layer], dflash, sliding, NON_CAUSAL)
-        + unknown_fields(KNOWN, *configs),
+        notes=layers.notes + k_notes + notes + window_notes(layer) + causal_notes + unknown_fields(KNOWN, *configs),
     )
 
 

@@ -7,7 +7,7 @@ context: `inject` writes what captured target features become as keys and values
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -131,7 +131,7 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
         output is not used."""
-        queries, model, form = batch.queries, self.model, self.model.spec.logits
+        queries, model = batch.queries, self.model
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
         if model.mask_embedding is not None:
@@ -140,32 +140,27 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
             embeddings = torch.where(is_mask[:, None], model.mask_embedding, embeddings)
         if model.spec.input_embedding_scale != 1:
             embeddings = embeddings * model.spec.input_embedding_scale
+        block_index = queries.block_index() if self.reads_block_index else None
         context = PagedContext(
-            queries.layout, queries.positions, queries.slots, self.backend, embeddings.dtype, queries.padded
-        )
-        if self.reads_block_index:
-            context = replace(context, row_index=queries.block_index())
-        outputs = model.forward(embeddings, context, self.caches)
-        hidden = queries.of_drafts(outputs)
-        logits = self.lm_head(hidden)
+            queries.layout, queries.positions, queries.slots, self.backend, embeddings.dtype, queries.padded,
+            row_index=block_index,
+        )  # fmt: skip
+        return self._choose(model.forward(embeddings, context, self.caches), queries, sampler)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final-normed outputs `[n, hidden]` -> `[n, draft vocab]`."""
+        logits, form = self.lm_head(hidden), self.model.spec.logits
         if form.multiplier != 1:
             logits = logits * form.multiplier
         if form.softcap is not None:
             logits = torch.tanh(logits / form.softcap) * form.softcap
         if form.scale != 1:
             logits = logits * form.scale
-        return self._choose(outputs, hidden, logits, queries, sampler)
+        return logits
 
-    def _choose(
-        self,
-        outputs: torch.Tensor,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        queries: DraftQueries,
-        sampler: DraftSampler,
-    ) -> Drafts:
-        """The drafts. outputs: `[num_queries, hidden]`, final-normed, of all queries; hidden: `[num_drafts, hidden]`,
-        those of them that drafts come from; logits: `[num_drafts, draft vocab]`."""
+    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
+        """The drafts. outputs: `[num_queries, hidden]`, final-normed, of all queries."""
+        logits = self._logits(queries.of_drafts(outputs))
         positions = None if sampler.temperature is None else queries.draft_positions()
         return sampler.choose(logits, positions, self.model.id_map)
 

@@ -6,8 +6,6 @@ containers, so nothing in the file is executed.
 
 from __future__ import annotations
 
-import pickle
-import struct
 import warnings
 from pathlib import Path
 
@@ -20,22 +18,6 @@ VECTOR_KEYS = ("embedding", "mask_embedding")
 # Beyond the vector itself, at most 8 bytes for each number: pickle, archive, notes of the training script. Small enough
 # that an archive which unpacks to a thousand times its size still fits.
 MAX_EXTRA_BYTES = 256 * 1024
-# What `torch.load` lets out for a file that is damaged or not its own: the unpickler interprets the bytes as
-# instructions and fails wherever they make no sense.
-UNREADABLE = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    OSError,
-    struct.error,
-)
 
 
 def load_mask_embedding(path: Path, mask_token_id: int, hidden_size: int) -> torch.Tensor:
@@ -56,7 +38,11 @@ def load_mask_embedding(path: Path, mask_token_id: int, hidden_size: int) -> tor
             # Of what it is about to refuse.
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
+    except CheckpointError:
+        raise
+    # For a file that is damaged or not torch's own: the unpickler interprets the bytes as instructions and fails
+    # wherever they make no sense.
+    except Exception as error:  # noqa: BLE001
         raise CheckpointError(
             f"{path} cannot be read: {first_line(error)}; {_expected(mask_token_id, hidden_size)}"
         ) from None

@@ -145,9 +145,8 @@ class DFlash2Model(DFlashModel):
     weights_class: ClassVar[type[DFlashWeights]] = DFlash2Weights
 
     def __init__(
-        self, spec: DFlashSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
+        self, spec: DFlash2Spec, weights: DFlash2Weights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
-        assert isinstance(weights, DFlash2Weights)
         super().__init__(spec, weights, max_positions, ops)
         self.selector = weights.selector
 
@@ -165,14 +164,7 @@ class DFlash2Drafter(DFlashDrafter):
     reads_block_index: ClassVar[bool] = True
     model: DFlash2Model
 
-    def _choose(
-        self,
-        outputs: torch.Tensor,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        queries: DraftQueries,
-        sampler: DraftSampler,
-    ) -> Drafts:
+    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The walk from each row's anchor. With noise the candidates are the best with it, since the target may choose
         a token that is none of the likeliest; an edge counts as the logit that it is added to, divided by the
         temperature.
@@ -182,6 +174,8 @@ class DFlash2Drafter(DFlashDrafter):
         """
         selector, spec = self.model.selector, self.model.spec
         assert isinstance(spec, DFlash2Spec)
+        hidden = queries.of_drafts(outputs)
+        logits = self._logits(hidden)
         scores, candidates = sampler.top_candidates(logits, queries.draft_positions(), spec.selector.top_k)
         starts = queries.row_starts()
         chosen, edges = self.model.ops.selector_walk(
