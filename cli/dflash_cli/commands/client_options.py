@@ -19,30 +19,13 @@ from dflash_cli.commands.arguments import (
     whole_number,
 )
 from dflash_client.client import DFlashClient
+from dflash_client.sampling import Sampling
 
 INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
 TEXTS = ("stop", "cache_salt", "tenant")
 API_KEY_VARIABLE = "DFLASH_API_KEY"
 URL_VARIABLE = "DFLASH_URL"
-# Options of sampling parameters, in the order of --help; --max-tokens has a default of its own.
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "n",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "num_speculative_tokens",
-    "enable_thinking",
-)
 
 
 def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300) -> None:
@@ -148,8 +131,8 @@ def client_of(arguments: argparse.Namespace) -> DFlashClient:
 def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters; a value of `--set-param` that reads as JSON is sent as such, any other as text. Raises
     `ValueError`."""
-    sampling: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    given = {name: value for name in Sampling.__annotations__ if (value := getattr(arguments, name, None)) is not None}
+    sampling = {name: value for name, value in given.items() if name != "timeout"}  # that is how long we wait
     sampling |= _structured_outputs(arguments)
     for name, text in arguments.parameters:
         if name in INPUTS:

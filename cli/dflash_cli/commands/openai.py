@@ -11,8 +11,8 @@ from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.arguments import (
-    ANSWER_FLAGS,
     add_answer_options,
+    fields_of,
     non_negative_float,
     non_negative_int,
     port,
@@ -118,21 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
             prefill_urls=tuple(arguments.prefill),
             triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
             triton_metrics_urls=tuple(arguments.triton_metrics),
-            model_name=arguments.model_name,
             served_model_names=tuple(arguments.served_model_name),
-            tokenizer=arguments.tokenizer,
-            host=arguments.host,
-            port=arguments.port,
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
             security=security,
             ping_interval_s=arguments.ping_interval,
-            heartbeat_fd=arguments.heartbeat_fd,
             tracer=_tracer(arguments.otlp_traces_endpoint),
-            tool_call_parser=arguments.tool_call_parser,
-            reasoning_parser=arguments.reasoning_parser,
-            chat_template=arguments.chat_template,
-            **{flag: getattr(arguments, flag) for flag in ANSWER_FLAGS},
+            **fields_of(FrontendConfig, arguments),
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)

@@ -108,17 +108,22 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
 def protecting_options(arguments: argparse.Namespace) -> list[str]:
     """The options that are given and without which more clients get in, or read what others send."""
     names = ("api_key_file", "api_key", "tls_cert", "tls_key", "tls_client_ca")
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    return [_option(name) for name in names if getattr(arguments, name)]
 
 
-def other_options(arguments: argparse.Namespace) -> list[str]:
-    """The other options of the OpenAI API that are given to `serve`."""
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the OpenAI API that are given to `serve`: those whose value is not the default."""
     parser = argparse.ArgumentParser(add_help=False)
     add_answer_options(parser)
     add_security_options(parser)
-    defaults = {**vars(parser.parse_args([])), "served_model_name": None}
-    given = [_option(name) for name, default in defaults.items() if getattr(arguments, name) != default]
-    return [option for option in given if option not in protecting_options(arguments)]
+    defaults = vars(parser.parse_args([]))
+    return {name: value for name, default in defaults.items() if (value := getattr(arguments, name)) != default}
+
+
+def other_options(arguments: argparse.Namespace) -> list[str]:
+    """Those of them that protect nothing, and the names of the model."""
+    names = [*given_options(arguments), *(["served_model_name"] if arguments.served_model_name is not None else [])]
+    return [option for option in map(_option, names) if option not in protecting_options(arguments)]
 
 
 def security_config(
@@ -178,30 +183,15 @@ def _tls(arguments: argparse.Namespace) -> Any:
 
 
 def as_options(arguments: argparse.Namespace) -> list[str]:
-    """The same options for a process that is started, without keys: the command lines of processes can be seen."""
+    """The given options for a process that is started, without keys: the command lines of processes can be seen."""
     options: list[str] = []
-    for name in ("key_requests_per_minute", "key_prompt_tokens_per_minute", "key_max_concurrency", "max_prompt_tokens"):
-        if value := getattr(arguments, name):
-            options += [_option(name), str(value)]
-    for name in (
-        "max_body_mb",
-        "body_timeout",
-        "write_timeout",
-        "ping_interval",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "otlp_traces_endpoint",
-    ):
-        if (value := getattr(arguments, name)) is not None:
-            options += [_option(name), str(value)]
-    for name in ("allowed_origins", "allowed_hosts"):
-        if values := getattr(arguments, name):
-            options += [_option(name), *values]
-    for name in ("open_metrics", "no_access_log"):
-        options += [_option(name)] if getattr(arguments, name) else []
-    for path in arguments.api_key_file:
-        options += ["--api-key-file", str(path)]
+    for name, value in given_options(arguments).items():
+        if name == "api_key_file":
+            options += [f"--api-key-file={path}" for path in value]
+        elif isinstance(value, list):
+            options += [] if name == "api_key" else [_option(name), *value]
+        else:
+            options.append(_option(name) if value is True else f"{_option(name)}={value}")
     return options
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.commands.arguments import answer_options_of
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines
 from dflash_cli.commands.security_options import (
@@ -181,7 +180,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
-    options += [*answer_options_of(arguments), *as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
+    options += [*as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
 

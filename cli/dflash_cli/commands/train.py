@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
     add_settings_option,
+    fields_of,
     json_object,
     non_negative_float,
     non_negative_int,
@@ -76,6 +77,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--temperature",
         type=non_negative_float,
+        default=-1.0,
         metavar="T",
         help="of answers: the one that will be served (that of generation_config.json, else 0)",
     )
@@ -206,35 +208,16 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         "mask_token_id": arguments.mask_token,
     }
     data = DataOptions(
+        **fields_of(DataOptions, arguments),
         num_tokens=arguments.tokens,
-        temperature=-1.0 if arguments.temperature is None else arguments.temperature,
-        max_answer=arguments.max_answer,
-        max_prompt=arguments.max_prompt,
-        seed=arguments.seed,
         files=tuple(arguments.data),
-        traffic=arguments.traffic,
         template_options=arguments.chat_template_kwargs,
     )
-    return TrainOptions(
-        target=arguments.target,
-        out=arguments.out,
-        data=data,
-        kind=arguments.kind,
-        form=arguments.format,
-        begin_from=arguments.begin_from,
-        minutes=arguments.minutes,
-        steps=arguments.steps,
-        evaluate_minutes=arguments.evaluate_minutes,
-        learning_rate=arguments.learning_rate,
-        decay=arguments.decay,
-        soft_labels=arguments.soft_labels,
-        hidden_loss=arguments.hidden_loss,
-        batch_tokens=arguments.batch_tokens,
-        accumulate=arguments.accumulate,
-        draft_vocab=arguments.draft_vocab,
-        share_head=arguments.share_head,
-        bf16=False if arguments.float32 else None,
-        restart=arguments.restart,
-        drafter={name: value for name, value in sizes.items() if value is not None},
-        settings=dict(arguments.settings),
-    )
+    given = {
+        "data": data,
+        "form": arguments.format,
+        "bf16": False if arguments.float32 else None,
+        "drafter": {name: value for name, value in sizes.items() if value is not None},
+        "settings": dict(arguments.settings),
+    }
+    return TrainOptions(**fields_of(TrainOptions, arguments) | given)
