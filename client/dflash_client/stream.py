@@ -15,7 +15,7 @@ from dflash_client.responses import Outputs, ResponseReader
 from dflash_client.results import Delta
 from dflash_client.retry import RetryPolicy
 
-# What a stream is to do: send a request, for so many seconds in all, again where the policy says so.
+# What a stream is to do: send a request, again where the policy says so, and the seconds that it has in all.
 Plan = tuple[Request, float, RetryPolicy]
 
 

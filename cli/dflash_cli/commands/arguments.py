@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self
 
 # What a request can carry: integers of 64 bits, with or without a sign.
@@ -52,8 +53,7 @@ def add_settings_option(parser: argparse.ArgumentParser) -> None:
         dest="settings",
         metavar="NAME=VALUE",
         type=assignment,
-        action="append",
-        default=[],
+        **REPEATED,
         help="a setting of the engine (docs/settings.md); may be repeated",
     )
 
@@ -194,3 +194,14 @@ def _float(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+# What options have in common that take the same: how many, seconds, a file.
+COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+COUNT_OR_0: dict[str, Any] = {"type": non_negative_int, "metavar": "N"}
+NUMBER: dict[str, Any] = {"type": number, "metavar": "X"}
+SECONDS: dict[str, Any] = {"type": positive_float, "metavar": "S"}
+SECONDS_OR_0: dict[str, Any] = {"type": non_negative_float, "metavar": "S"}
+PORT: dict[str, Any] = {"type": port, "metavar": "N"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+REPEATED: dict[str, Any] = {"action": "append", "default": []}

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail, show
-from dflash_cli.commands.packages import engine_missing
 
 if TYPE_CHECKING:
     from dflash_backend.drafters.published import PublishedDrafter
@@ -57,12 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_list(arguments)
     if arguments.draft_revision is not None and arguments.draft is None:
         return fail("--draft-revision is that of a drafter given by --draft; of one alone it is --revision", status=2)
-    try:
-        from dflash_backend.checkpoints import CheckpointError
-        from dflash_backend.config import ConfigError
-        from dflash_backend.engine.inspection import inspect
-    except ImportError as error:
-        return fail(engine_missing(error))
+    from dflash_backend.checkpoints import CheckpointError
+    from dflash_backend.config import ConfigError
+    from dflash_backend.engine.inspection import inspect
+
     try:
         found = inspect(arguments.checkpoint, arguments.draft, arguments.revision or "", arguments.draft_revision or "")
     except (CheckpointError, ConfigError) as error:
@@ -78,10 +75,8 @@ def _run_list(arguments: argparse.Namespace) -> int:
     for option in ("draft", "revision", "draft_revision"):
         if getattr(arguments, option) is not None:
             return fail(f"inspect --list takes no --{option.replace('_', '-')}", status=2)
-    try:
-        from dflash_backend.drafters.published import published_like
-    except ImportError as error:
-        return fail(engine_missing(error))
+    from dflash_backend.drafters.published import published_like
+
     found = published_like(arguments.words)
     if not found:
         return fail(f"no published drafter is known for '{arguments.words}'; without words --list shows all")

@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         for warning in log.ready():
             lines.say(f"warning: {warning}")
         lines.flush()
-        _print(_endpoints(server, frontend.url if frontend is not None else None))
+        with suppress(OSError):  # its reader may be gone, or its disk full: the server goes on
+            print(_endpoints(server, frontend.url if frontend is not None else None), flush=True)
 
     with _signals_stop(keeper):
         try:
@@ -262,12 +263,6 @@ def _signals_stop(keeper: Keeper) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _print(text: str) -> None:
-    """To standard output. Its reader may be gone, or its disk full: the server goes on."""
-    with suppress(OSError):
-        print(text, flush=True)
 
 
 def _endpoints(server: TritonServer, openai_url: str | None) -> str:
