@@ -118,7 +118,7 @@ class StandIn(TritonPool):
         """answers: by whether they come in pieces, and by the number of prompt tokens that have log-probabilities; -1:
         the answer has; 0: none has."""
         super().__init__(FrontendConfig())
-        self._clients[0]._transport = _Transport(answers)
+        self._clients[0]._transport = _Transport(answers)  # type: ignore[assignment]
         self._description = description
 
     async def describe(self, timeout_s: float) -> ModelDescription:

@@ -59,7 +59,7 @@ def _run(argv: Sequence[str] | None) -> int:
             )
         try:
             status: int = arguments.run(arguments)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if not is_missing_package(error):
                 raise
             return fail(package_missing(error, arguments.command))

@@ -7,20 +7,18 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dflash_client.address import ProtocolName, parse_url
-from dflash_client.connection import Connection, File
+from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, File
 from dflash_client.errors import ClientError, InvalidArgument, RequestTimeout, no_answer
 from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
-from dflash_client.request import Request
+from dflash_client.request import Request, as_json
 from dflash_client.responses import description
 from dflash_client.results import Delta, GenerationResult
 from dflash_client.retry import RetryPolicy
-from dflash_client.stream import AsyncStream, Plan, Stream
-from dflash_client.transport import CONNECT_TIMEOUT_S, AsyncTransport, Transport
+from dflash_client.stream import AsyncStream, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,7 +99,7 @@ class _Client(Generic[AnyStream]):
         return self._send(request, self.timeout_s)
 
     def _send(self, request: Request, timeout_s: float, retry: RetryPolicy | None = None) -> AnyStream:
-        started = self._stream_type(self._transport, Plan(request, timeout_s, retry or self.retry))
+        started = self._stream_type(self._transport, (request, timeout_s, retry or self.retry))
         self._streams.add(started)
         return started
 
@@ -112,7 +110,11 @@ class _Client(Generic[AnyStream]):
     def _question(self, timeout_s: float) -> AnyStream:
         """A request that the model answers with its description when it takes requests. Triton 2.51 calls a model ready
         for as long as its process lives, also while its engine is being restarted."""
-        return self._send(Request.description(self.model), timeout_s, RetryPolicy(0))
+        return self._send(Request(self.model, stream=False, describe=True), timeout_s, RetryPolicy(0))
+
+    def _swap(self, draft_model: str, admin_key: str, timeout_s: float, options: Mapping[str, Any]) -> AnyStream:
+        wanted = as_json({"draft_model": draft_model, "admin_key": admin_key, **options}, "request")
+        return self._send(Request(self.model, stream=False, swap_drafter=wanted), timeout_s)
 
     def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
         return RequestTimeout(
@@ -140,7 +142,7 @@ class DFlashClient(_Client[Stream]):
 
     _transports: ClassVar = {"grpc": GrpcTransport, "http": HttpTransport}
     _stream_type = Stream
-    _transport: Transport
+    _transport: GrpcTransport | HttpTransport
 
     def generate(
         self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
@@ -156,7 +158,7 @@ class DFlashClient(_Client[Stream]):
     def describe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
         """What the server says of its model: `max_model_len`, `vocab_size`, where its tokenizer is, and more. Raises
         `ClientError`."""
-        with self._send(Request.description(self.model), timeout_s) as stream:
+        with self._send(Request(self.model, stream=False, describe=True), timeout_s) as stream:
             return description("".join(delta.text for delta in stream))
 
     def swap_drafter(
@@ -166,8 +168,7 @@ class DFlashClient(_Client[Stream]):
         hub id. admin_key: that of the server's `admin_key_file`. options: `draft_revision`; `window`, verified blocks
         after which its acceptance is compared (1000; 0: never), and `max_loss`, the part that may be lost (0.1), else
         the old one comes back. Returns `outcome`, `message` and `num_engines`. Raises `ClientError`."""
-        wanted = {"draft_model": draft_model, "admin_key": admin_key, **options}
-        with self._send(Request.swap(self.model, wanted), timeout_s) as stream:
+        with self._swap(draft_model, admin_key, timeout_s, options) as stream:
             return description("".join(delta.text for delta in stream))
 
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
@@ -205,7 +206,7 @@ class DFlashClient(_Client[Stream]):
     def __enter__(self) -> DFlashClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -218,7 +219,7 @@ class AsyncDFlashClient(_Client[AsyncStream]):
 
     _transports: ClassVar = {"grpc": AsyncGrpcTransport, "http": AsyncHttpTransport}
     _stream_type = AsyncStream
-    _transport: AsyncTransport
+    _transport: AsyncGrpcTransport | AsyncHttpTransport
 
     def __init__(self, *args: Any, share_deltas: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -235,15 +236,14 @@ class AsyncDFlashClient(_Client[AsyncStream]):
 
     async def describe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
         """As `DFlashClient.describe`."""
-        async with self._send(Request.description(self.model), timeout_s) as stream:
+        async with self._send(Request(self.model, stream=False, describe=True), timeout_s) as stream:
             return description("".join([delta.text async for delta in stream]))
 
     async def swap_drafter(
         self, draft_model: str, admin_key: str, *, timeout_s: float = SWAP_TIMEOUT_S, **options: Any
     ) -> dict[str, Any]:
         """As `DFlashClient.swap_drafter`."""
-        wanted = {"draft_model": draft_model, "admin_key": admin_key, **options}
-        async with self._send(Request.swap(self.model, wanted), timeout_s) as stream:
+        async with self._swap(draft_model, admin_key, timeout_s, options) as stream:
             return description("".join([delta.text async for delta in stream]))
 
     async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
@@ -281,7 +281,5 @@ class AsyncDFlashClient(_Client[AsyncStream]):
     async def __aenter__(self) -> AsyncDFlashClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

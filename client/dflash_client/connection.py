@@ -13,6 +13,7 @@ import httpx
 
 from dflash_client.address import Location
 
+CONNECT_TIMEOUT_S = 5.0
 File = str | PathLike[str]
 # What HTTP and gRPC both take. gRPC keeps names that begin with "grpc-" for itself, and those that end in "-bin" carry
 # bytes there.

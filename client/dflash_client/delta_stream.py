@@ -41,7 +41,7 @@ class Inbox:
     def __init__(self, stream: DeltaStream, key: str) -> None:
         self.stream, self.key = stream, key
         self._entries: list[list[Any]] = []
-        self._waiting: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -58,13 +58,12 @@ class Inbox:
 
     def wake(self, _: Any = None) -> None:
         """End `wait`."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self._news.set()
 
     async def wait(self) -> None:
         """Until there is an entry or `wake` is called."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        await self._waiting
+        self._news.clear()
+        await self._news.wait()
 
     def take(self) -> Outputs:
         """The outputs of all entries that are here, at least one."""
@@ -175,7 +174,7 @@ class DeltaStream:
         self.is_open = self.has_ended = False
         self._keys = map(str, itertools.count())
         self._inboxes: dict[str, Inbox] = {}
-        self._waiting: list[asyncio.Future[None]] = []
+        self._next_batch = asyncio.Event()
         self._responses: Any = None
         self._reading = asyncio.create_task(self._read(call))
 
@@ -194,9 +193,7 @@ class DeltaStream:
         while self.num_batches < num_batches:
             if self.has_ended:
                 raise ConnectionLost("the stream that carried the deltas of this request broke; send it again")
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiting)
-            await waiting
+            await self._next_batch.wait()
 
     async def _read(self, call: Callable[[str], Any]) -> None:
         batches = SocketBatches(self._take, self._cancel)
@@ -230,10 +227,8 @@ class DeltaStream:
         self._wake()
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if not each.done():
-                each.set_result(None)
+        self._next_batch.set()
+        self._next_batch = asyncio.Event()
 
 
 class DeltaStreams:

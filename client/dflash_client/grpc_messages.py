@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from dflash_client.address import Location
-from dflash_client.connection import Tls
+from dflash_client.connection import CONNECT_TIMEOUT_S, Tls
 from dflash_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -28,7 +28,6 @@ from dflash_client.errors import (
 )
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
-from dflash_client.transport import CONNECT_TIMEOUT_S
 
 # No bound on message sizes, which the server sets anyway; no proxy, which would swallow calls to a server of one's own.
 # gRPC's default pause between attempts to connect grows to two minutes: a server that came back would wait for it. Its
@@ -46,20 +45,10 @@ _NO_SUCH_HOST = ("dns resolution failed", "name resolution", "address lookup", "
 _NOT_CONNECTED = ("failed to connect",)
 _BROKEN = ("socket closed", "connection reset", "broken pipe", "goaway", "connection dropped", "recvmsg", "sendmsg")
 
-# Elements of the outputs by Triton's name of their type; BYTES is read apart.
-_DTYPES = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4", "UINT64": "<u8", "FP32": "<f4", "FP64": "<f8"}
+# Elements of the outputs by Triton's name of their type, as `struct` and numpy call them; BYTES is read apart.
+_ELEMENTS = {"INT32": "<i", "INT64": "<q", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "FP64": "<d"}
 # Of a single element, as most outputs have: numpy would take several times as long for it.
-_SINGLE = {
-    datatype: struct.Struct(f"<{letter}")
-    for datatype, letter in (
-        ("INT32", "i"),
-        ("INT64", "q"),
-        ("UINT32", "I"),
-        ("UINT64", "Q"),
-        ("FP32", "f"),
-        ("FP64", "d"),
-    )
-}
+_SINGLE = {datatype: struct.Struct(letter) for datatype, letter in _ELEMENTS.items()}
 
 
 def remaining_s(deadline: float) -> float:
@@ -114,7 +103,7 @@ def _elements(datatype: str, data: bytes) -> list[Any]:
         return _strings(data)
     if len(data) == _SINGLE[datatype].size:
         return list(_SINGLE[datatype].unpack(data))
-    elements: list[Any] = np.frombuffer(data, dtype=_DTYPES[datatype]).tolist()
+    elements: list[Any] = np.frombuffer(data, dtype=_ELEMENTS[datatype]).tolist()
     return elements
 
 

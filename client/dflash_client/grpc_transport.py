@@ -35,7 +35,8 @@ END_S = 1.0
 
 
 class _GrpcCall:
-    """One attempt of a request; its subclasses read the responses."""
+    """One attempt of a request; its subclasses read the responses, once. Deadlines are in the clock of
+    `time.monotonic()`."""
 
     def __init__(self, stream_infer: Any, connection: Connection, request: Request, deadline: float) -> None:
         self._stream_infer, self._connection = stream_infer, connection
@@ -57,14 +58,15 @@ class _GrpcCall:
         return cancelled_here() if self._cancelled else translate(error, self._connection.location)
 
     def cancel(self) -> None:
-        """End the call, at the server too."""
+        """End the call, at the server too; from any thread, also before it was sent. What waits for a response gets an
+        error. Does nothing when the call has ended."""
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
 
 
 class GrpcCall(_GrpcCall):
-    """A `Call`."""
+    """A call of the synchronous client."""
 
     def responses(self) -> Generator[Outputs, None, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
@@ -84,8 +86,8 @@ class GrpcCall(_GrpcCall):
 
 
 class AsyncGrpcCall(_GrpcCall):
-    """An `AsyncCall`. delta_streams: where there are some, those that may carry what comes between the first response
-    and the last."""
+    """A call in one event loop. delta_streams: where there are some, those that may carry what comes between the first
+    response and the last."""
 
     delta_streams: DeltaStreams | None = None
     _batch: asyncio.Future[None] | None = None
@@ -198,7 +200,7 @@ class _GrpcTransport:
 
 
 class GrpcTransport(_GrpcTransport):
-    """A `Transport`."""
+    """How the requests of the synchronous client travel to one server; it has the methods of `HttpTransport`."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection, grpc)
@@ -223,7 +225,7 @@ class GrpcTransport(_GrpcTransport):
 
 
 class AsyncGrpcTransport(_GrpcTransport):
-    """An `AsyncTransport`."""
+    """As `GrpcTransport`, in one event loop."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection, grpc.aio)
@@ -239,7 +241,7 @@ class AsyncGrpcTransport(_GrpcTransport):
         """Let one stream carry the deltas of all requests for a model."""
 
         def open_stream(name: str) -> Any:
-            message = encode(Request.of_delta_stream(model, name))
+            message = encode(Request(model, stream=True, delta_stream=name))
             return self._stream_infer(message, metadata=self._connection.headers)
 
         self._delta_streams[model] = DeltaStreams(open_stream)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from dflash_client.address import Location
-from dflash_client.connection import Connection
+from dflash_client.connection import CONNECT_TIMEOUT_S, Connection
 from dflash_client.errors import ClientError, cancelled_here, timed_out
 from dflash_client.http_messages import (
     EventParser,
@@ -28,7 +28,6 @@ from dflash_client.http_messages import (
 )
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
-from dflash_client.transport import CONNECT_TIMEOUT_S
 
 
 class _HttpCall:
@@ -105,7 +104,7 @@ class _HttpCall:
 
 
 class HttpCall(_HttpCall):
-    """A `Call`."""
+    """A call of the synchronous client; it has the methods of `GrpcCall`."""
 
     def responses(self) -> Generator[Outputs, None, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
@@ -133,7 +132,7 @@ class HttpCall(_HttpCall):
 
 
 class AsyncHttpCall(_HttpCall):
-    """An `AsyncCall`."""
+    """A call in one event loop."""
 
     async def responses(self) -> AsyncGenerator[Outputs, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
@@ -161,7 +160,7 @@ class AsyncHttpCall(_HttpCall):
 
 
 class HttpTransport:
-    """A `Transport`."""
+    """How the requests of the synchronous client travel to one server; it has the methods of `GrpcTransport`."""
 
     def __init__(self, connection: Connection) -> None:
         self._location = connection.location
@@ -184,7 +183,7 @@ class HttpTransport:
 
 
 class AsyncHttpTransport:
-    """An `AsyncTransport`."""
+    """As `HttpTransport`, in one event loop."""
 
     def __init__(self, connection: Connection) -> None:
         self._location = connection.location

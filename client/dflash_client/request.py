@@ -45,21 +45,6 @@ class Request:
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def description(cls, model: str) -> Request:
-        """The request for a description of the model; nothing is generated."""
-        return cls(model, stream=False, describe=True)
-
-    @classmethod
-    def of_delta_stream(cls, model: str, name: str) -> Request:
-        """The request that opens a delta stream of this name; nothing is generated."""
-        return cls(model, stream=True, delta_stream=name)
-
-    @classmethod
-    def swap(cls, model: str, wanted: Mapping[str, Any]) -> Request:
-        """The request for another drafter; nothing is generated."""
-        return cls(model, stream=False, swap_drafter=_json(dict(wanted), "request", json.dumps))
-
-    @classmethod
     def build(
         cls,
         model: str,
@@ -85,8 +70,8 @@ class Request:
             stream,
             text=_text(prompt) if isinstance(prompt, str) else None,
             token_ids=None if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
-            messages=None if messages is None else _json(list(messages), "messages", dumps),
-            sampling=_json(given, "sampling parameters", dumps) if given else None,
+            messages=None if messages is None else as_json(list(messages), "messages", dumps),
+            sampling=as_json(given, "sampling parameters", dumps) if given else None,
             wants_logprobs="logprobs" in given,
             wants_steps=wants_steps,
             # Without them it is always null.
@@ -141,7 +126,8 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(token_id.__index__() for token_id in prompt)
 
 
-def _json(value: Any, what: str, dumps: Callable[[Any], str]) -> str:
+def as_json(value: Any, what: str, dumps: Callable[[Any], str] = json.dumps) -> str:
+    """What is sent as JSON. Raises `ValueError` for what has no such form."""
     try:
         return dumps(value)
     except RecursionError:

@@ -7,8 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from dflash_client.errors import ClientError, cancelled_here
@@ -16,16 +14,9 @@ from dflash_client.request import Request
 from dflash_client.responses import Outputs, ResponseReader
 from dflash_client.results import Delta
 from dflash_client.retry import RetryPolicy
-from dflash_client.transport import AsyncCall, AsyncTransport, Call, Transport
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a stream is to do: send `request`, for `timeout_s` in all, again where `retry` says so."""
-
-    request: Request
-    timeout_s: float
-    retry: RetryPolicy
+# What a stream is to do: send a request, again where the policy says so, and the seconds that it has in all.
+Plan = tuple[Request, float, RetryPolicy]
 
 
 class _Attempts:
@@ -33,19 +24,20 @@ class _Attempts:
     stream itself: a stream that is dropped must be collected at once, which cancels its request."""
 
     def __init__(self, transport: Any, plan: Plan, cancelled: threading.Event | asyncio.Event) -> None:
-        self._transport, self._plan, self._cancelled = transport, plan, cancelled
+        self._transport, self._cancelled = transport, cancelled
+        self._request, self._timeout_s, self._retry = plan
         self._deadline: float | None = None
         self._number = -1
-        self._call: Call | AsyncCall | None = None
+        self._call: Any = None
         self._reader = ResponseReader()
 
     def begin(self) -> Any:
         """The call of the next attempt; the time-out begins with the first. Raises `Cancelled` after `cancel`."""
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._plan.timeout_s
+            self._deadline = time.monotonic() + self._timeout_s
         self._number += 1
         self._reader = ResponseReader()
-        self._call = call = self._transport.call(self._plan.request, self._deadline)
+        self._call = call = self._transport.call(self._request, self._deadline)
         if self._cancelled.is_set():
             raise cancelled_here()
         return call
@@ -63,7 +55,7 @@ class _Attempts:
         """Seconds to wait before the next attempt. Raises `error` when there is none."""
         assert self._deadline is not None
         remaining_s = self._deadline - time.monotonic()
-        wait_s = self._plan.retry.wait_s(self._number, error, self._reader.answered, remaining_s)
+        wait_s = self._retry.wait_s(self._number, error, self._reader.answered, remaining_s)
         if wait_s is None:
             raise error
         return wait_s
@@ -84,7 +76,7 @@ class Stream:
     some deltas.
     """
 
-    def __init__(self, transport: Transport, plan: Plan) -> None:
+    def __init__(self, transport: Any, plan: Plan) -> None:
         cancelled = threading.Event()
         self._attempts = _Attempts(transport, plan, cancelled)
         self._deltas = _deltas(self._attempts, cancelled)
@@ -109,13 +101,13 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _deltas(attempts: _Attempts, cancelled: threading.Event) -> Generator[Delta, None, None]:
     while True:
-        call: Call = attempts.begin()
+        call = attempts.begin()
         try:
             with contextlib.closing(call.responses()) as responses:
                 for outputs in responses:
@@ -133,7 +125,7 @@ class AsyncStream:
     """As `Stream`, for `async for` and `async with`, in one event loop. Cancelling the task that waits for a delta
     cancels the request too."""
 
-    def __init__(self, transport: AsyncTransport, plan: Plan) -> None:
+    def __init__(self, transport: Any, plan: Plan) -> None:
         cancelled = asyncio.Event()
         self._attempts = _Attempts(transport, plan, cancelled)
         self._deltas = _async_deltas(self._attempts, cancelled)
@@ -158,15 +150,13 @@ class AsyncStream:
     async def __aenter__(self) -> AsyncStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
 async def _async_deltas(attempts: _Attempts, cancelled: asyncio.Event) -> AsyncGenerator[Delta, None]:
     while True:
-        call: AsyncCall = attempts.begin()
+        call = attempts.begin()
         try:
             async with contextlib.aclosing(call.responses()) as responses:
                 async for outputs in responses:

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.bodies import ITEMS_A_CALL, PiecesResponse, encoded, in_thread
-from dflash_openai.errors import ApiError, ClientGone, as_event
+from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
 from dflash_openai.sse import DONE, PING, EventStream, event
+from dflash_openai.state import Model
 from dflash_openai.usage import UsageCounter
 
 # A stream begins after so long without its first delta: until then an error has a status of its own.
@@ -33,14 +34,14 @@ class Answer(ABC):
     object: str
     chunk_object: str
 
-    def __init__(self, body: GenerationFields, model: str, prompts: Sequence[Sequence[int]]) -> None:
-        """`prompts` are the token ids of each prompt; `model` is the name that the client used."""
+    def __init__(self, body: GenerationFields, model: Model, prompts: Sequence[Sequence[int]]) -> None:
+        """`prompts` are the token ids of each prompt."""
         self.n = body.n or 1
         self.prompts = prompts
         self._head = {
             "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
             "created": int(time.time()),
-            "model": model,
+            "model": body.model or model.names[0],
         }
         # Log-probabilities of each prompt's tokens, where they were asked for.
         self.of_prompts: Sequence[Sequence[TokenLogprobs | None] | None] = [None] * len(prompts)
@@ -69,8 +70,7 @@ class Answer(ABC):
         choices = []
         for prompt, result in enumerate(results):
             for index, completion in enumerate(result.completions):
-                self.usage.num_output_tokens += completion.num_output_tokens
-                self.usage.add_stats(completion.spec_stats)
+                self.usage.add(completion)
                 choices.append(encoded(self.choice(prompt, index, completion)))
         answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
         kept = results[0].kv_transfer_params if len(results) == 1 else None
@@ -87,7 +87,7 @@ class Answer(ABC):
         except ClientGone:
             return
         except ApiError as error:
-            yield event(as_event(error)) + DONE
+            yield event(error.fields()) + DONE
             return
         last = b""
         if self._include_usage:
@@ -145,12 +145,12 @@ def let_go(results: list[GenerationResult]) -> None:
                 del entries[-ITEMS_A_CALL:]
 
 
-async def respond(answer: Writer, generation: Generation, stream: bool, ping_s: float = 0.0) -> Response:
+async def respond(answer: Writer, generation: Generation) -> Response:
     """The response of a generation, which is closed with it. What fails before the first delta has its own status; a
-    stream begins without one after a while, and sends something every `ping_s` (0: it waits)."""
-    streaming = False
+    stream begins without one after a while, unless it may not ping."""
+    streaming, ping_s = False, generation.ping_s
     try:
-        if not stream:
+        if not generation.stream:
             results = await generation.results()
 
             def whole() -> Response:

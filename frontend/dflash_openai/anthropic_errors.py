@@ -41,7 +41,7 @@ class AnthropicErrorsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application."""
-        if scope["type"] != "http" or not _is_anthropics(scope):
+        if not _is_anthropics(scope):
             await self._app(scope, receive, send)
             return
         begun: Message | None = None

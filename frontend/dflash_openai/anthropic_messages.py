@@ -11,28 +11,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_client import GenerationResult
-from dflash_openai.answers import respond
 from dflash_openai.anthropic_errors import error_fields
 from dflash_openai.anthropic_request import (
     CLIENT_NAMES,
-    CountedFields,
     CountTokensRequest,
     MessagesRequest,
     arguments_of,
     as_chat,
 )
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
-from dflash_openai.chat import template_messages, template_options
+from dflash_openai.chat import answer_draft, draft_of
 from dflash_openai.conversation import Conversation, Draft, prepare
 from dflash_openai.errors import ApiError, ClientGone
-from dflash_openai.generation import Generation, Item
+from dflash_openai.generation import Item
 from dflash_openai.messages import MessageReader
 from dflash_openai.parsing import ContentDelta, Event, ReasoningDelta, ToolCallDelta
-from dflash_openai.sampling import max_tokens, sampling_parameters
-from dflash_openai.schemas import ChatRequest
 from dflash_openai.sse import named_event
 from dflash_openai.state import Frontend
-from dflash_openai.tools import read_tool_use
 from dflash_openai.usage import UsageCounter
 
 Fields = dict[str, Any]
@@ -40,36 +35,21 @@ Fields = dict[str, Any]
 SIGNATURE = "unsigned"
 
 
-def _read(frontend: Frontend, body: CountedFields) -> tuple[ChatRequest, Draft]:
-    """The chat request that a body stands for, and its conversation. Raises `ApiError`."""
-    model, chat = frontend.model(body.model), as_chat(body)
-    use = read_tool_use(chat, model.output_format)
-    messages, options = template_messages(chat.messages), template_options(chat)
-    sampling = sampling_parameters(chat, model.description)
-    draft = Draft(model, messages, options, use, sampling, CLIENT_NAMES, bool(chat.continue_final_message))
-    return chat, draft
-
-
 async def create_message(request: Request) -> Response:
     """Answer messages."""
     frontend: Frontend = request.app.state.frontend
 
-    def read(body: MessagesRequest) -> tuple[MessagesRequest, ChatRequest, Draft]:
-        return body, *_read(frontend, body)
+    def read(body: MessagesRequest) -> tuple[MessagesRequest, Draft]:
+        return body, draft_of(as_chat(body), frontend, CLIENT_NAMES)
 
-    body, chat, draft = await read_body(request, MessagesRequest, read)
-    asked, model = await prepare(draft), draft.model
-    limit = max_tokens(chat, len(asked.prompt), model.description, "max_tokens")
-    answer = MessageAnswer(body, body.model or model.names[0], asked, limit)
-    stream = bool(body.stream)
-    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
-    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
+    body, draft = await read_body(request, MessagesRequest, read)
+    return await answer_draft(request, draft, lambda asked, limit: MessageAnswer(body, asked, limit))
 
 
 async def count_tokens(request: Request) -> Response:
     """The tokens of a prompt, as a message of it would have."""
     frontend: Frontend = request.app.state.frontend
-    _, draft = await read_body(request, CountTokensRequest, lambda body: _read(frontend, body))
+    draft = await read_body(request, CountTokensRequest, lambda body: draft_of(as_chat(body), frontend, CLIENT_NAMES))
     asked = await prepare(draft)
     return Response(msgspec.json.encode({"input_tokens": len(asked.prompt)}), media_type="application/json")
 
@@ -79,7 +59,7 @@ class MessageAnswer:
 
     ping = named_event("ping", {"type": "ping"})
 
-    def __init__(self, body: MessagesRequest, model: str, asked: Conversation, limit: int) -> None:
+    def __init__(self, body: MessagesRequest, asked: Conversation, limit: int) -> None:
         """limit: the most tokens of the answer, fewer than asked for where no more fit."""
         self._reader = MessageReader(asked.parser(), use=asked.use)
         self._blocks = MessageBlocks()
@@ -90,18 +70,16 @@ class MessageAnswer:
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": body.model or asked.model.names[0],
         }
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """The finished message."""
         completion = results[0].completions[0]
-        self._usage.num_output_tokens += completion.num_output_tokens
-        self._usage.add_stats(completion.spec_stats)
+        self._usage.add(completion)
         self._reasoning.add(completion.token_ids)
-        for _ in self._blocks.add(self._reader.events(completion.text, finished=True)):
-            pass
-        for _ in self._blocks.close():
+        events = self._reader.events(completion.text, finished=True)
+        for _ in (*self._blocks.add(events), *self._blocks.close()):
             pass
         message = {
             **self._head,

@@ -11,13 +11,18 @@ import msgspec
 from dflash_backend.text.chat import PromptError, check_role
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, check_function
-from dflash_openai.errors import ApiError, invalid
+from dflash_openai.errors import ApiError, invalid, refusing
 from dflash_openai.notices import log_once
-from dflash_openai.schemas import ChatRequest, SharedFields
+from dflash_openai.parsing.tool_formats import is_object
+from dflash_openai.schemas import ChatRequest, SharedFields, text_in
 from dflash_openai.tools import is_of_type
 
 # What a client of this endpoint calls a parameter of the model.
-CLIENT_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
+CLIENT_NAMES = {
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+}
 # Claude Code puts a block with a number of its own for each request before its system prompt; with it no prefix of a
 # prompt would be found again.
 BILLING = "x-anthropic-billing-header:"
@@ -26,8 +31,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME_NAMES = (*SharedFields.__struct_fields__, "chat_template_kwargs", "enable_thinking")
 
 
-class CountedFields(SharedFields, kw_only=True):
-    """What a prompt is made of: of a message, and of the count of its tokens."""
+class CountTokensRequest(SharedFields, kw_only=True):
+    """POST /v1/messages/count_tokens: what a prompt is made of."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -47,18 +52,14 @@ class CountedFields(SharedFields, kw_only=True):
     speed: str | None = None
 
 
-class CountTokensRequest(CountedFields, kw_only=True):
-    """POST /v1/messages/count_tokens."""
-
-
-class MessagesRequest(CountedFields, kw_only=True):
+class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages. Messages and tools are checked where they are turned into a chat."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
 
 
-def as_chat(body: CountedFields) -> ChatRequest:
+def as_chat(body: CountTokensRequest) -> ChatRequest:
     """The chat request that a request stands for. Raises `ApiError`."""
     fields = {name: getattr(body, name) for name in _SAME_NAMES}
     config = body.output_config or {}
@@ -81,7 +82,7 @@ def as_chat(body: CountedFields) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         response_format=_response_format(body.output_format if config.get("format") is None else config["format"]),
-        reasoning_effort=_effort(config.get("effort")),
+        reasoning_effort=text_in(config.get("effort"), "output_config.effort"),
         # The answer goes on from a message of the assistant at the end, and does not repeat it.
         continue_final_message=continues,
         **fields,
@@ -98,7 +99,8 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: Any) -> list[dict[st
     if not given:
         raise invalid("'messages' is an empty list", "messages")
     for index, message in enumerate(given):
-        _check_role(message.get("role"), f"messages[{index}]")
+        with refusing(PromptError, f"messages[{index}].role"):
+            check_role(message.get("role"), f"messages[{index}]")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": message.get("role"), "content": content})
@@ -125,13 +127,6 @@ def _combined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             turn["reasoning"] = thoughts
         found.append(turn)
     return found
-
-
-def _check_role(role: Any, where: str) -> None:
-    try:
-        check_role(role, where)
-    except PromptError as error:
-        raise invalid(str(error), f"{where}.role") from None
 
 
 def _add(messages: list[dict[str, Any]], role: Any, blocks: Sequence[Any], where: str) -> None:
@@ -222,10 +217,8 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
         if not is_of_type(tool, ("custom",)):
             continue
-        try:
+        with refusing(ToolError, "tools"):
             check_function(tool, f"tools[{index}]", "input_schema")
-        except ToolError as error:
-            raise invalid(str(error), "tools") from None
         names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
         function = {ours: tool[theirs] for theirs, ours in names.items() if tool.get(theirs) is not None}
         found.append({"type": "function", "function": function})
@@ -261,12 +254,6 @@ def _thinking(given: Mapping[str, Any] | None) -> bool | None:
     return bool(kind != "disabled")
 
 
-def _effort(given: Any) -> str | None:
-    if given is not None and not isinstance(given, str):
-        raise invalid(f"'output_config.effort' is wrong: {quoted(given)} is no text", "output_config.effort")
-    return given
-
-
 def _response_format(given: Any) -> dict[str, Any] | None:
     """OpenAI's form of `output_config.format`. Raises `ApiError`."""
     if given is None:
@@ -279,8 +266,4 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 
 def arguments_of(text: str) -> Any:
     """The JSON text of a call's arguments as an object; empty where the answer broke off before its end."""
-    try:
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError):
-        return {}
-    return msgspec.Raw(text.encode())
+    return msgspec.Raw(text.encode()) if is_object(text) else {}

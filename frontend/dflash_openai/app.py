@@ -107,14 +107,18 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
 
 
 class TrailingSlashMiddleware:
-    """Answers a path with a slash at its end as without. Goes outside of all others: they know paths without."""
+    """Answers a path with a slash at its end as without. Goes outside of all others: they know paths without, and see
+    requests alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application."""
-        path = scope.get("path", "")
+        if scope["type"] == "lifespan":
+            await scope["app"].router(scope, receive, send)
+            return
+        path = scope["path"]
         if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
             scope = {**scope, "path": path[:-1], "raw_path": scope.get("raw_path", b"").removesuffix(b"/")}
         await self._app(scope, receive, send)

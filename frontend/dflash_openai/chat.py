@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from dflash_backend.text.chat import with_reasoning_names
 from dflash_backend.text.client_json import quoted
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
-from dflash_openai.answers import Answer, respond
+from dflash_openai.answers import Answer, Writer, respond
 from dflash_openai.bodies import read_body
 from dflash_openai.budget import check_asked
 from dflash_openai.config import FrontendConfig
@@ -32,25 +33,33 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer messages."""
     frontend: Frontend = request.app.state.frontend
 
-    def read(body: ChatRequest) -> tuple[ChatRequest, Draft]:
-        model = frontend.model(body.model)
-        use = read_tool_use(body, model.output_format)
-        messages, options = template_messages(body.messages), template_options(body)
-        sampling = sampling_parameters(body, model.description)
-        begins = body.add_generation_prompt is not False
-        names, template = client_names(body), request_template(body, frontend.config)
-        kept, ids = truncation(body, model.description.max_model_len), kv_prompt(body)
-        return body, Draft(model, messages, options, use, sampling, names, continues(body), begins, template, kept, ids)
+    draft = await read_body(request, ChatRequest, lambda body: draft_of(body, frontend, client_names(body)))
+    return await answer_draft(request, draft, lambda asked, limit: ChatAnswer(draft.chat, asked))
 
-    body, draft = await read_body(request, ChatRequest, read)
-    asked, model = await prepare(draft), draft.model
-    limit = max_tokens(body, len(asked.prompt), model.description)
-    says_limit = body.max_tokens is not None or body.max_completion_tokens is not None
+
+def draft_of(chat: ChatRequest, frontend: Frontend, names: Mapping[str, str]) -> Draft:
+    """The conversation that a chat request asks for. `names`: what its client calls parameters of the model, where it
+    is not the same. Raises `ApiError`."""
+    model = frontend.model(chat.model)
+    use = read_tool_use(chat, model.output_format)
+    messages, options = template_messages(chat.messages), template_options(chat)
+    sampling = sampling_parameters(chat, model.description)
+    _check_template(chat, frontend.config)
+    kept, ids = truncation(chat, model.description.max_model_len), kv_prompt(chat)
+    _check_continuation(chat)
+    return Draft(model, chat, messages, options, use, sampling, names, kept, ids)
+
+
+async def answer_draft(request: Request, draft: Draft, writer: Callable[[Conversation, int], Writer]) -> Response:
+    """The answer to a conversation. `writer`: makes what writes it, of the conversation and the most tokens that the
+    answer may have."""
+    chat, model, asked = draft.chat, draft.model, await prepare(draft)
+    limit = max_tokens(chat, len(asked.prompt), model.description, draft.names)
+    says_limit = chat.max_tokens is not None or chat.max_completion_tokens is not None
     check_asked([len(asked.prompt)], [limit] if says_limit else None, asked.sampling, model.description)
-    stream = bool(body.stream)
-    answer = ChatAnswer(body, body.model or model.names[0], asked)
-    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
-    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
+    answer = writer(asked, limit)
+    generation = Generation(request, [asked.prompt], asked.sampling, [limit], asked.names, bool(chat.stream))
+    return await respond(answer, generation)
 
 
 # The field with the text of a part of content, by the part's type.
@@ -106,14 +115,8 @@ def kv_prompt(body: ChatRequest) -> list[Any] | None:
     return ids
 
 
-class Templated(Protocol):
-    """A request that may bring a chat template."""
-
-    chat_template: str | None
-
-
-def request_template(body: Templated, config: FrontendConfig) -> str | None:
-    """The chat template that a request brings, a program that is run here. Raises `ApiError` where the operator has not
+def _check_template(body: ChatRequest, config: FrontendConfig) -> None:
+    """A chat template that a request brings is a program that is run here. Raises `ApiError` where the operator has not
     allowed that."""
     if body.chat_template is not None and not config.trust_request_chat_template:
         raise invalid(
@@ -121,25 +124,16 @@ def request_template(body: Templated, config: FrontendConfig) -> str | None:
             "--trust-request-chat-template; leave it out",
             "chat_template",
         )
-    return body.chat_template
 
 
-class Continuing(Protocol):
-    """A request with messages, the last of which may be the beginning of the answer."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
-def continues(body: Continuing) -> bool:
-    """Whether the last message is the beginning of the answer. Raises `ApiError`."""
+def _check_continuation(body: ChatRequest) -> None:
+    """Raise `ApiError` where the last message is and is not the beginning of the answer."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true: the answer begins with the "
             "last message or with nothing",
             "continue_final_message",
         )
-    return bool(body.continue_final_message)
 
 
 class ChatAnswer(Answer):
@@ -149,11 +143,11 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, model: str, asked: Conversation) -> None:
-        super().__init__(body, model, [asked.prompt])
+    def __init__(self, body: ChatRequest, asked: Conversation) -> None:
+        super().__init__(body, asked.model, [asked.prompt])
         self._asked = asked
         self.usage.num_reasoning_tokens = 0
-        self._reasoning: dict[int, ReasoningTokens] = {}
+        self._reasoning = defaultdict[int, ReasoningTokens](asked.reasoning_tokens)
         self._has_reasoned: set[int] = set()
         self._include_reasoning = body.include_reasoning is not False
         self._readers: dict[int, MessageReader] = {}
@@ -215,13 +209,10 @@ class ChatAnswer(Answer):
 
     def _count_reasoning(self, reader: MessageReader, index: int, token_ids: Sequence[int]) -> None:
         """Count the tokens of a choice that come next."""
-        counter = self._reasoning.setdefault(index, self._asked.reasoning_tokens())
-        before = counter.count if index in self._has_reasoned else 0
-        counter.add(token_ids)
+        self._reasoning[index].add(token_ids)
         if reader.has_reasoned:
             self._has_reasoned.add(index)
-            assert self.usage.num_reasoning_tokens is not None
-            self.usage.num_reasoning_tokens += counter.count - before
+            self.usage.num_reasoning_tokens = sum(self._reasoning[each].count for each in self._has_reasoned)
 
     def _reader(self) -> MessageReader:
         return MessageReader(self._asked.parser(), self._include_reasoning, self._asked.use)

@@ -24,7 +24,7 @@ from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import CompletionRequest
-from dflash_openai.state import Frontend
+from dflash_openai.state import Frontend, Model
 
 MAX_PROMPTS = 1024
 FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
@@ -42,14 +42,14 @@ async def create_completion(request: Request) -> Response:
 
     kept = truncation(body, model.description.max_model_len)
     prompts = await _prompts(body, model.prompts, check_sizes, kept)
-    limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
+    names = client_names(body)
+    limits = [max_tokens(body, len(token_ids), model.description, names) for token_ids in prompts]
     check_asked([len(token_ids) for token_ids in prompts], limits, sampling, model.description)
-    stream = bool(body.stream)
-    answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts, only_echo)
-    if stream and body.echo:
+    answer = CompletionAnswer(body, model, prompts, only_echo)
+    if body.stream and body.echo:
         await in_thread(sum(map(len, prompts)) * BYTES_OF_TOKEN, answer.read_echo)
-    generation = Generation(frontend.pool, prompts, sampling, request, stream, limits, client_names(body))
-    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
+    generation = Generation(request, prompts, sampling, limits, names, bool(body.stream))
+    return await respond(answer, generation)
 
 
 def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionRequest, dict[str, Any], bool]:
@@ -111,16 +111,11 @@ class CompletionAnswer(Answer):
     object = chunk_object = "text_completion"
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        model: str,
-        prompts: Sequence[list[int]],
-        builder: PromptBuilder,
-        only_echo: bool = False,
+        self, body: CompletionRequest, model: Model, prompts: Sequence[list[int]], only_echo: bool = False
     ) -> None:
         """`only_echo`: the answer is the prompt alone."""
         super().__init__(body, model, prompts)
-        self._body, self._tokenizer, self._only_echo = body, builder.tokenizer, only_echo
+        self._body, self._tokenizer, self._only_echo = body, model.tokenizer, only_echo
         # The echoed text of each prompt that was asked for so far.
         self._echoed: dict[int, str] = {}
         self._begun: set[int] = set()
@@ -208,15 +203,7 @@ class CompletionAnswer(Answer):
 def _without_answer(result: GenerationResult) -> GenerationResult:
     """A result as if no token had been generated."""
     completions = tuple(
-        dataclasses.replace(
-            each,
-            text="",
-            token_ids=(),
-            num_output_tokens=0,
-            logprobs=None if each.logprobs is None else (),
-            finish_reason="length",
-            stop_reason=None,
-        )
+        Completion("", "length", logprobs=None if each.logprobs is None else (), spec_stats=each.spec_stats)
         for each in result.completions
     )
     return dataclasses.replace(result, completions=completions)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from dflash_client.address import parse_url
-from dflash_client.connection import Connection
+from dflash_client.connection import Connection, Tls
 from dflash_openai.parsing.selection import AUTO, select_output_format
 from dflash_openai.security import SecurityConfig
 
@@ -18,18 +18,10 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 
-@dataclass(frozen=True)
-class TritonTls:
-    """Whom to trust and who we are where a server's URL begins with `grpcs://`, as paths of PEM files."""
-
-    ca_cert: str | None = None
-    client_cert: str | None = None
-    client_key: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
     """triton_urls: gRPC addresses of the servers, `grpc://HOST:PORT`, all of which serve the same model.
+    triton_tls: whom to trust and who we are where one begins with `grpcs://`.
     prefill_urls: those of prefill servers, which compute prompts for them first (`kv_role`); empty: there are none.
     triton_metrics_urls: where their metrics are, to be shown with the front end's own. model_name: Triton's name of the
     model. served_model_names: what clients may call it, the first being its id; empty: the target's name and Triton's.
@@ -51,7 +43,7 @@ class FrontendConfig:
 
     triton_urls: tuple[str, ...] = ("grpc://127.0.0.1:8001",)
     prefill_urls: tuple[str, ...] = ()
-    triton_tls: TritonTls = TritonTls()
+    triton_tls: Tls = field(default_factory=Tls)
     triton_metrics_urls: tuple[str, ...] = ()
     model_name: str = "dflash"
     served_model_names: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from dflash_openai.errors import ApiError, invalid
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.reasoning_tokens import ReasoningTokens
+from dflash_openai.schemas import ChatRequest
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse
 
@@ -52,30 +53,26 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A conversation as its client sent it: messages, and the variables `options` of the chat template; with
-    `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt` the prompt
-    ends with it. `chat_template` takes the place of the model's. `sampling` are the request's parameters.
-    `names` has what the client calls one of them, where it is not the same."""
+    """A conversation as its client asks for it: the chat request `chat`, its messages and the variables `options` of
+    the chat template, as this takes them. `sampling` are the request's parameters. `names` has what the client calls
+    one of them, where it is not the same. `prompt_token_ids`: in place of the messages."""
 
     model: Model
+    chat: ChatRequest
     messages: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     use: ToolUse
     sampling: Mapping[str, Any]
     names: Mapping[str, str]
-    continue_final_message: bool = False
-    add_generation_prompt: bool = True
-    chat_template: str | None = None
-    truncation: Truncation | None = None
-    # In place of the messages.
-    prompt_token_ids: Sequence[Any] | None = None
+    truncation: Truncation | None
+    prompt_token_ids: Sequence[Any] | None
 
 
 async def prepare(draft: Draft) -> Conversation:
     """The prompt of messages through the chat template, and the parameters that tools and reasoning need beside those
     of the request. Raises `ApiError`."""
     model, messages, use, sampling, names = draft.model, draft.messages, draft.use, draft.sampling, draft.names
-    continue_final_message = draft.continue_final_message
+    continue_final_message = draft.chat.continue_final_message
     if model.output_format.is_harmony:
         messages = harmony.template_messages(messages)
     if continue_final_message and use.forced:
@@ -106,16 +103,14 @@ async def prepare(draft: Draft) -> Conversation:
 
 async def _from_messages(draft: Draft, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The prompt of messages through the chat template. Raises `ApiError`, with the client's name of the messages."""
+    variables = {
+        "tools": draft.use.offered,
+        "continue_final_message": bool(draft.chat.continue_final_message),
+        "add_generation_prompt": draft.chat.add_generation_prompt is not False,
+        "chat_template": draft.chat.chat_template,
+    }
     try:
-        return await draft.model.prompts.from_messages(
-            messages,
-            draft.options,
-            draft.use.offered,
-            draft.continue_final_message,
-            draft.add_generation_prompt,
-            draft.chat_template,
-            draft.truncation,
-        )
+        return await draft.model.prompts.from_messages(messages, draft.options, variables, draft.truncation)
     except ApiError as error:
         error.param = draft.names.get(error.param or "", error.param)
         raise
@@ -135,7 +130,7 @@ async def _grammar(draft: Draft, sampling: Mapping[str, Any]) -> dict[str, Any] 
             name = draft.names.get(given, given)
             log_once(f"forced {name}", lambda: f"where 'tool_choice' forces a tool call, '{name}' is ignored")
         wanted = None
-    elif not use.offered or given is None or draft.continue_final_message or model.output_format.is_harmony:
+    elif not use.offered or given is None or draft.chat.continue_final_message or model.output_format.is_harmony:
         # In harmony a format begins with the final message, and calls are messages of their own before it.
         return None
     elif (wanted := _wanted(given, sampling[given], draft.names)) is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,15 +42,14 @@ class ApiError(Exception):
         self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
         self.headers = headers or {}
 
-    def body(self) -> bytes:
-        """The JSON object, as bytes."""
-        return msgspec.json.encode(
-            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-        )
+    def fields(self) -> dict[str, Any]:
+        """The object, as OpenAI writes it, also in a stream that has begun."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         """The HTTP response."""
-        return Response(self.body(), self.status, media_type="application/json", headers=self.headers)
+        body = msgspec.json.encode(self.fields())
+        return Response(body, self.status, media_type="application/json", headers=self.headers)
 
 
 class ClientGone(Exception):
@@ -59,6 +59,15 @@ class ClientGone(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be carried out as it is."""
     return ApiError(400, message, code=code, param=param)
+
+
+@contextlib.contextmanager
+def refusing(kind: type[Exception], param: str) -> Iterator[None]:
+    """What raises `kind` within it is a request that cannot be carried out as it is, for this parameter."""
+    try:
+        yield
+    except kind as error:
+        raise invalid(str(error), param) from None
 
 
 def unavailable(message: str) -> ApiError:
@@ -89,9 +98,3 @@ def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
 
 def _retry() -> dict[str, str]:
     return {"retry-after": str(RETRY_AFTER_S)}
-
-
-def as_event(error: ApiError) -> dict[str, Any]:
-    """The error inside a stream that has begun."""
-    decoded: dict[str, Any] = msgspec.json.decode(error.body())
-    return decoded

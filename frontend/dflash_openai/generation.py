@@ -18,7 +18,7 @@ from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent, com
 from dflash_openai.errors import ApiError, ClientGone, from_client_error
 from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
-from dflash_openai.triton_pool import PooledRequest, TritonPool
+from dflash_openai.triton_pool import PooledRequest
 
 # A delta, and the number of the prompt that it belongs to.
 Item = tuple[int, Delta]
@@ -29,23 +29,23 @@ class Generation:
 
     def __init__(
         self,
-        pool: TritonPool,
+        request: Request,
         prompts: Sequence[Sequence[int]],
         sampling: Mapping[str, Any],
-        request: Request,
-        stream: bool,
         max_tokens: Sequence[int],
         names: Mapping[str, str],
+        stream: bool,
     ) -> None:
         """`request` is one whose body was read: what comes next is its client's leaving. `max_tokens` has an entry for
         each prompt. `names` has what the client calls a parameter of the model, where it is not the same. Raises
         `ApiError` where the request's key does not allow it."""
-        self._names = names
+        frontend = request.app.state.frontend
+        self._names, self.stream, self.ping_s = names, stream, frontend.config.ping_interval_s
         num_prompt_tokens = sum(map(len, prompts))
         charge_prompt(request, num_prompt_tokens)
         if (tenant := tenant_of(request, sampling.get("tenant"))) is not None:
             sampling = {**sampling, "tenant": tenant}
-        model = request.app.state.frontend.model()
+        model = frontend.model()
         check_sent(len(prompts), len(msgspec.json.encode(sampling)) if len(prompts) > 1 else 0)
         self._budget = ResponseBudget(model.description.max_response_mb)
         self._record = GenerationRecord(model.names[0], {**sampling, "max_tokens": max(max_tokens)}, num_prompt_tokens)
@@ -53,7 +53,7 @@ class Generation:
         self._state.generation = self._record
         headers: dict[str, str] | None = getattr(request.state, "trace_headers", None)
         self._requests = [
-            pool.request(
+            frontend.pool.request(
                 stream or comes_in_pieces(len(token_ids), limit, sampling),
                 token_ids,
                 {**sampling, "max_tokens": limit},
@@ -63,9 +63,9 @@ class Generation:
         ]
         self._watcher = asyncio.create_task(self._watch(request.receive))
         self._deltas = self._recorded()
-        self._first: asyncio.Task[Item | None] | None = None
+        self._first: asyncio.Future[Item | None] | None = None
         self._stopped = self._left = False
-        self._running = request.app.state.frontend.running
+        self._running = frontend.running
         self._running.add(self)
 
     async def _watch(self, receive: Receive) -> None:
@@ -93,11 +93,7 @@ class Generation:
     async def begin(self, wait_s: float | None = None) -> bool:
         """Wait for the first delta, for `wait_s` at most: errors that are found until then have a status of their own.
         Whether it is there. Raises as `results`."""
-
-        async def first() -> Item | None:
-            return await anext(self._deltas, None)
-
-        self._first = asyncio.create_task(first())
+        self._first = asyncio.ensure_future(anext(self._deltas, None))
         done, _ = await asyncio.wait([self._first], timeout=wait_s)
         if done and isinstance(error := self._first.exception(), ClientError):
             raise self._translated(error) from None

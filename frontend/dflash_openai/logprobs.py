@@ -5,24 +5,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from dflash_backend.text.detokenizer import REPLACEMENT
+from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.results import Logprob, TokenLogprobs
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-
-
-class TokenBytes(Protocol):
-    """What is needed of a tokenizer."""
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that a token stands for within a text; None where its text is what was decoded."""
-        ...
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls each token."""
-        ...
 
 
 class LogprobWriter:
@@ -34,7 +23,7 @@ class LogprobWriter:
     `token_id:N` in place of its text, as vLLM's `return_tokens_as_token_ids` does.
     """
 
-    def __init__(self, num_top: int | None, as_token_ids: bool, tokenizer: TokenBytes) -> None:
+    def __init__(self, num_top: int | None, as_token_ids: bool, tokenizer: Tokenizer) -> None:
         self._num_top, self._as_token_ids, self._tokenizer = num_top, as_token_ids, tokenizer
         self._offset = 0
 

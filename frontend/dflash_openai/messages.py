@@ -91,10 +91,7 @@ class MessageReader:
         return {
             "role": "assistant",
             "content": content if content or not (calls or reasoning or self._use.forced) else None,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
+            **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
             "tool_calls": calls or None,
             **reasoning_fields(reasoning or None),
         }

@@ -49,6 +49,11 @@ class Histogram:
         yield f"{name}_count{{{labels}}} {total}"
 
 
+def _head(name: str, kind: str, about: str) -> Iterator[str]:
+    yield f"# HELP {name} {about}"
+    yield f"# TYPE {name} {kind}"
+
+
 class FrontendMetrics:
     """What one front end has counted. `running` are the tasks of the requests that it works on."""
 
@@ -77,19 +82,16 @@ class FrontendMetrics:
 
     def lines(self) -> Iterator[str]:
         """All metrics in Prometheus's text format."""
-        yield "# HELP dflash_openai:requests_running Requests that this front end works on"
-        yield "# TYPE dflash_openai:requests_running gauge"
+        yield from _head("dflash_openai:requests_running", "gauge", "Requests that this front end works on")
         yield f"dflash_openai:requests_running {len(self.running)}"
-        yield "# HELP dflash_openai:requests_total Requests that have ended, by path and HTTP status"
-        yield "# TYPE dflash_openai:requests_total counter"
+        yield from _head("dflash_openai:requests_total", "counter", "Requests that have ended, by path and HTTP status")
         for (path, status), count in sorted(self._requests.items()):
             yield f'dflash_openai:requests_total{{path="{path}",status="{status}"}} {count}'
         for name, help_text, histograms in (
             ("time_to_first_event_seconds", "From the request to the first event of its stream", self._first_event),
             ("request_duration_seconds", "From the request to the end of its answer", self._duration),
         ):
-            yield f"# HELP dflash_openai:{name} {help_text}"
-            yield f"# TYPE dflash_openai:{name} histogram"
+            yield from _head(f"dflash_openai:{name}", "histogram", help_text)
             for path, histogram in sorted(histograms.items()):
                 yield from histogram.lines(f"dflash_openai:{name}", f'path="{path}"')
 
@@ -102,9 +104,6 @@ class MetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and watch its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         began, path, metrics = time.monotonic(), self._metrics.label(scope["path"]), self._metrics
         status, waits_for_event = 499, False
 
@@ -159,8 +158,7 @@ def merged(pages: Mapping[str, str | None]) -> Iterator[str]:
     than one server each sample gets the label `server`."""
     if not pages:
         return
-    yield "# HELP dflash_openai:triton_up Whether the metrics of a Triton server could be read"
-    yield "# TYPE dflash_openai:triton_up gauge"
+    yield from _head("dflash_openai:triton_up", "gauge", "Whether the metrics of a Triton server could be read")
     for server, page in pages.items():
         yield f'dflash_openai:triton_up{{server="{server}"}} {int(page is not None)}'
     families: dict[str, tuple[list[str], list[str]]] = {}
@@ -183,11 +181,6 @@ def _add(families: dict[str, tuple[list[str], list[str]]], line: str, server: st
         name, labels, value = found[1], (found[2] or "")[1:-1], found[3]
         if server is not None:
             labels = f'{labels},server="{server}"' if labels else f'server="{server}"'
-        family = (
-            name
-            if name in families
-            else next(
-                (name.removesuffix(suffix) for suffix in _SUFFIXES if name.removesuffix(suffix) in families), name
-            )
-        )
+        without = (name, *map(name.removesuffix, _SUFFIXES))
+        family = next((known for known in without if known in families), name)
         families.setdefault(family, ([], []))[1].append(f"{name}{{{labels}}}{value}" if labels else f"{name}{value}")

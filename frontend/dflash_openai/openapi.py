@@ -31,41 +31,39 @@ PLAIN: dict[str, str] = {
     "/version": "The version of this server",
     "/metrics": "Metrics in Prometheus's text format",
 }
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 
 
-def _answers() -> dict[str, Any]:
-    error = {"description": "an error", "content": {"application/json": {"schema": _ERROR}}}
-    return {"200": {"description": "the answer"}, "default": error}
+class Error(msgspec.Struct):
+    """What is wrong, as OpenAI writes it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of an answer that is an error."""
+
+    error: Error
 
 
 @cache
 def document() -> bytes:
     """The OpenAPI document, as JSON."""
-    structs = [body for body, _ in BODIES.values()]
-    references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    structs = [*(body for body, _ in BODIES.values()), ErrorBody]
+    (*references, of_error), components = msgspec.json.schema_components(
+        structs, ref_template="#/components/schemas/{name}"
+    )
+    error = {"description": "an error", "content": {"application/json": {"schema": of_error}}}
+    answers = {"200": {"description": "the answer"}, "default": error}
     paths: dict[str, Any] = {}
     for (path, (_, summary)), reference in zip(BODIES.items(), references, strict=True):
         content = {"application/json": {"schema": reference}}
         body = {"required": True, "content": content}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _answers()}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
     for path, summary in PLAIN.items():
-        paths[path] = {"get": {"summary": summary, "responses": _answers()}}
+        paths[path] = {"get": {"summary": summary, "responses": answers}}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

@@ -22,7 +22,7 @@ from dflash_backend.text.prompt_size import (
 )
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.text.truncation import Truncation
-from dflash_openai.errors import ApiError, invalid
+from dflash_openai.errors import ApiError, invalid, refusing
 
 # A role and content, and the tokens between messages.
 MIN_TOKENS_OF_MESSAGE = 2
@@ -52,26 +52,13 @@ class PromptBuilder:
         self,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
-        continue_final_message: bool = False,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
+        variables: Mapping[str, Any],
         truncation: Truncation | None = None,
     ) -> list[int]:
-        """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
-        With `continue_final_message` the last message is the beginning of the answer; without `add_generation_prompt`
-        the conversation ends with its last message. `chat_template` takes the place of the model's. Raises `ApiError`.
-        """
-        try:
-            variables = pop_options({"chat_template_kwargs": dict(options)})
-        except PromptError as error:
-            raise invalid(str(error), "chat_template_kwargs") from None
-        variables |= {
-            "tools": tools,
-            "continue_final_message": continue_final_message,
-            "add_generation_prompt": add_generation_prompt,
-            "chat_template": chat_template,
-        }
+        """Token ids of messages through the chat template, with its variables: `options` are those that the client
+        named, `variables` ours. Raises `ApiError`."""
+        with refusing(PromptError, "chat_template_kwargs"):
+            variables = {**pop_options({"chat_template_kwargs": dict(options)}), **variables}
         return await self._run("messages", lambda: self._chat(messages, variables, truncation), truncation)
 
     async def from_text(

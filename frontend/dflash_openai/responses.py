@@ -12,42 +12,39 @@ from starlette.responses import Response
 
 from dflash_client import Delta, GenerationResult
 from dflash_client.results import Completion
-from dflash_openai.answers import respond
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
-from dflash_openai.chat import template_messages, template_options
+from dflash_openai.chat import answer_draft, draft_of
 from dflash_openai.content_logprobs import ContentLogprobs
 from dflash_openai.conversation import Conversation, Draft, prepare
 from dflash_openai.errors import ApiError, ClientGone
-from dflash_openai.generation import Generation, Item
+from dflash_openai.generation import Item
 from dflash_openai.logprobs import LogprobWriter
 from dflash_openai.messages import MessageReader
 from dflash_openai.parsing import ContentDelta
 from dflash_openai.response_items import Fields, ResponseItems
 from dflash_openai.responses_schemas import ResponsesRequest, as_chat, tools_of
-from dflash_openai.sampling import max_tokens, sampling_parameters
-from dflash_openai.schemas import ChatRequest
 from dflash_openai.sse import PING, named_event
 from dflash_openai.state import Frontend
-from dflash_openai.tools import read_tool_use
 from dflash_openai.usage import UsageCounter
 
 # What a client of this endpoint calls a parameter of the model.
-CLIENT_NAMES = {"response_format": "text.format", "messages": "input"}
+CLIENT_NAMES = {"response_format": "text.format", "messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
-def _read(frontend: Frontend, body: ResponsesRequest) -> tuple[ResponsesRequest, ChatRequest, Draft]:
-    """A body, the chat request that it stands for, and its conversation. Raises `ApiError`."""
-    model, chat = frontend.model(body.model), as_chat(body)
-    use = read_tool_use(chat, model.output_format)
-    messages, options = template_messages(chat.messages), template_options(chat)
-    sampling = sampling_parameters(chat, model.description)
-    return body, chat, Draft(model, messages, options, use, sampling, CLIENT_NAMES)
+# Of a response: fields that are null unless it says more, and those of its request that are there as they were sent.
+_UNUSED = ("completed_at", "error", "incomplete_details", "previous_response_id")
+_REPEATED = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+
+
+def _read(frontend: Frontend, body: ResponsesRequest) -> tuple[ResponsesRequest, Draft]:
+    """A body, and its conversation. Raises `ApiError`."""
+    return body, draft_of(as_chat(body), frontend, CLIENT_NAMES)
 
 
 async def count_input_tokens(request: Request) -> Response:
     """The tokens of an input, as a response to it would have."""
     frontend: Frontend = request.app.state.frontend
-    *_, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
+    _, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
     asked = await prepare(draft)
     return PiecesResponse(encoded({"object": "response.input_tokens", "input_tokens": len(asked.prompt)}))
 
@@ -55,13 +52,8 @@ async def count_input_tokens(request: Request) -> Response:
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     frontend: Frontend = request.app.state.frontend
-    body, chat, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
-    asked, model = await prepare(draft), draft.model
-    limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
-    answer = ResponseAnswer(body, body.model or model.names[0], asked)
-    stream = bool(body.stream)
-    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit], asked.names)
-    return await respond(answer, generation, stream, frontend.config.ping_interval_s)
+    body, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
+    return await answer_draft(request, draft, lambda asked, limit: ResponseAnswer(body, asked))
 
 
 class ResponseAnswer:
@@ -69,7 +61,7 @@ class ResponseAnswer:
 
     ping = PING
 
-    def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
+    def __init__(self, body: ResponsesRequest, asked: Conversation) -> None:
         self._reader = MessageReader(asked.parser(), body.include_reasoning is not False, asked.use)
         tools = {tool["function"]["name"]: own for tool, own in tools_of(body.tools or [])}
         self._items = ResponseItems(self._logprobs_of, tools)
@@ -86,18 +78,14 @@ class ResponseAnswer:
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": body.model or asked.model.names[0],
             **_echoed(body, asked.model.description.sampling_defaults),
         }
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """The finished response."""
         completion = results[0].completions[0]
-        self._usage.num_output_tokens += completion.num_output_tokens
-        self._usage.add_stats(completion.spec_stats)
-        self._reasoning.add(completion.token_ids)
-        self._add_raw(completion)
-        self._content_logprobs.add(completion.logprobs or ())
+        self._take(completion)
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
         finished, _ = self._finished(completion.finish_reason)
@@ -124,17 +112,18 @@ class ResponseAnswer:
 
     def _of(self, item: Item) -> bytes:
         _, delta = item
-        self._usage.add(delta)
-        self._reasoning.add(delta.token_ids)
-        self._add_raw(delta)
-        self._content_logprobs.add(delta.logprobs or ())
+        self._take(delta)
         events = self._reader.events(delta.text, delta.finish_reason is not None)
         return self._written(self._items.add(events))
 
-    def _add_raw(self, more: Completion | Delta) -> None:
+    def _take(self, more: Completion | Delta) -> None:
+        """Count more of the answer, and keep what is written of its tokens."""
+        self._usage.add(more)
+        self._reasoning.add(more.token_ids)
         if self._raw is not None:
             self._raw[0].append(more.text)
             self._raw[1].extend(more.token_ids)
+        self._content_logprobs.add(more.logprobs or ())
 
     def _messages(self) -> Fields:
         """The prompt and the answer as the model reads and writes them, in vLLM's form; nothing unless asked for."""
@@ -196,19 +185,12 @@ def _echoed(body: ResponsesRequest, defaults: Mapping[str, Any]) -> Fields:
     """What a response repeats of its request, with the defaults of what was left out: those of the model, else 1."""
     text = {name: each for name, each in (body.text or {}).items() if each is not None}
     return {
+        **dict.fromkeys(_UNUSED),
+        **{name: getattr(body, name) for name in _REPEATED},
         "background": False,
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
         "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
@@ -218,5 +200,4 @@ def _echoed(body: ResponsesRequest, defaults: Mapping[str, Any]) -> Fields:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": "disabled",
-        "user": body.user,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_backend.text.chat import PromptError, check_role
 from dflash_backend.text.client_json import quoted
-from dflash_openai.errors import ApiError, invalid
+from dflash_openai.errors import ApiError, invalid, refusing
 from dflash_openai.notices import log_once
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -77,10 +77,8 @@ def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) ->
 
 
 def _role(index: int, role: Any) -> str:
-    try:
+    with refusing(PromptError, f"input[{index}]"):
         check_role(role, f"input[{index}]")
-    except PromptError as error:
-        raise invalid(str(error), f"input[{index}]") from None
     return str(role)
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, check_function
-from dflash_openai.errors import invalid
+from dflash_openai.errors import invalid, refusing
 from dflash_openai.notices import log_once
 from dflash_openai.responses_input import messages_of, seen_name
-from dflash_openai.schemas import ChatRequest, SharedFields
+from dflash_openai.schemas import ChatRequest, SharedFields, text_in
 from dflash_openai.tools import CLIENT_TYPES, is_of_type
 
 # Fields that a chat request has by the same names.
@@ -71,11 +71,6 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     _refuse_state(body)
     _check_include(body)
     fields = {name: getattr(body, name) for name in SAME_NAMES}
-    effort = (body.reasoning or {}).get("effort")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise invalid(f"'reasoning.effort' is wrong: {quoted(effort)} is no text", "reasoning.effort")
-        fields["reasoning_effort"] = effort
     return ChatRequest(
         messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
@@ -83,6 +78,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         response_format=_response_format(body.text or {}),
         logprobs=LOGPROBS in (body.include or ()),
         top_logprobs=body.top_logprobs,
+        reasoning_effort=text_in((body.reasoning or {}).get("effort"), "reasoning.effort"),
         store=body.store,
         **fields,
     )
@@ -143,10 +139,8 @@ def _chat_tool(tool: Mapping[str, Any], where: str, namespace: str | None = None
     fields = tool.get("function", {name: value for name, value in tool.items() if name != "type"})
     if not isinstance(fields, Mapping):
         raise invalid(f"{where}.function is {quoted(fields)}; allowed: an object with a name and parameters", "tools")
-    try:
+    with refusing(ToolError, "tools"):
         check_function(fields, f"{where}.function" if "function" in tool else where)
-    except ToolError as error:
-        raise invalid(str(error), "tools") from None
     own = ClientTool(fields["name"], namespace, tool.get("type") == "custom")
     fields = {**fields, "name": seen_name(own.name, namespace)}
     if own.is_custom:

@@ -124,18 +124,16 @@ def truncation(request: GenerationFields, max_model_len: int) -> Truncation | No
 
 
 def max_tokens(
-    request: GenerationFields,
-    num_prompt_tokens: int,
-    description: ModelDescription,
-    name: str = "max_completion_tokens",
+    request: GenerationFields, num_prompt_tokens: int, description: ModelDescription, names: Mapping[str, str]
 ) -> int:
     """The most tokens of the answer to a prompt: what the request says, else the model's default, else 16 for a
-    completion and as many as fit for a chat. Never more than fit. `name` is what the client calls a chat's
-    `max_completion_tokens`. Raises `ApiError`."""
+    completion and as many as fit for a chat. Never more than fit. `names` has what the client calls a chat's
+    `max_completion_tokens`, where it is not the same. Raises `ApiError`."""
     fits = description.max_model_len - num_prompt_tokens
     asked, param = request.max_tokens, "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        asked, param = request.max_completion_tokens, name
+        param = "max_completion_tokens"
+        asked, param = request.max_completion_tokens, names.get(param, param)
     if asked is None:
         asked = description.sampling_defaults.get("max_tokens")
     if asked is None:

@@ -224,6 +224,13 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
     return msgspec.convert(_with_whole_numbers(msgspec.json.decode(body), kind), kind)
 
 
+def text_in(value: Any, name: str) -> str | None:
+    """A field, if it is there, of an object that is decoded as it is. Raises `ApiError` unless it is a text."""
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"'{name}' is wrong: {quoted(value)} is no text", name)
+    return value
+
+
 def _without_unknown(body: bytes, kind: type[msgspec.Struct], reject: bool, where: str = "") -> bytes:
     """A body without the fields that `kind` has not, and its objects without those that theirs have not. Raises
     `ApiError` for one that is refused."""

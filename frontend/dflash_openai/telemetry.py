@@ -28,16 +28,8 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
 }
 PROVIDER = "dflash"
-_SAMPLING = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "seed": "gen_ai.request.seed",
-    "n": "gen_ai.request.choice.count",
-}
+# Of these its attribute has the name, behind `gen_ai.request.`.
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
 
 
 def make_tracer(endpoint: str) -> Tracer:
@@ -91,7 +83,7 @@ class TelemetryMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, within its span."""
-        if scope["type"] != "http" or scope["path"] not in OPERATIONS:
+        if scope["path"] not in OPERATIONS:
             await self._app(scope, receive, send)
             return
         from opentelemetry.trace import SpanKind, set_span_in_context
@@ -157,7 +149,8 @@ def _finish(span: Span, scope: Scope, status: int) -> None:
 
 def _attributes(record: GenerationRecord) -> dict[str, Any]:
     sampling: Mapping[str, Any] = record.sampling
-    found = {attribute: sampling[name] for name, attribute in _SAMPLING.items() if sampling.get(name) is not None}
+    asked = {name: sampling.get(name) for name in _SAMPLING} | {"choice.count": sampling.get("n")}
+    found = {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
     found |= {
         "gen_ai.request.model": record.model,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,

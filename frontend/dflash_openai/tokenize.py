@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -9,20 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_openai.bodies import Pieces, PiecesResponse, encoded, in_thread, read_body
-from dflash_openai.chat import continues, request_template, template_messages, template_options
+from dflash_openai.chat import draft_of
 from dflash_openai.conversation import Draft, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.schemas import ChatRequest
-from dflash_openai.state import Frontend, Model
-from dflash_openai.tools import ToolUse, read_tool_use
+from dflash_openai.state import Frontend
+from dflash_openai.tools import ToolUse
 
 # Of a token id in JSON.
 BYTES_OF_ID = 8
-# What a chat has by the same names, of which its prompt is made.
-OF_CHAT = (
-    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"),
-    *("enable_thinking", "reasoning_effort"),
-)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +56,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = await model.prompts.from_text(body.prompt, body.add_special_tokens is not False)
     else:
-        tokens = await _of_messages(body, model, request_template(body, frontend.config))
+        tokens = (await prepare(_draft(body, frontend))).prompt
 
     def written() -> Pieces:
         return encoded(
@@ -75,14 +71,12 @@ async def tokenize(request: Request) -> Response:
     return PiecesResponse(await in_thread(len(tokens) * BYTES_OF_ID, written))
 
 
-async def _of_messages(body: TokenizeRequest, model: Model, template: str | None) -> list[int]:
-    """The prompt of a chat with these messages, and with the tools that its model would see. Raises `ApiError`."""
-    chat = ChatRequest(messages=body.messages or [], **{name: getattr(body, name) for name in OF_CHAT})
-    offered = read_tool_use(chat, model.output_format).offered
-    messages, begins = template_messages(chat.messages), body.add_generation_prompt is not False
-    options = template_options(chat)
-    use = ToolUse(offered)
-    return (await prepare(Draft(model, messages, options, use, {}, {}, continues(chat), begins, template))).prompt
+def _draft(body: TokenizeRequest, frontend: Frontend) -> Draft:
+    """The chat with these messages, and with the tools that its model would see. Raises `ApiError`."""
+    names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__]
+    chat = ChatRequest(**{name: getattr(body, name) for name in names})
+    draft = draft_of(chat, frontend, {})
+    return dataclasses.replace(draft, use=ToolUse(draft.use.offered))
 
 
 async def detokenize(request: Request) -> Response:

@@ -9,10 +9,10 @@ from typing import Any
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, read_tools
-from dflash_openai.errors import invalid
+from dflash_openai.errors import invalid, refusing
 from dflash_openai.notices import log_once
 from dflash_openai.parsing import OutputFormat
-from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
+from dflash_openai.parsing.grammar import NoGrammar, grammar_of_calls
 from dflash_openai.schemas import ChatRequest
 
 _CHOICES = (
@@ -39,9 +39,7 @@ class ToolUse:
         assert output.tools is not None
         functions = [tool["function"] for tool in self.offered]
         try:
-            if wanted is not None:
-                return calls_or_format(output.tools, functions, self.parallel, special_token_ids, wanted)
-            return forced_calls(output.tools, functions, self.parallel, special_token_ids)
+            return grammar_of_calls(output.tools, functions, self.parallel, special_token_ids, wanted)
         except NoGrammar as error:
             raise invalid(str(error), "tools" if wanted else "tool_choice") from None
         except RecursionError:
@@ -102,10 +100,9 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "parameter of the type string",
                 "tools",
             )
-    try:
-        return read_tools([given[index] for index in positions], positions)
-    except ToolError as error:
-        raise invalid(str(error), "tools") from None
+    with refusing(ToolError, "tools"):
+        found = read_tools([given[index] for index in positions], positions)
+    return found
 
 
 def _read_choice(choice: Any) -> tuple[bool, set[str] | None]:

@@ -30,7 +30,6 @@ MAX_PREFILL_S, MAX_TOKEN_S = 60.0, 0.01
 # What a prefill server must know of a request beside its prompt.
 OF_PROMPT = ("cache_salt", "tenant", "priority")
 _LOG = logging.getLogger("dflash_openai")
-Arguments = tuple[bool, Sequence[int], None, Mapping[str, Any], Mapping[str, str] | None]
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
@@ -133,10 +132,10 @@ class TritonPool:
         a server without a description."""
         for client in self._clients[:-1]:
             try:
-                return _description(await client.describe(timeout_s))
+                return msgspec.convert(await client.describe(timeout_s), ModelDescription)
             except ClientError:
                 continue
-        return _description(await self._clients[-1].describe(timeout_s))
+        return msgspec.convert(await self._clients[-1].describe(timeout_s), ModelDescription)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -147,10 +146,6 @@ class TritonPool:
 def _dumps(value: Any) -> str:
     """JSON, in a fraction of the time of Python's own writer."""
     return msgspec.json.encode(value).decode()
-
-
-def _description(given: dict[str, Any]) -> ModelDescription:
-    return msgspec.convert(given, ModelDescription)
 
 
 class PooledRequest:
@@ -164,8 +159,8 @@ class PooledRequest:
         sampling: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._pool = pool
-        self._arguments: Arguments = (stream, token_ids, None, sampling, headers)
+        self._pool, self._is_stream = pool, stream
+        self._token_ids, self._sampling, self._headers = token_ids, sampling, headers
         self._stream: AsyncStream | None = None
         self._cancelled = False
 
@@ -178,18 +173,17 @@ class PooledRequest:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The deltas of all its completions. A server that refuses the request before it has begun is passed over.
         Raises `ClientError`."""
-        stream, token_ids, messages, sampling, headers = self._arguments
+        sampling = self._sampling
         if (kept := await self._prefilled()) is not None:
             sampling = {**sampling, "kv_transfer_params": kept}
-        arguments = (stream, token_ids, messages, sampling, headers)
-        async with aclosing(self._of(self._pool.by_load(), arguments)) as deltas:
+        async with aclosing(self._of(self._pool.by_load(), self._is_stream, sampling)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _prefilled(self) -> dict[str, Any] | None:
         """Where a prefill server keeps the prompt's KV; None where it keeps none or is not asked. Raises
         `Cancelled`."""
-        _, token_ids, _, sampling, headers = self._arguments
+        token_ids, sampling = self._token_ids, self._sampling
         servers = self._pool.prefill_by_load()
         # Log-probabilities of the prompt come of computing it.
         is_own = "kv_transfer_params" in sampling or sampling.get("prompt_logprobs") is not None
@@ -200,8 +194,7 @@ class PooledRequest:
         own["record_traffic"] = False  # the decode server has the whole answer, and the client's word
         seconds = MAX_PREFILL_S + MAX_TOKEN_S * len(token_ids)
         try:
-            arguments = (False, token_ids, None, own, headers)
-            async with asyncio.timeout(seconds), aclosing(self._of(servers, arguments)) as deltas:
+            async with asyncio.timeout(seconds), aclosing(self._of(servers, False, own)) as deltas:
                 kept = [delta.kv_transfer_params async for delta in deltas]
         except Cancelled:
             raise
@@ -212,12 +205,14 @@ class PooledRequest:
             return None
         return next(filter(None, kept), None)
 
-    async def _of(self, servers: Sequence[AsyncDFlashClient], arguments: Arguments) -> AsyncGenerator[Delta, None]:
+    async def _of(
+        self, servers: Sequence[AsyncDFlashClient], is_stream: bool, sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
         """The deltas of the first of these servers that takes the request."""
         for position, client in enumerate(servers):
             answered = False
             try:
-                self._stream = client.request(*arguments, dumps=_dumps)
+                self._stream = client.request(is_stream, self._token_ids, None, sampling, self._headers, _dumps)
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
             if self._cancelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from dflash_client import Delta
+from dflash_client import Completion, Delta
 
 
 class UsageCounter:
@@ -21,14 +21,12 @@ class UsageCounter:
         self._drafts = self._draft_tokens = 0
         self._accepted: list[int] = []
 
-    def add(self, delta: Delta) -> None:
-        """Count a delta."""
-        self.num_output_tokens += delta.num_output_tokens
-        if delta.spec_stats is not None:
-            self.add_stats(delta.spec_stats)
-
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        """Count what a finished completion says of speculation and cached tokens."""
+    def add(self, more: Delta | Completion) -> None:
+        """Count a delta, or a finished completion as a whole."""
+        self.num_output_tokens += more.num_output_tokens
+        if (stats := more.spec_stats) is None:
+            return
+        # What the end of a completion says of speculation and cached tokens.
         self._num_finished += 1
         if stats.get("num_cached_tokens") is not None:
             self._cached.append((stats["num_cached_tokens"], stats.get("num_loaded_tokens", {})))

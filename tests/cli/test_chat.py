@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.commands.chat import Totals
+from dflash_cli.commands.chat import totals
 from dflash_cli.commands.timing import Report
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.main import main
@@ -56,15 +56,15 @@ def test_commands_reset_count_and_end_the_chat(chat) -> None:
 
 
 def test_the_figures_of_a_chat_are_those_of_all_its_answers() -> None:
-    totals = Totals()
+    reports = []
     for tokens, seconds, stats in (
         (10, 2.0, {"num_drafts": 4, "num_accepted_tokens": 6}),
         (3, 0.5, {}),
         (7, 1.5, {"num_drafts": 1, "num_accepted_tokens": 0}),
     ):
         result = GenerationResult.from_deltas([Delta("a", num_output_tokens=tokens, spec_stats=stats)])
-        totals.add(Report(result, 0.1, seconds))
-    assert totals.as_line() == "3 answers, 20 tokens, 5.0 tokens/s, acceptance length 2.20"
+        reports.append(Report(result, 0.1, seconds))
+    assert totals(reports) == "3 answers, 20 tokens, 5.0 tokens/s, acceptance length 2.20"
 
 
 @pytest.mark.server

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.commands.client_options import SAMPLING_OPTIONS, sampling_of
+from dflash_cli.commands.client_options import sampling_of
 from dflash_cli.commands.timing import Report
 from dflash_cli.main import parser
-from dflash_client import Completion, GenerationResult
+from dflash_client import Completion, GenerationResult, Sampling
 
 # Options with a value each, and the parameter.
 CASES: dict[str, tuple[list[str], Any]] = {
@@ -39,7 +39,8 @@ def sampling(*words: str) -> dict[str, Any]:
 
 
 def test_every_option_has_a_case() -> None:
-    assert set(CASES) == set(SAMPLING_OPTIONS)
+    options = vars(parser().parse_args(["generate"])).keys() - {"timeout"}
+    assert set(CASES) == options & Sampling.__annotations__.keys()
     assert sampling() == {}
 
 

@@ -8,7 +8,7 @@ from time import time as real_time
 
 import pytest
 
-from dflash_cli.commands.arguments import ANSWER_FLAGS, add_answer_options, answer_options_of
+from dflash_cli.commands.arguments import add_answer_options
 from dflash_cli.commands.security_options import (
     add_security_options,
     as_options,
@@ -21,6 +21,12 @@ from dflash_openai.middleware.api_keys import KeyLimits, find_key
 from dflash_openai.security import SecurityConfig
 from tests.client.tls_servers import Certificates
 
+ANSWER_FLAGS = (
+    "reject_unknown_fields",
+    "trust_request_chat_template",
+    "return_tokens_as_token_ids",
+    "enable_force_include_usage",
+)
 KEY = "a-key-of-the-command-line"
 
 
@@ -108,7 +114,7 @@ def test_serve_hands_on_how_requests_are_read_and_answers_written(reject: bool) 
     given = parse(*words, *([f"--{flag.replace('_', '-')}" for flag in ANSWER_FLAGS] * reject))
     parser = argparse.ArgumentParser()
     add_answer_options(parser)
-    assert vars(parser.parse_args(answer_options_of(given))) == {
+    assert vars(parser.parse_args(as_options(given))) == {
         "tool_call_parser": "mistral",
         "reasoning_parser": "qwen3",
         "chat_template": "-{{ x }}",

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.commands.security_options import LOOPBACK_NAMES
 from dflash_cli.commands.serve import warnings
 from dflash_cli.commands.serve_options import HOST_ENV, SETTING_OPTIONS
 from dflash_cli.launcher.server import LauncherError
 from dflash_cli.launcher.server_options import environment_with
 from dflash_cli.main import main, parser
+from dflash_openai.middleware.browser_guard import LOOPBACK_HOSTS
 from tests.cli.test_security_options import pkcs8
 from tests.client.tls_servers import Certificates
 
@@ -109,7 +109,7 @@ OPENAI: dict[str, tuple[list[str], Found]] = {
     ),
     "--model-name": (["named"], {"config.model_name": "named"}),
     "--tokenizer": (["folder"], {"config.tokenizer": "folder"}),
-    "--host": (["127.0.0.5"], {"config.host": "127.0.0.5", "security.allowed_hosts": LOOPBACK_NAMES | {"127.0.0.5"}}),
+    "--host": (["127.0.0.5"], {"config.host": "127.0.0.5", "security.allowed_hosts": LOOPBACK_HOSTS | {"127.0.0.5"}}),
     "--port": (["9104"], {"config.port": 9104}),
     "--request-timeout": (["21"], {"config.request_timeout_s": 21.0}),
     "--drain-timeout": (["22"], {"config.drain_timeout_s": 22.0}),

@@ -207,5 +207,5 @@ def test_the_time_out_is_that_of_all_attempts_together(monkeypatch: pytest.Monke
         transport.deadlines.clear()
         begun = transport.now
         with pytest.raises(Unavailable):
-            next(stream.Stream(transport, stream.Plan(Request("dflash", True, "Hello"), timeout_s, policy)))
+            next(stream.Stream(transport, (Request("dflash", True, "Hello"), timeout_s, policy)))
         assert transport.deadlines == [begun + timeout_s] * num_calls

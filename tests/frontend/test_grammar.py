@@ -11,7 +11,7 @@ from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.compiler import GrammarError, _matcher
 from dflash_openai import notices
 from dflash_openai.parsing import OutputFormat, ToolCallDelta, harmony
-from dflash_openai.parsing.grammar import NoGrammar, calls_or_format, forced_calls
+from dflash_openai.parsing.grammar import NoGrammar, grammar_of_calls
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
 
 llguidance = pytest.importorskip("llguidance")
@@ -47,7 +47,7 @@ def takes(grammar: str, text: str) -> bool:
 def test_a_forced_answer_is_calls_that_the_parser_reads(
     format: ToolFormat, text: str, parallel: bool, num_calls: int
 ) -> None:
-    assert takes(forced_calls(format, FUNCTIONS, parallel, {}), text)
+    assert takes(grammar_of_calls(format, FUNCTIONS, parallel, {}), text)
     parser = OutputFormat(format).parser("", TOOLS)
     events = [*parser.feed(text), *parser.finish()]
     assert [type(event) for event in events] == [ToolCallDelta] * num_calls
@@ -66,17 +66,17 @@ def test_a_forced_answer_is_calls_that_the_parser_reads(
     ],
 )
 def test_no_other_answer_is_taken(text: str) -> None:
-    assert not takes(forced_calls(HERMES, FUNCTIONS, False, {}), text)
+    assert not takes(grammar_of_calls(HERMES, FUNCTIONS, False, {}), text)
 
 
 def test_marks_that_are_special_tokens_are_those_tokens() -> None:
-    grammar = forced_calls(MISTRAL, FUNCTIONS, True, {"[TOOL_CALLS]": 5, "[ARGS]": 6})
+    grammar = grammar_of_calls(MISTRAL, FUNCTIONS, True, {"[TOOL_CALLS]": 5, "[ARGS]": 6})
     assert grammar.splitlines()[1:4] == ["one: <[5]> call", "call: f0 | f1", 'f0: "get_weather" <[6]> arguments0']
 
 
 def test_a_format_without_a_grammar_says_so() -> None:
     with pytest.raises(NoGrammar, match="writes calls as 'openai'; set tool_choice to auto"):
-        forced_calls(harmony.TOOLS, FUNCTIONS, True, {})
+        grammar_of_calls(harmony.TOOLS, FUNCTIONS, True, {})
 
 
 FILE: dict[str, Any] = {
@@ -109,7 +109,7 @@ def tagged(*parameters: tuple[str, str]) -> str:
     ],
 )
 def test_a_forced_call_with_tags_is_one_that_the_parser_reads(text: str, arguments: dict[str, Any]) -> None:
-    assert takes(forced_calls(QWEN3_CODER, [FILE], True, {}), text)
+    assert takes(grammar_of_calls(QWEN3_CODER, [FILE], True, {}), text)
     parser = OutputFormat(QWEN3_CODER).parser("", [{"type": "function", "function": FILE}], forced=True)
     (event,) = [*parser.feed(text), *parser.finish()]
     assert isinstance(event, ToolCallDelta)
@@ -127,7 +127,7 @@ def test_a_forced_call_with_tags_is_one_that_the_parser_reads(text: str, argumen
     ],
 )
 def test_no_other_call_with_tags_is_taken(text: str) -> None:
-    assert not takes(forced_calls(QWEN3_CODER, [FILE], True, {}), text)
+    assert not takes(grammar_of_calls(QWEN3_CODER, [FILE], True, {}), text)
 
 
 ANY_CITY = HERMES_CALL.replace('"city"', '"town"')
@@ -155,7 +155,7 @@ ANY_CITY = HERMES_CALL.replace('"city"', '"town"')
 def test_an_answer_calls_a_tool_or_has_its_format(
     wanted: StructuredOutputs, answers: list[str], others: list[str]
 ) -> None:
-    grammar = calls_or_format(HERMES, FUNCTIONS, True, {}, wanted)
+    grammar = grammar_of_calls(HERMES, FUNCTIONS, True, {}, wanted)
     for text in (HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}", ANY_CITY, *answers):
         assert takes(grammar, text), text
     for text in ("Hello", HERMES_CALL + answers[0], HERMES_CALL.replace("get_weather", "other"), *others):
@@ -178,12 +178,12 @@ def test_json_that_begins_like_a_call_of_llamas_may_be_the_answer(text: str, tak
     properties = {"city": {"type": "string"}, "name": {"type": "string"}, "parameters": {"type": "integer"}}
     wanted = StructuredOutputs("json", json.dumps({"type": "object", "properties": properties, "required": ["name"]}))
     functions = [{**FUNCTIONS[0], "strict": True}, {"name": "now"}]
-    assert takes(calls_or_format(LLAMA3_JSON, functions, True, {}, wanted), text) == taken
+    assert takes(grammar_of_calls(LLAMA3_JSON, functions, True, {}, wanted), text) == taken
 
 
 def test_a_list_is_not_taken_for_the_mark_of_mistrals_calls() -> None:
     wanted = StructuredOutputs("json", '{"type":"array","items":{"type":"integer"}}')
-    grammar = calls_or_format(MISTRAL, FUNCTIONS, True, {}, wanted)
+    grammar = grammar_of_calls(MISTRAL, FUNCTIONS, True, {}, wanted)
     for text in ("[1, 2]", "[]", f"[TOOL_CALLS][{MISTRAL_CALL}]"):
         assert takes(grammar, text), text
     assert not takes(grammar, "[TOOL]")
@@ -200,10 +200,10 @@ def test_a_list_is_not_taken_for_the_mark_of_mistrals_calls() -> None:
 )
 def test_a_call_with_tags_that_the_model_chooses_has_any_parameters(text: str, taken: bool) -> None:
     wanted = StructuredOutputs("json", '{"type":"object"}')
-    assert takes(calls_or_format(QWEN3_CODER, [FILE], True, {}, wanted), text) == taken
+    assert takes(grammar_of_calls(QWEN3_CODER, [FILE], True, {}, wanted), text) == taken
     if text.startswith("<"):
         anything = [{**FILE, "parameters": {}}]
-        assert takes(forced_calls(QWEN3_CODER, anything, True, {}), text) == taken
+        assert takes(grammar_of_calls(QWEN3_CODER, anything, True, {}), text) == taken
 
 
 @pytest.mark.parametrize(("strict", "takes_any"), [(None, True), (False, True), (True, False)])
@@ -211,7 +211,7 @@ def test_the_arguments_of_a_call_that_the_model_chooses_follow_a_strict_schema_a
     strict: bool | None, takes_any: bool
 ) -> None:
     wanted = StructuredOutputs("json", '{"type":"object"}')
-    grammar = calls_or_format(HERMES, [{**FUNCTIONS[0], "strict": strict}], True, {}, wanted)
+    grammar = grammar_of_calls(HERMES, [{**FUNCTIONS[0], "strict": strict}], True, {}, wanted)
     assert takes(grammar, HERMES_CALL)
     assert takes(grammar, ANY_CITY) == takes_any
 
@@ -219,17 +219,17 @@ def test_the_arguments_of_a_call_that_the_model_chooses_follow_a_strict_schema_a
 def test_a_schema_that_cannot_be_held_keeps_nobody_from_a_format() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     wanted = StructuredOutputs("json", '{"type":"object"}')
-    grammar = calls_or_format(HERMES, [{"name": "f", "parameters": parameters}], True, {}, wanted)
+    grammar = grammar_of_calls(HERMES, [{"name": "f", "parameters": parameters}], True, {}, wanted)
     assert takes(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1]}}\n</tool_call>')
 
 
 @pytest.mark.parametrize("kind", ["string", ["string", "null"], "array"])
 def test_parameters_that_are_no_object_are_refused_by_name(kind: str | list[str]) -> None:
     with pytest.raises(NoGrammar) as error:
-        forced_calls(HERMES, [{"name": "f", "parameters": {"type": kind}}], False, {})
+        grammar_of_calls(HERMES, [{"name": "f", "parameters": {"type": kind}}], False, {})
     assert str(error.value) == f"the parameters of the function 'f' are of the type {kind!r}, and no object"
     assert takes(
-        forced_calls(
+        grammar_of_calls(
             HERMES, [{"name": "f", "parameters": {"type": ["object", "null"], "maxProperties": 0}}], False, {}
         ),
         HERMES_NOW.replace("now", "f"),
@@ -241,7 +241,7 @@ def test_parameters_that_are_no_object_are_refused_by_name(kind: str | list[str]
 )
 def test_a_function_without_parameters_is_called_without_arguments(given: dict[str, Any], takes_any: bool) -> None:
     """An empty schema is one that every object follows."""
-    grammar = forced_calls(HERMES, [{"name": "now", **given}], False, {})
+    grammar = grammar_of_calls(HERMES, [{"name": "now", **given}], False, {})
     assert takes(grammar, HERMES_NOW)
     for arguments in ('{"text": "items"}', '{"a": 1}'):
         assert takes(grammar, HERMES_NOW.replace("{}", arguments)) == takes_any
@@ -254,7 +254,7 @@ def test_parameters_are_read_as_clients_write_them() -> None:
         "required": None,
         "x-guidance": {"lenient": True, "item_separator": ",   "},
     }
-    grammar = forced_calls(HERMES, [{"name": "get_weather", "parameters": parameters}], False, {})
+    grammar = grammar_of_calls(HERMES, [{"name": "get_weather", "parameters": parameters}], False, {})
     assert takes(grammar, HERMES_CALL)
     assert takes(grammar, HERMES_CALL.replace('"Oslo"', '"Oslo", "b": 1'))
     for wrong in ('""', '"Oslo", "never": 1', '"Oslo",   "b": 1', "5"):
@@ -264,7 +264,7 @@ def test_parameters_are_read_as_clients_write_them() -> None:
 def test_a_schema_that_cannot_be_held_is_named_with_its_function() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(NoGrammar) as error:
-        forced_calls(HERMES, [*FUNCTIONS, {"name": "f", "strict": True, "parameters": parameters}], False, {})
+        grammar_of_calls(HERMES, [*FUNCTIONS, {"name": "f", "strict": True, "parameters": parameters}], False, {})
     assert str(error.value) == (
         "the function 'f' has a schema of its parameters that has the keyword 'uniqueItems' at properties.a, which "
         "this server cannot hold; leave it out"
@@ -282,7 +282,7 @@ def test_a_forced_call_follows_of_a_schema_without_strict_what_a_grammar_can_say
     parameters = {"type": "object", "properties": {"tags": tags, "email": email}, "required": ["tags", "email"]}
     function = {"name": "f", "parameters": parameters, **strict}
     for _ in range(2):
-        grammar = forced_calls(HERMES, [function], False, {})
+        grammar = grammar_of_calls(HERMES, [function], False, {})
     call = '<tool_call>\n{"name": "f", "arguments": {"tags": ["a", "a"], "email": "a@b.c"}}\n</tool_call>'
     assert takes(grammar, call)
     assert not takes(grammar, call.replace('["a", "a"]', "[]"))
@@ -296,7 +296,7 @@ def test_a_forced_call_follows_of_a_schema_without_strict_what_a_grammar_can_say
 def test_an_error_of_a_schema_names_its_function() -> None:
     """The engine tells what the comment above the line says."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}}
-    grammar = forced_calls(HERMES, [{"name": "f", "parameters": {**parameters, "required": ["a"]}}], False, {})
+    grammar = grammar_of_calls(HERMES, [{"name": "f", "parameters": {**parameters, "required": ["a"]}}], False, {})
     with pytest.raises(GrammarError) as error:
         _matcher(llguidance.LLTokenizer("byte"), grammar)
     assert str(error.value) == (

@@ -19,7 +19,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
-from dflash_openai.parsing.grammar import NoGrammar, forced_calls
+from dflash_openai.parsing.grammar import NoGrammar, grammar_of_calls
 from dflash_openai.parsing.harmony import REASONING, TOOLS, HarmonyParser, template_messages
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
@@ -226,7 +226,7 @@ FUNCTIONS = [
 def test_a_forced_answer_thinks_and_then_calls(pool: ScriptedPool, text: str, is_taken: bool) -> None:
     llguidance = pytest.importorskip("llguidance")
     tokenizer = tokenizer_of(pool)
-    grammar = forced_calls(TOOLS, FUNCTIONS, True, tokenizer.special_token_ids)
+    grammar = grammar_of_calls(TOOLS, FUNCTIONS, True, tokenizer.special_token_ids)
     vocabulary = Path(pool.description.tokenizer, "tokenizer.json").read_text(encoding="utf-8")
     made = llguidance.LLTokenizer(vocabulary, eos_token=tokenizer.special_token_ids["<|return|>"])
     matcher = llguidance.LLMatcher(made, llguidance.LLMatcher.grammar_from_lark(grammar))
@@ -248,7 +248,7 @@ def test_a_forced_call_is_asked_for_by_a_grammar_from_the_answers_beginning_on(
 
 def test_a_call_cannot_be_forced_where_marks_are_no_tokens() -> None:
     with pytest.raises(NoGrammar, match="cannot be forced where the model writes calls as 'openai'"):
-        forced_calls(TOOLS, FUNCTIONS, True, {"<|start|>": 1})
+        grammar_of_calls(TOOLS, FUNCTIONS, True, {"<|start|>": 1})
 
 
 def test_responses_count_the_reasoning_up_to_its_end(client: openai.OpenAI, pool: ScriptedPool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_client import Delta
+from dflash_client.connection import Tls
 from dflash_client.errors import (
     Cancelled,
     ClientError,
@@ -19,7 +20,7 @@ from dflash_client.errors import (
     Unavailable,
 )
 from dflash_openai import triton_pool
-from dflash_openai.config import FrontendConfig, TritonTls
+from dflash_openai.config import FrontendConfig
 from dflash_openai.triton_pool import TritonPool
 
 DESCRIPTION = {"max_model_len": 9, "vocab_size": 9, "num_speculative_tokens": 0, "max_n": 1, "tokenizer": "/x"}
@@ -272,8 +273,8 @@ def test_a_server_that_is_silent_does_not_delay_the_answer_of_one_that_is_ready(
     [
         ({"triton_urls": ("http://a:8000",)}, "is not a gRPC address"),
         ({"triton_urls": ("grpc://a:x",)}, "is not a number"),
-        ({"triton_urls": ("grpc://a:1",), "triton_tls": TritonTls(ca_cert="x.pem")}, "begin it with grpcs://"),
-        ({"triton_urls": ("grpcs://a:1",), "triton_tls": TritonTls(ca_cert="/no/such")}, "cannot be read"),
+        ({"triton_urls": ("grpc://a:1",), "triton_tls": Tls(ca_cert="x.pem")}, "begin it with grpcs://"),
+        ({"triton_urls": ("grpcs://a:1",), "triton_tls": Tls(ca_cert="/no/such")}, "cannot be read"),
     ],
 )
 def test_addresses_that_cannot_be_used_are_refused_at_the_start(fields: dict[str, Any], words: str) -> None:

@@ -56,8 +56,8 @@ CONTINUED_MUTANTS = (
     Mutant(
         "/tokenize continues no message",
         f"{FRONTEND}/tokenize.py",
-        "{}, {}, continues(chat), begins",
-        "{}, {}, False, begins",
+        "if name in ChatRequest.__struct_fields__]",
+        'if name in ChatRequest.__struct_fields__ and name != "continue_final_message"]',
         ("tests/frontend/test_chat.py",),
     ),
 )

@@ -69,7 +69,11 @@ SECURITY_MUTANTS = (
     *mutants_of(
         f"{FOLDER}/api_keys.py",
         KEYS,
-        ("the comparison ends at the key that is found", "            found = key\n", "            return key\n"),
+        (
+            "the comparison ends at the key that is found",
+            "    found = [key for key in keys if hmac.compare_digest(key.digest, digest)]\n",
+            "    found = [next((key for key in keys if hmac.compare_digest(key.digest, digest)), None)]\n",
+        ),
         ("a file without keys opens the server", "        if not found:\n", "        if found is None:\n"),
     ),
     *mutants_of(

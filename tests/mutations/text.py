@@ -85,7 +85,7 @@ TEXT_MUTANTS = (
     *mutants_of(
         f"{FRONTEND}/parsing/parser.py",
         TOOLS,
-        ("a forced call that is cut is content", "if forced and tools is not None else parser", "if False else parser"),
+        ("a forced call that is cut is content", "        if not self._forced:\n", "        if True:\n"),
     ),
     *mutants_of(
         f"{FRONTEND}/chat.py",

@@ -177,7 +177,11 @@ VALUE_MUTANTS = (
             "body_timeout_s=arguments.body_timeout",
             "body_timeout_s=arguments.write_timeout",
         ),
-        ("pings are not handed on", '        "ping_interval",\n', ""),
+        (
+            "pings are not handed on",
+            'if name == "api_key_file":',
+            'if name == "ping_interval":\n            continue\n        if name == "api_key_file":',
+        ),
     ),
     Mutant(
         "an option holds over --set-param",
@@ -444,8 +448,8 @@ VALUE_MUTANTS = (
     Mutant(
         "a chat has the drafts of its last answer",
         "cli/dflash_cli/commands/chat.py",
-        'self.num_drafts += stats.get("num_drafts", 0)',
-        'self.num_drafts = stats.get("num_drafts", 0)',
+        'drafts = sum(each.get("num_drafts", 0) for each in stats)',
+        'drafts = stats[-1].get("num_drafts", 0)',
         ("tests/cli/test_chat.py::test_the_figures_of_a_chat_are_those_of_all_its_answers",),
     ),
     Mutant(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self
 
 # What a request can carry: integers of 64 bits, with or without a sign.
@@ -51,8 +53,7 @@ def add_settings_option(parser: argparse.ArgumentParser) -> None:
         dest="settings",
         metavar="NAME=VALUE",
         type=assignment,
-        action="append",
-        default=[],
+        **REPEATED,
         help="a setting of the engine (docs/settings.md); may be repeated",
     )
 
@@ -109,20 +110,9 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-ANSWER_FLAGS = (
-    "reject_unknown_fields",
-    "trust_request_chat_template",
-    "return_tokens_as_token_ids",
-    "enable_force_include_usage",
-)
-
-
-def answer_options_of(arguments: argparse.Namespace) -> list[str]:
-    """Those that were given, as words of a command line."""
-    words = ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
-    if arguments.chat_template is not None:
-        words.append(f"--chat-template={arguments.chat_template}")
-    return [*words, *(f"--{flag.replace('_', '-')}" for flag in ANSWER_FLAGS if getattr(arguments, flag))]
+def fields_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a dataclass has fields for, by the same names."""
+    return {entry.name: getattr(arguments, entry.name) for entry in fields(kind) if entry.name in arguments}
 
 
 def parameter(text: str) -> tuple[str, str]:
@@ -204,3 +194,14 @@ def _float(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+# What options have in common that take the same: how many, seconds, a file.
+COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+COUNT_OR_0: dict[str, Any] = {"type": non_negative_int, "metavar": "N"}
+NUMBER: dict[str, Any] = {"type": number, "metavar": "X"}
+SECONDS: dict[str, Any] = {"type": positive_float, "metavar": "S"}
+SECONDS_OR_0: dict[str, Any] = {"type": non_negative_float, "metavar": "S"}
+PORT: dict[str, Any] = {"type": port, "metavar": "N"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+REPEATED: dict[str, Any] = {"action": "append", "default": []}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash_cli.commands.client_options import add_client_options, client_of, sampling_of
@@ -68,31 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(slots=True)
-class Totals:
+def totals(reports: Sequence[Report]) -> str:
     """What a chat came to so far. Cancelled answers have no statistics of the server's and count only as tokens."""
-
-    answers: int = 0
-    num_output_tokens: int = 0
-    elapsed_s: float = 0.0
-    num_drafts: int = 0
-    num_accepted_tokens: int = 0
-
-    def add(self, report: Report) -> None:
-        """Count one answer."""
-        stats = report.result.spec_stats
-        self.answers += 1
-        self.num_output_tokens += report.num_output_tokens
-        self.elapsed_s += report.elapsed_s
-        self.num_drafts += stats.get("num_drafts", 0)
-        self.num_accepted_tokens += stats.get("num_accepted_tokens", 0)
-
-    def as_line(self) -> str:
-        """All of it, for people."""
-        speed = self.num_output_tokens / self.elapsed_s if self.elapsed_s else 0.0
-        drafts = self.num_drafts
-        accepted = f"acceptance length {1 + self.num_accepted_tokens / drafts:.2f}" if drafts else "no drafts"
-        return f"{self.answers} answers, {self.num_output_tokens} tokens, {speed:.1f} tokens/s, {accepted}"
+    stats = [report.result.spec_stats for report in reports]
+    drafts = sum(each.get("num_drafts", 0) for each in stats)
+    num_accepted = sum(each.get("num_accepted_tokens", 0) for each in stats)
+    num_tokens = sum(report.num_output_tokens for report in reports)
+    elapsed_s = sum(report.elapsed_s for report in reports)
+    speed = num_tokens / elapsed_s if elapsed_s else 0.0
+    accepted = f"acceptance length {1 + num_accepted / drafts:.2f}" if drafts else "no drafts"
+    return f"{len(reports)} answers, {num_tokens} tokens, {speed:.1f} tokens/s, {accepted}"
 
 
 class Chat:
@@ -102,7 +86,7 @@ class Chat:
         self._client, self._sampling = client, sampling
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = []
-        self.totals = Totals()
+        self.reports: list[Report] = []
 
     def reset(self) -> None:
         """Drop the conversation; the system message stays."""
@@ -128,7 +112,7 @@ class Chat:
         report = timed.report()
         if report.result.text:
             self._messages = [*messages, {"role": "assistant", "content": report.result.text}]
-        self.totals.add(report)
+        self.reports.append(report)
         return "cancelled" if cancelled else report.as_line()
 
 
@@ -168,7 +152,7 @@ def _command(chat: Chat, text: str) -> None:
         chat.reset()
         remark("[what was said is forgotten]")
     elif text == "/stats":
-        remark(f"[{chat.totals.as_line()}]")
+        remark(f"[{totals(chat.reports)}]")
     elif text == "/help":
         remark(HELP)
     else:

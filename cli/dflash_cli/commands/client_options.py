@@ -9,40 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import (
+    COUNT,
+    COUNT_OR_0,
+    NUMBER,
+    REPEATED,
+    SECONDS,
     header,
     non_negative_float,
-    non_negative_int,
     number,
     parameter,
-    positive_float,
-    positive_int,
     whole_number,
 )
 from dflash_client.client import DFlashClient
+from dflash_client.sampling import Sampling
 
 INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
 TEXTS = ("stop", "cache_salt", "tenant")
 API_KEY_VARIABLE = "DFLASH_API_KEY"
 URL_VARIABLE = "DFLASH_URL"
-# Options of sampling parameters, in the order of --help; --max-tokens has a default of its own.
-SAMPLING_OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "n",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "num_speculative_tokens",
-    "enable_thinking",
-)
 
 
 def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300) -> None:
@@ -58,12 +43,11 @@ def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = T
     )
     add("--protocol", choices=("grpc", "http"), default="grpc", help="where the URL has none (%(default)s)")
     add("--model-name", default="dflash", metavar="NAME", help="the model (%(default)s)")
-    add("--timeout", type=positive_float, default=timeout, metavar="S", help="seconds for an answer (%(default)g)")
+    add("--timeout", **SECONDS, default=timeout, help="seconds for an answer (%(default)g)")
     add(
         "--retries",
-        type=non_negative_int,
+        **COUNT_OR_0,
         default=0,
-        metavar="N",
         help="how often to send a request again that the server did not begin (%(default)s)",
     )
     add("--api-key", metavar="KEY", help=f"sent as 'Authorization: Bearer KEY'; also from {API_KEY_VARIABLE}")
@@ -72,8 +56,7 @@ def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = T
         dest="headers",
         metavar="'NAME: VALUE'",
         type=header,
-        action="append",
-        default=[],
+        **REPEATED,
         help="sent with every request, over gRPC as metadata; may be repeated",
     )
     add("--ca-cert", metavar="FILE", help="with TLS: PEM file of the authorities to trust")
@@ -86,26 +69,20 @@ def add_client_options(parser: argparse.ArgumentParser, max_tokens: int | None =
     add_connection_options(parser)
     group = parser.add_argument_group("sampling (docs/clients.md has all parameters)")
     add = group.add_argument
-    add(
-        "--max-tokens",
-        type=positive_int,
-        default=max_tokens,
-        metavar="N",
-        help=f"most tokens to generate ({max_tokens or 'server: 16'})",
-    )
+    add("--max-tokens", **COUNT, default=max_tokens, help=f"most tokens to generate ({max_tokens or 'server: 16'})")
     add("--temperature", type=non_negative_float, metavar="T", help="0 is greedy (server: 1.0)")
     add("--top-p", type=number, metavar="P", help="keep the likeliest tokens that together have this probability")
     add("--top-k", type=whole_number, metavar="N", help="keep this many of the likeliest tokens")
     add("--min-p", type=number, metavar="P", help="keep tokens at least this likely, as a share of the likeliest")
     add("--seed", type=whole_number, metavar="N", help="same seed, same request: same text")
     add("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
-    add("--n", type=positive_int, metavar="N", help="completions (1)")
-    add("--min-tokens", type=non_negative_int, metavar="N", help="tokens before anything may end the answer")
-    add("--presence-penalty", type=number, metavar="X", help="-2 to 2")
-    add("--frequency-penalty", type=number, metavar="X", help="-2 to 2")
-    add("--repetition-penalty", type=number, metavar="X", help="above 0; 1 is none")
-    add("--logprobs", type=non_negative_int, metavar="N", help="log-probabilities, with this many of the likeliest")
-    add("--num-speculative-tokens", type=non_negative_int, metavar="N", help="draft tokens in a step; 0: none")
+    add("--n", **COUNT, help="completions (1)")
+    add("--min-tokens", **COUNT_OR_0, help="tokens before anything may end the answer")
+    add("--presence-penalty", **NUMBER, help="-2 to 2")
+    add("--frequency-penalty", **NUMBER, help="-2 to 2")
+    add("--repetition-penalty", **NUMBER, help="above 0; 1 is none")
+    add("--logprobs", **COUNT_OR_0, help="log-probabilities, with this many of the likeliest")
+    add("--num-speculative-tokens", **COUNT_OR_0, help="draft tokens in a step; 0: none")
     formats = group.add_mutually_exclusive_group()
     formats.add_argument("--json-schema", metavar="FILE", help="answer in JSON by this schema")
     formats.add_argument("--regex", metavar="REGEX", help="answer with a text of this regular expression")
@@ -123,8 +100,7 @@ def add_client_options(parser: argparse.ArgumentParser, max_tokens: int | None =
         dest="parameters",
         metavar="NAME=VALUE",
         type=parameter,
-        action="append",
-        default=[],
+        **REPEATED,
         help="any sampling parameter, such as logit_bias='{\"17\": -100}'; may be repeated",
     )
 
@@ -148,8 +124,8 @@ def client_of(arguments: argparse.Namespace) -> DFlashClient:
 def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters; a value of `--set-param` that reads as JSON is sent as such, any other as text. Raises
     `ValueError`."""
-    sampling: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    given = {name: value for name in Sampling.__annotations__ if (value := getattr(arguments, name, None)) is not None}
+    sampling = {name: value for name, value in given.items() if name != "timeout"}  # that is how long we wait
     sampling |= _structured_outputs(arguments)
     for name, text in arguments.parameters:
         if name in INPUTS:

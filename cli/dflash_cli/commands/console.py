@@ -15,13 +15,12 @@ class OutputFailed(Exception):
 
 
 def say(text: str) -> None:
-    """One line to standard error. Does nothing where that takes no more."""
-    with contextlib.suppress(OSError):
-        print(f"dflash-triton: {text}", file=sys.stderr, flush=True)
+    """One line to standard error."""
+    remark(f"dflash-triton: {text}")
 
 
 def remark(text: str) -> None:
-    """Text to standard error that is no message of ours, such as statistics."""
+    """Text to standard error that is no message of ours, such as statistics. Does nothing where that takes no more."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

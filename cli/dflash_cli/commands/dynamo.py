@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
-from dflash_cli.commands.arguments import positive_float
+from dflash_cli.commands.arguments import REPEATED, SECONDS
 from dflash_cli.commands.console import fail
 
 DESCRIPTION = """\
@@ -27,13 +27,12 @@ def add_parser(commands: Any) -> None:
     add("--tokenizer", metavar="DIR", help="directory with the target's tokenizer, where the server's is not here")
     add(
         "--kv-events",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="ADDRESS",
         help="where its KV events are read, tcp://HOST:PORT, once for each engine; by default what the server's "
         "kv_events_endpoint says, on this machine",
     )
-    add("--wait", type=positive_float, default=600.0, metavar="S", help="for the server to be ready (%(default)g)")
+    add("--wait", **SECONDS, default=600.0, help="for the server to be ready (%(default)g)")
     add = parser.add_argument_group("Dynamo").add_argument
     add("--served-model-name", metavar="NAME", help="what clients call the model (the tokenizer's directory)")
     add("--namespace", default="dynamo", metavar="NAME", help="of the worker (%(default)s)")

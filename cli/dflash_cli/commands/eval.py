@@ -8,21 +8,21 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
+    COUNT,
+    COUNT_OR_0,
+    FILE,
+    REPEATED,
     ModelParser,
     add_settings_option,
     assignment,
     json_object,
     non_negative_float,
-    non_negative_int,
-    positive_int,
 )
 from dflash_cli.commands.client_options import add_connection_options, client_of
 from dflash_cli.commands.console import INTERRUPTED, fail, say, show
-from dflash_cli.commands.packages import engine_missing
 from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
@@ -65,21 +65,17 @@ def add_parser(commands: Any) -> None:
         "--dataset",
         dest="datasets",
         metavar="NAME|FILE",
-        action="append",
-        default=[],
+        **REPEATED,
         help="math, code, chat, talk, copy, tools, gsm8k, math500, humaneval, mbpp, mt-bench, or a JSONL file; "
         "gsm8k=FILE.jsonl reads the published rows from a file; may be repeated",
     )
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N rows of each data set")
+    parser.add_argument("--limit", **COUNT, help="only the first N rows of each data set")
     parser.add_argument(
         "--shuffle", action="store_true", help="take the rows in the order of the DFlash authors' benchmark (seed 42)"
     )
     _add_request_options(parser)
     parser.add_argument(
-        "--concurrency",
-        type=positive_int,
-        metavar="N",
-        help=f"requests at a time (max_num_seqs; with --url {SERVER_CONCURRENCY})",
+        "--concurrency", **COUNT, help=f"requests at a time (max_num_seqs; with --url {SERVER_CONCURRENCY})"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.png there")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
@@ -99,22 +95,19 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
         dest="against_settings",
         metavar="NAME=VALUE",
         type=assignment,
-        action="append",
-        default=[],
+        **REPEATED,
         help="as --set, for the second one alone; without --against it is the same target; may be repeated",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text whose perplexity is taken")
+    parser.add_argument("--text", **FILE, help="a text whose perplexity is taken")
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
     """What each request asks for."""
-    parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer (256; 2048 for sets of the hub)"
-    )
+    parser.add_argument("--max-tokens", **COUNT, help="most tokens of an answer (256; 2048 for sets of the hub)")
     parser.add_argument(
         "--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (%(default)g)"
     )
-    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="where T > 0 (%(default)s)")
+    parser.add_argument("--seed", **COUNT_OR_0, default=0, help="where T > 0 (%(default)s)")
     parser.add_argument(
         "--chat-template-kwargs",
         type=json_object,
@@ -161,13 +154,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace, settings: EvaluationSettings) -> int:
     """Measure two models and show both. Raises `ConfigError` or `EvaluationError`."""
-    from dflash_backend.evaluation import report
+    from dflash_backend.evaluation import engine, report
     from dflash_backend.evaluation.compare import Comparison, Measured
     from dflash_backend.evaluation.measure import measure
 
     # What is wrong is said before the first model, which may take hours.
     if arguments.against is not None:
-        _local().encoder(arguments.against)
+        engine.encoder(arguments.against)
     if arguments.out is not None:
         report.prepare(arguments.out)
     first = Measured.of(*measure(settings, _engine(arguments), Progress("answers", say).step, None))
@@ -210,11 +203,13 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 def _engine(arguments: argparse.Namespace, other: Mapping[str, str] | None = None) -> Iterator[Model]:
     """The engine in this process. Settings come from the environment as a server's do, the command line over it, and
     over that those of the `other` model."""
+    from dflash_backend.evaluation import engine
+
     options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
     given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
     given |= other or {}
     text = None if arguments.text is None else _read_text(arguments.text)
-    with _local().engine_model(given, say, arguments.chat_template_kwargs, text) as model:
+    with engine.engine_model(given, say, arguments.chat_template_kwargs, text) as model:
         yield model
 
 
@@ -235,8 +230,11 @@ def _server(arguments: argparse.Namespace) -> Iterator[Model]:
     from dflash_backend.evaluation import InvalidSetting
     from dflash_cli.server_backend import ServerAnswerer
 
-    options = arguments.chat_template_kwargs
-    encode = None if arguments.target is None else _local().encoder(arguments.target, options)
+    options, encode = arguments.chat_template_kwargs, None
+    if arguments.target is not None:
+        from dflash_backend.evaluation import engine
+
+        encode = engine.encoder(arguments.target, options)
     try:
         client = client_of(arguments)
     except ValueError as error:
@@ -259,14 +257,3 @@ def _is_adaptive(client: DFlashClient, timeout_s: float) -> bool | None:
     except ClientError:
         return None
     return found if isinstance(found, bool) else None
-
-
-def _local() -> ModuleType:
-    """What needs the engine's packages. Raises `EvaluationError` where they are not installed."""
-    from dflash_backend.evaluation import EvaluationError
-
-    try:
-        from dflash_backend.evaluation import engine
-    except ImportError as error:
-        raise EvaluationError(engine_missing(error)) from None
-    return engine

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail, show
-from dflash_cli.commands.packages import engine_missing
 
 if TYPE_CHECKING:
     from dflash_backend.drafters.published import PublishedDrafter
@@ -55,12 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_list(arguments)
     if arguments.draft_revision is not None and arguments.draft is None:
         return fail("--draft-revision is that of a drafter given by --draft; of one alone it is --revision", status=2)
-    try:
-        from dflash_backend.checkpoints import CheckpointError
-        from dflash_backend.config import ConfigError
-        from dflash_backend.engine.inspection import inspect
-    except ImportError as error:
-        return fail(engine_missing(error))
+    from dflash_backend.checkpoints import CheckpointError
+    from dflash_backend.config import ConfigError
+    from dflash_backend.engine.inspection import inspect
+
     try:
         found = inspect(arguments.checkpoint, arguments.draft, arguments.revision or "", arguments.draft_revision or "")
     except (CheckpointError, ConfigError) as error:
@@ -76,10 +75,8 @@ def _run_list(arguments: argparse.Namespace) -> int:
     for option in ("draft", "revision", "draft_revision"):
         if getattr(arguments, option) is not None:
             return fail(f"inspect --list takes no --{option.replace('_', '-')}", status=2)
-    try:
-        from dflash_backend.drafters.published import published_like
-    except ImportError as error:
-        return fail(engine_missing(error))
+    from dflash_backend.drafters.published import published_like
+
     found = published_like(arguments.words)
     if not found:
         return fail(f"no published drafter is known for '{arguments.words}'; without words --list shows all")
@@ -122,72 +119,32 @@ def as_dict(found: Inspection) -> dict[str, Any]:
     if found.published:
         data["published_drafters"] = list(found.published)
     if found.pair is not None:
-        pair = found.pair
-        data["pair"] = {
-            "fits": pair.fits,
-            "num_speculative_tokens": pair.num_speculative_tokens,
-            "reason": pair.reason,
-            "kv_bytes_per_token": sum(report.kv.bytes_per_token for report in found.checkpoints),
-            "kv_bytes_per_block": sum(report.kv.bytes_per_block for report in found.checkpoints),
-            "kv_request_bytes": sum(report.kv.request_bytes for report in found.checkpoints),
-            "fp8": {
-                "kv_bytes_per_token": sum(kv.bytes_per_token for kv in _in_fp8(found)),
-                "kv_bytes_per_block": sum(kv.bytes_per_block for kv in _in_fp8(found)),
-                "kv_request_bytes": sum(kv.request_bytes for kv in _in_fp8(found)),
-            },
-        }
+        data["pair"] = {**asdict(found.pair), **_kv_sums([report.kv for report in found.checkpoints])}
+        data["pair"]["fp8"] = _kv_sums(_in_fp8(found))
     return data
 
 
 def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
-    weights, attention = report.weights, report.attention
+    backends = {name: {"would_do": not lacks, "lacks": lacks} for name, lacks in report.attention.backends.items()}
     return {
         "path": str(report.path),
         "format": report.format,
         "facts": dict(report.facts),
-        "weights": None
-        if weights is None
-        else {
-            "num_files": weights.num_files,
-            "num_tensors": weights.num_tensors,
-            "num_parameters": weights.num_parameters,
-            "num_bytes": weights.num_bytes,
-            "dtypes": weights.dtypes,
-        },
+        "weights": None if report.weights is None else asdict(report.weights),
         "kv_cache": _kv_dict(report.kv),
         "kv_cache_fp8": None if report.kv_fp8 is None else _kv_dict(report.kv_fp8),
-        "attention": {
-            "causal": attention.causal,
-            "non_causal": attention.non_causal,
-            "sliding_windows": list(attention.sliding_windows),
-            "sinks": attention.sinks,
-            "head_size": attention.head_size,
-            "device": attention.device,
-            "dtype": attention.dtype,
-            "backends": {name: {"would_do": not lacks, "lacks": list(lacks)} for name, lacks in _backends(report)},
-        },
+        "attention": {**asdict(report.attention), "backends": backends},
     }
 
 
 def _kv_dict(kv: KVReport) -> dict[str, Any]:
-    windows = kv.windows
-    return {
-        "dtype": kv.dtype,
-        "bytes_per_token": kv.bytes_per_token,
-        "block_size": kv.block_size,
-        "bytes_per_block": kv.bytes_per_block,
-        "request_tokens": kv.request_tokens,
-        "request_bytes": kv.request_bytes,
-        "request_bytes_in_one_table": kv.request_bytes_in_one_table,
-        "layers_with_a_window": None
-        if windows is None
-        else {
-            "window": windows.window,
-            "num_layers": windows.num_layers,
-            "bytes_per_token": windows.bytes_per_token,
-            "blocks_per_request": windows.blocks_per_request,
-        },
-    }
+    fields = asdict(kv)
+    return {"layers_with_a_window": fields.pop("windows"), **fields}
+
+
+def _kv_sums(kinds: Sequence[KVReport]) -> dict[str, int]:
+    names = "bytes_per_token", "bytes_per_block", "request_bytes"
+    return {f"kv_{name}": sum(getattr(kv, name) for kv in kinds) for name in names}
 
 
 def _in_fp8(found: Inspection) -> list[KVReport]:
@@ -216,10 +173,7 @@ def as_text(found: Inspection) -> str:
 
 
 def _kv_sum(kinds: list[KVReport]) -> str:
-    per_token, per_block, request = (
-        _size(sum(sizes))
-        for sizes in zip(*((kv.bytes_per_token, kv.bytes_per_block, kv.request_bytes) for kv in kinds), strict=True)
-    )
+    per_token, per_block, request = map(_size, _kv_sums(kinds).values())
     return f"{per_token} a token, {per_block} a block, {request} a request of {kinds[0].request_tokens:,} tokens"
 
 
@@ -256,7 +210,7 @@ def _checkpoint_text(report: CheckpointReport) -> str:
         *_kv_rows(report),
         ("attention needed", ", ".join(kinds)),
     ]
-    for name, lacks in _backends(report):
+    for name, lacks in attention.backends.items():
         verdict = f"lacks {', '.join(lacks)}" if lacks else "would do"
         rows.append((f"backend {name}", f"{verdict} ({attention.device}, {attention.dtype})"))
     return "\n".join([f"{report.kind} {report.path}", *_lines(rows)])
@@ -272,10 +226,6 @@ def _tensors(report: CheckpointReport) -> str:
         f"{weights.num_parameters:,} parameters, {_size(weights.num_bytes)}; names, shapes and types are as "
         "config.json asks"
     )
-
-
-def _backends(report: CheckpointReport) -> list[tuple[str, tuple[str, ...]]]:
-    return list(report.attention.backends.items())
 
 
 def _lines(rows: list[tuple[str, str]]) -> list[str]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.arguments import (
-    ANSWER_FLAGS,
+    PORT,
+    REPEATED,
+    SECONDS,
+    SECONDS_OR_0,
     add_answer_options,
-    non_negative_float,
+    fields_of,
     non_negative_int,
-    port,
-    positive_float,
 )
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines, LinesHandler
@@ -49,8 +50,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--prefill",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="URL",
         help="gRPC address of a prefill server (kv_role), which computes long prompts for those of --triton, decode "
         "servers; may be repeated",
@@ -60,8 +60,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     add("--triton-client-key", metavar="FILE", help="with grpcs://: PEM file of its key")
     add(
         "--triton-metrics",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="URL",
         help="where a server has its metrics, http://HOST:8002/metrics, to show them too; may be repeated",
     )
@@ -72,7 +71,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
 def _add_listening(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the API").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=port, default=9000, metavar="N", help="%(default)s; 0: any free one")
+    add("--port", **PORT, default=9000, help="%(default)s; 0: any free one")
     add(
         "--served-model-name",
         action="extend",
@@ -82,18 +81,11 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         help="what clients may call the model (the target's name and Triton's)",
     )
     add_answer_options(parser)
-    add(
-        "--request-timeout",
-        type=positive_float,
-        default=3600.0,
-        metavar="S",
-        help="the longest that a request may take (%(default)g)",
-    )
+    add("--request-timeout", **SECONDS, default=3600.0, help="the longest that a request may take (%(default)g)")
     add(
         "--drain-timeout",
-        type=non_negative_float,
+        **SECONDS_OR_0,
         default=30.0,
-        metavar="S",
         help="what running requests have to finish at a stop (%(default)g); a second Ctrl-C does not wait",
     )
     # For `serve`: a pipe on which it sees that the front end does not hang.
@@ -106,8 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from dflash_cli.launcher.ports import AddressError, is_loopback, reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
+    from dflash_client.connection import Tls
     from dflash_openai.app import create_app
-    from dflash_openai.config import FrontendConfig, TritonTls
+    from dflash_openai.config import FrontendConfig
     from dflash_openai.server import serve
 
     try:
@@ -116,23 +109,15 @@ def run(arguments: argparse.Namespace) -> int:
         config = FrontendConfig(
             triton_urls=tuple(arguments.triton or ["grpc://127.0.0.1:8001"]),
             prefill_urls=tuple(arguments.prefill),
-            triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
+            triton_tls=Tls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
             triton_metrics_urls=tuple(arguments.triton_metrics),
-            model_name=arguments.model_name,
             served_model_names=tuple(arguments.served_model_name),
-            tokenizer=arguments.tokenizer,
-            host=arguments.host,
-            port=arguments.port,
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
             security=security,
             ping_interval_s=arguments.ping_interval,
-            heartbeat_fd=arguments.heartbeat_fd,
             tracer=_tracer(arguments.otlp_traces_endpoint),
-            tool_call_parser=arguments.tool_call_parser,
-            reasoning_parser=arguments.reasoning_parser,
-            chat_template=arguments.chat_template,
-            **{flag: getattr(arguments, flag) for flag in ANSWER_FLAGS},
+            **fields_of(FrontendConfig, arguments),
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)

@@ -8,13 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.commands.arguments import add_answer_options, non_negative_float, positive_float, positive_int
+from dflash_cli.commands.arguments import (
+    COUNT,
+    FILE,
+    REPEATED,
+    SECONDS,
+    SECONDS_OR_0,
+    add_answer_options,
+    positive_float,
+    positive_int,
+)
 
 if TYPE_CHECKING:
     from dflash_openai.security import SecurityConfig
 
 KEYS_VARIABLE = "DFLASH_API_KEYS"
-LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 def add_security_options(parser: argparse.ArgumentParser) -> None:
@@ -34,16 +42,13 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--api-key-file",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
+        **FILE,
+        **REPEATED,
         help=f"keys that are let in, a line each: NAME KEY [limits] (docs/security.md); also from {KEYS_VARIABLE}",
     )
     add(
         "--api-key",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="KEY",
         help="one more key; who is on this machine can see it, so a file is better",
     )
@@ -59,23 +64,21 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests to the OpenAI API")
     add = group.add_argument
     add("--max-body-mb", type=positive_float, default=8.0, metavar="MB", help="largest body of a request (%(default)g)")
-    add("--body-timeout", type=positive_float, default=60.0, metavar="S", help="time for a body to come (%(default)g)")
+    add("--body-timeout", **SECONDS, default=60.0, help="time for a body to come (%(default)g)")
     add(
         "--write-timeout",
-        type=positive_float,
+        **SECONDS,
         default=60.0,
-        metavar="S",
         help="time after which a client that does not read its answer is given up (%(default)g)",
     )
     add(
         "--ping-interval",
-        type=non_negative_float,
+        **SECONDS_OR_0,
         default=10.0,
-        metavar="S",
         help="a stream that has sent nothing for so long sends a comment, so that no proxy ends it; 0: never "
         "(%(default)g)",
     )
-    add("--max-prompt-tokens", type=positive_int, default=0, metavar="N", help="longest prompt (what the model allows)")
+    add("--max-prompt-tokens", **COUNT, default=0, help="longest prompt (what the model allows)")
     add(
         "--allowed-origins",
         nargs="+",
@@ -108,17 +111,22 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
 def protecting_options(arguments: argparse.Namespace) -> list[str]:
     """The options that are given and without which more clients get in, or read what others send."""
     names = ("api_key_file", "api_key", "tls_cert", "tls_key", "tls_client_ca")
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    return [_option(name) for name in names if getattr(arguments, name)]
 
 
-def other_options(arguments: argparse.Namespace) -> list[str]:
-    """The other options of the OpenAI API that are given to `serve`."""
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the OpenAI API that are given to `serve`: those whose value is not the default."""
     parser = argparse.ArgumentParser(add_help=False)
     add_answer_options(parser)
     add_security_options(parser)
-    defaults = {**vars(parser.parse_args([])), "served_model_name": None}
-    given = [_option(name) for name, default in defaults.items() if getattr(arguments, name) != default]
-    return [option for option in given if option not in protecting_options(arguments)]
+    defaults = vars(parser.parse_args([]))
+    return {name: value for name, default in defaults.items() if (value := getattr(arguments, name)) != default}
+
+
+def other_options(arguments: argparse.Namespace) -> list[str]:
+    """Those of them that protect nothing, and the names of the model."""
+    names = [*given_options(arguments), *(["served_model_name"] if arguments.served_model_name is not None else [])]
+    return [option for option in map(_option, names) if option not in protecting_options(arguments)]
 
 
 def security_config(
@@ -127,12 +135,13 @@ def security_config(
     """What the options and the environment say. `is_loopback`: the server listens on this machine alone. Raises
     ValueError with a sentence."""
     from dflash_openai.middleware.api_keys import KeyLimits, load_keys
+    from dflash_openai.middleware.browser_guard import LOOPBACK_HOSTS
     from dflash_openai.security import SecurityConfig
 
     keys = load_keys(arguments.api_key, arguments.api_key_file, environ.get(KEYS_VARIABLE))
     hosts = arguments.allowed_hosts
     if hosts is None and is_loopback and not keys:
-        hosts = LOOPBACK_NAMES | {arguments.host.strip("[]")}
+        hosts = LOOPBACK_HOSTS | {arguments.host.strip("[]")}
     return SecurityConfig(
         api_keys=keys,
         key_limits=KeyLimits(
@@ -178,30 +187,15 @@ def _tls(arguments: argparse.Namespace) -> Any:
 
 
 def as_options(arguments: argparse.Namespace) -> list[str]:
-    """The same options for a process that is started, without keys: the command lines of processes can be seen."""
+    """The given options for a process that is started, without keys: the command lines of processes can be seen."""
     options: list[str] = []
-    for name in ("key_requests_per_minute", "key_prompt_tokens_per_minute", "key_max_concurrency", "max_prompt_tokens"):
-        if value := getattr(arguments, name):
-            options += [_option(name), str(value)]
-    for name in (
-        "max_body_mb",
-        "body_timeout",
-        "write_timeout",
-        "ping_interval",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "otlp_traces_endpoint",
-    ):
-        if (value := getattr(arguments, name)) is not None:
-            options += [_option(name), str(value)]
-    for name in ("allowed_origins", "allowed_hosts"):
-        if values := getattr(arguments, name):
-            options += [_option(name), *values]
-    for name in ("open_metrics", "no_access_log"):
-        options += [_option(name)] if getattr(arguments, name) else []
-    for path in arguments.api_key_file:
-        options += ["--api-key-file", str(path)]
+    for name, value in given_options(arguments).items():
+        if name == "api_key_file":
+            options += [f"--api-key-file={path}" for path in value]
+        elif isinstance(value, list):
+            options += [] if name == "api_key" else [_option(name), *value]
+        else:
+            options.append(_option(name) if value is True else f"{_option(name)}={value}")
     return options
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.commands.arguments import answer_options_of
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines
 from dflash_cli.commands.security_options import (
@@ -80,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         for warning in log.ready():
             lines.say(f"warning: {warning}")
         lines.flush()
-        _print(_endpoints(server, frontend.url if frontend is not None else None))
+        with suppress(OSError):  # its reader may be gone, or its disk full: the server goes on
+            print(_endpoints(server, frontend.url if frontend is not None else None), flush=True)
 
     with _signals_stop(keeper):
         try:
@@ -181,7 +181,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
-    options += [*answer_options_of(arguments), *as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
+    options += [*as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
 
@@ -263,12 +263,6 @@ def _signals_stop(keeper: Keeper) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _print(text: str) -> None:
-    """To standard output. Its reader may be gone, or its disk full: the server goes on."""
-    with suppress(OSError):
-        print(text, flush=True)
 
 
 def _endpoints(server: TritonServer, openai_url: str | None) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import (
+    FILE,
+    PORT,
+    REPEATED,
+    SECONDS_OR_0,
     ModelParser,
     add_answer_options,
     add_settings_option,
-    non_negative_float,
     non_negative_int,
-    port,
 )
 from dflash_cli.commands.security_options import add_security_options
 from dflash_cli.commands.version import package_version
@@ -119,22 +120,16 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         help="address for the metrics port (that of Triton's other ports); it tells what others have asked before",
     )
     group.add_argument(
-        "--port",
-        "--openai-port",
-        type=port,
-        default=9000,
-        metavar="N",
-        help="of the OpenAI API (%(default)s); 0: without that API",
+        "--port", "--openai-port", **PORT, default=9000, help="of the OpenAI API (%(default)s); 0: without that API"
     )
-    group.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
-    group.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")
-    group.add_argument("--metrics-port", type=port, default=8002, metavar="N", help="%(default)s; 0: any free one")
-    group.add_argument("--grpc-tls-cert", type=Path, metavar="FILE", help="encrypt gRPC: the server's certificate, PEM")
-    group.add_argument("--grpc-tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
+    group.add_argument("--http-port", **PORT, default=8000, help="%(default)s; 0: any free one")
+    group.add_argument("--grpc-port", **PORT, default=8001, help="%(default)s; 0: any free one")
+    group.add_argument("--metrics-port", **PORT, default=8002, help="%(default)s; 0: any free one")
+    group.add_argument("--grpc-tls-cert", **FILE, help="encrypt gRPC: the server's certificate, PEM")
+    group.add_argument("--grpc-tls-key", **FILE, help="the certificate's private key, PEM")
     group.add_argument(
         "--grpc-tls-client-ca",
-        type=Path,
-        metavar="FILE",
+        **FILE,
         help="let in only gRPC clients with a certificate that this authority signed, PEM",
     )
     group.add_argument(
@@ -145,8 +140,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--allow-api",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="NAME",
         help="an API that needs no key: shared-memory, trace, logging or model-repository; may be repeated",
     )
@@ -156,9 +150,8 @@ def _add_life_cycle(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("life cycle")
     group.add_argument(
         "--load-timeout",
-        type=non_negative_float,
+        **SECONDS_OR_0,
         default=1800.0,
-        metavar="S",
         help="give up a load that has said nothing new for so many seconds (%(default)g; 0: never)",
     )
     group.add_argument(
@@ -170,9 +163,8 @@ def _add_life_cycle(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hang-timeout",
-        type=non_negative_float,
+        **SECONDS_OR_0,
         default=30.0,
-        metavar="S",
         help="seconds without a sign of life after which the server hangs and is replaced (%(default)g; 0: never)",
     )
     group.add_argument(

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.commands.arguments import non_negative_float, non_negative_int
+from dflash_cli.commands.arguments import COUNT_OR_0, FILE, non_negative_float
 from dflash_cli.commands.client_options import add_connection_options, client_of
 from dflash_cli.commands.console import fail, say
 from dflash_client.errors import ClientError
@@ -29,14 +29,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a drafter from the hub")
     parser.add_argument(
         "--admin-key-file",
-        type=Path,
-        metavar="FILE",
+        **FILE,
         help=f"its text is the key in the server's own admin_key_file; or the key itself in {KEY_VARIABLE}",
     )
     parser.add_argument(
         "--window",
-        type=non_negative_int,
-        metavar="N",
+        **COUNT_OR_0,
         help="compare after this many verified blocks (server: 1000); 0: keep the new drafter in any case",
     )
     parser.add_argument(

@@ -9,15 +9,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
+    COUNT,
+    COUNT_OR_0,
+    FILE,
     add_settings_option,
+    fields_of,
     json_object,
     non_negative_float,
     non_negative_int,
     positive_float,
-    positive_int,
 )
 from dflash_cli.commands.console import INTERRUPTED, fail, say, show
-from dflash_cli.commands.packages import engine_missing
 from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,10 +59,9 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     source = data.add_mutually_exclusive_group()
     source.add_argument(
         "--data",
-        type=Path,
+        **FILE,
         nargs="+",
         default=[],
-        metavar="FILE",
         help="JSONL of 'messages' (or 'conversations') or 'prompt'; answers in it are not used. Without, the target "
         "writes questions itself",
     )
@@ -70,17 +71,16 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of a server's setting record_traffic: prompts, and the answers of this very target",
     )
-    data.add_argument(
-        "--tokens", type=positive_int, default=TOKENS, metavar="N", help="tokens of answers (%(default)s)"
-    )
+    data.add_argument("--tokens", **COUNT, default=TOKENS, help="tokens of answers (%(default)s)")
     data.add_argument(
         "--temperature",
         type=non_negative_float,
+        default=-1.0,
         metavar="T",
         help="of answers: the one that will be served (that of generation_config.json, else 0)",
     )
-    data.add_argument("--max-answer", type=positive_int, default=256, metavar="N", help="tokens (%(default)s)")
-    data.add_argument("--max-prompt", type=positive_int, default=1024, metavar="N", help="tokens (%(default)s)")
+    data.add_argument("--max-answer", **COUNT, default=256, help="tokens (%(default)s)")
+    data.add_argument("--max-prompt", **COUNT, default=1024, help="tokens (%(default)s)")
     data.add_argument(
         "--chat-template-kwargs",
         type=json_object,
@@ -88,7 +88,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}',
     )
-    data.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="(%(default)s)")
+    data.add_argument("--seed", **COUNT_OR_0, default=0, help="(%(default)s)")
 
 
 def _add_length_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _add_length_options(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--minutes", type=positive_float, default=30.0, metavar="M", help="of this run, data included (%(default)g)"
     )
-    length.add_argument("--steps", type=positive_int, metavar="N", help="in place of --minutes")
+    length.add_argument("--steps", **COUNT, help="in place of --minutes")
     length.add_argument(
         "--evaluate-minutes", type=positive_float, metavar="M", help="between evaluations (an eighth of the training)"
     )
@@ -105,15 +105,13 @@ def _add_length_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_size_options(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--layers", type=positive_int, metavar="N", help="of the drafter (by the target's size: 3 or 5)")
-    sizes.add_argument(
-        "--intermediate-size", type=positive_int, metavar="N", help="of the drafter's MLPs (the target's)"
-    )
+    sizes.add_argument("--layers", **COUNT, help="of the drafter (by the target's size: 3 or 5)")
+    sizes.add_argument("--intermediate-size", **COUNT, help="of the drafter's MLPs (the target's)")
     sizes.add_argument("--layer-ids", metavar="A,B,...", help="target layers that it reads, from 0 on (evenly spaced)")
-    sizes.add_argument("--block-size", type=positive_int, metavar="N", help="an anchor and its drafts (8 or 16)")
-    sizes.add_argument("--drafts", type=positive_int, metavar="N", help="drafts of an eagle3 drafter (7)")
+    sizes.add_argument("--block-size", **COUNT, help="an anchor and its drafts (8 or 16)")
+    sizes.add_argument("--drafts", **COUNT, help="drafts of an eagle3 drafter (7)")
     sizes.add_argument("--mask-token", type=non_negative_int, metavar="ID", help="a token that no text has")
-    sizes.add_argument("--draft-vocab", type=positive_int, metavar="N", help="tokens that it can propose (all)")
+    sizes.add_argument("--draft-vocab", **COUNT, help="tokens that it can propose (all)")
     sizes.add_argument(
         "--share-head",
         action="store_true",
@@ -130,8 +128,8 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--soft-labels",
         type=non_negative_float,
-        default=0.0,
         metavar="S",
+        default=0.0,
         help="the share of the loss, 0 to 1, that is by the target's whole distribution, not by the token that it "
         "chose (%(default)g)",
     )
@@ -143,8 +141,8 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         help="how much the distance from the target's final hidden states weighs beside the loss by tokens "
         "(%(default)g)",
     )
-    sizes.add_argument("--batch-tokens", type=positive_int, metavar="N", help="of a batch (2048; on a GPU 16384)")
-    sizes.add_argument("--accumulate", type=positive_int, default=1, metavar="N", help="batches of a step")
+    sizes.add_argument("--batch-tokens", **COUNT, help="of a batch (2048; on a GPU 16384)")
+    sizes.add_argument("--accumulate", **COUNT, default=1, help="batches of a step")
     sizes.add_argument(
         "--float32", action="store_true", help="arithmetic in float32, also where the device has fast bfloat16"
     )
@@ -152,12 +150,10 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
-    try:
-        from dflash_backend.engine.build import LOAD_ERRORS
-        from dflash_backend.training.errors import TrainingError
-        from dflash_backend.training.run import train
-    except ImportError as error:
-        return fail(engine_missing(error))
+    from dflash_backend.engine.build import LOAD_ERRORS
+    from dflash_backend.training.errors import TrainingError
+    from dflash_backend.training.run import train
+
     # A shell has what it starts in the background ignore Ctrl-C, by which SIGTERM ends a run as well.
     before = signal.signal(signal.SIGTERM, _interrupt), signal.signal(signal.SIGINT, signal.default_int_handler)
     progress = Progress("tokens of answers", say, resumes=True)
@@ -206,35 +202,16 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         "mask_token_id": arguments.mask_token,
     }
     data = DataOptions(
+        **fields_of(DataOptions, arguments),
         num_tokens=arguments.tokens,
-        temperature=-1.0 if arguments.temperature is None else arguments.temperature,
-        max_answer=arguments.max_answer,
-        max_prompt=arguments.max_prompt,
-        seed=arguments.seed,
         files=tuple(arguments.data),
-        traffic=arguments.traffic,
         template_options=arguments.chat_template_kwargs,
     )
-    return TrainOptions(
-        target=arguments.target,
-        out=arguments.out,
-        data=data,
-        kind=arguments.kind,
-        form=arguments.format,
-        begin_from=arguments.begin_from,
-        minutes=arguments.minutes,
-        steps=arguments.steps,
-        evaluate_minutes=arguments.evaluate_minutes,
-        learning_rate=arguments.learning_rate,
-        decay=arguments.decay,
-        soft_labels=arguments.soft_labels,
-        hidden_loss=arguments.hidden_loss,
-        batch_tokens=arguments.batch_tokens,
-        accumulate=arguments.accumulate,
-        draft_vocab=arguments.draft_vocab,
-        share_head=arguments.share_head,
-        bf16=False if arguments.float32 else None,
-        restart=arguments.restart,
-        drafter={name: value for name, value in sizes.items() if value is not None},
-        settings=dict(arguments.settings),
-    )
+    given = {
+        "data": data,
+        "form": arguments.format,
+        "bf16": False if arguments.float32 else None,
+        "drafter": {name: value for name, value in sizes.items() if value is not None},
+        "settings": dict(arguments.settings),
+    }
+    return TrainOptions(**fields_of(TrainOptions, arguments) | given)

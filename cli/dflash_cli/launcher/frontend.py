@@ -159,9 +159,7 @@ class FrontendProcess:
                 return None
             # Its certificate is for the name that clients use.
             answer = httpx.get(f"{self.url}/health/ready", timeout=PROBE_TIMEOUT_S, trust_env=False, verify=False)
-        except OSError as error:
-            return str(error)
-        except httpx.TransportError as error:
+        except (OSError, httpx.TransportError) as error:
             return str(error)
         return None if answer.is_success else answer.text
 

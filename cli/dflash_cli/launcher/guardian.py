@@ -84,18 +84,11 @@ def clean_up(order: dict[str, Any], processes: dict[str, Any]) -> None:
     for segment in glob.glob(order["segments"]):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(segment)
-    for path in _env_folders(Path(order["folder"])):
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+    with contextlib.suppress(OSError):  # the server may have ended before they were noted
+        for path in Path(order["folder"], ENV_FOLDERS_FILE).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
     shutil.rmtree(order["folder"], ignore_errors=True)
-
-
-def _env_folders(folder: Path) -> list[str]:
-    """Triton's environments; none where the server ended before they were noted."""
-    try:
-        return (folder / ENV_FOLDERS_FILE).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from dflash_backend.config import asset_path, environment_name
 from dflash_cli.launcher.guardian import Guardian
@@ -104,7 +103,7 @@ class TritonServer:
         self._models = checked_models(model_name, more_models or {})
         check_apis(allow_apis)
         self._instances = instances
-        self._explicit = explicit
+        self.explicit = explicit
         self._allowed_apis = set(allow_apis)
         self.api_key = secrets.token_urlsafe(24)
         self.grpc_tls = tls is not None
@@ -154,11 +153,6 @@ class TritonServer:
         """Whether no setting names another target."""
         name = self._environ.get(environment_name("target_model"), "")
         return not name or Path(name) == asset_path("demo", "pair", "target")
-
-    @property
-    def explicit(self) -> bool:
-        """Whether clients may unload models."""
-        return self._explicit
 
     @property
     def restricted_apis(self) -> list[str]:
@@ -255,7 +249,7 @@ class TritonServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _running(self) -> subprocess.Popen[str]:
@@ -313,7 +307,7 @@ class TritonServer:
 
     def _options(self, files: ServerFiles) -> list[str]:
         debug = self._environ.get(environment_name("log_level"), "").strip() == "debug"
-        if self._explicit:
+        if self.explicit:
             control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in self._models)]
         else:
             control = ["--model-control-mode=none"]

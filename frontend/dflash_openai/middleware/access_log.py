@@ -32,9 +32,6 @@ class AccessLogMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application and log what became of the request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         entry = _Entry(scope, request_id)

@@ -62,11 +62,8 @@ def find_key(keys: Iterable[ApiKey], presented: str) -> ApiKey | None:
     """The key that a client presents. Each one is compared, and in constant time, so the time taken does not tell
     which of them is near."""
     digest = _digest(presented)
-    found = None
-    for key in keys:
-        if hmac.compare_digest(key.digest, digest):
-            found = key
-    return found
+    found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
+    return found[-1] if found else None
 
 
 def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:

@@ -29,9 +29,6 @@ class AuthenticationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 to a request without one of the keys."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         key = self._find(scope)
         scope.setdefault("state", {})["api_key"] = key
         if key is None and self._keys and not self._is_open(scope["path"]):

@@ -24,9 +24,6 @@ class BodyLimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then call the application."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             headers = Headers(scope=scope)
             _check_encoding(headers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -41,7 +41,7 @@ class BrowserGuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 403 to requests of other origins and 421 to those for another host."""
-        if scope["type"] == "http" and (error := self._refusal(scope["path"], Headers(scope=scope))) is not None:
+        if (error := self._refusal(scope["path"], Headers(scope=scope))) is not None:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -59,7 +59,7 @@ class BrowserGuardMiddleware:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is None or "*" in self._origins or origin in self._origins or _authority(origin) == host.lower():
+        if origin is None or self._origins & {"*", origin} or _split(origin).netloc.lower() == host.lower():
             return None
         return ApiError(
             403,
@@ -69,17 +69,14 @@ class BrowserGuardMiddleware:
         )
 
 
-def _authority(origin: str) -> str:
-    """`host:port` of an origin as a Host header has it; empty where there is none, as in `null`."""
+def _split(url: str) -> SplitResult:
+    """The parts of a URL, all empty where it is none, as in `null`."""
     try:
-        return urlsplit(origin).netloc.lower()
+        return urlsplit(url)
     except ValueError:
-        return ""
+        return urlsplit("")
 
 
 def _name(host: str) -> str:
     """The name in a Host header, without its port."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
+    return (_split(f"//{host}").hostname or "").rstrip(".")

@@ -70,7 +70,7 @@ class KeyLimitsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through for as long as it runs, or refuse it."""
-        if scope["type"] != "http" or not scope["path"].startswith(LIMITED_PREFIXES):
+        if not scope["path"].startswith(LIMITED_PREFIXES):
             await self._app(scope, receive, send)
             return
         usage = self._usage(scope["state"]["api_key"])

@@ -20,9 +20,6 @@ class WriteTimeoutMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application with a bounded `send`."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         bounded = _BoundedSend(send, self._timeout_s)
         try:
             await self._app(scope, receive, bounded)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,18 +31,6 @@ class Piece(NamedTuple):
     name: str | None
     arguments: str
     complete: bool | None = None
-
-
-class CallStream(Protocol):
-    """Reads the calls between two marks. `begun`: whether a piece has come; until then the text may be no call."""
-
-    begun: bool
-
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces of more text."""
-
-    def finish(self) -> list[Piece]:
-        """The pieces of what was held back, where the region ends. Nothing where no call has begun."""
 
 
 _MARK = re.compile(r'["\\{}\[\]]')
@@ -93,7 +81,8 @@ class JsonText:
 
 
 class JsonCalls:
-    """Calls whose arguments are JSON as the model wrote it, in objects with a `name`, or behind the name."""
+    """Calls between two marks whose arguments are JSON as the model wrote it, in objects with a `name`, or behind the
+    name. `begun`: whether a piece has come; until then the text may be no call."""
 
     def __init__(self, format: ToolFormat, names: Collection[str] | None) -> None:
         """names: of the functions that may be called; None: any."""
@@ -107,7 +96,7 @@ class JsonCalls:
         self._json = JsonText()
 
     def feed(self, text: str) -> list[Piece]:
-        """As of `CallStream`."""
+        """The pieces of more text."""
         if self._state == "none":
             self._unread.append(text)
             return []
@@ -137,7 +126,7 @@ class JsonCalls:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """As of `CallStream`."""
+        """The pieces of what was held back, where the region ends. Nothing where no call has begun."""
         if self._state == "arguments":
             return [Piece(None, "", False)]
         if not self.begun or self._state == "rest":
@@ -177,7 +166,7 @@ _CLOSE, _END = "</parameter>", "</function>"
 
 class TaggedCalls:
     """A call as Qwen3-Coder writes it, with a tag for each parameter; the arguments become JSON. Values that are text
-    grow with what comes in, others come when they are whole."""
+    grow with what comes in, others come when they are whole. `begun` as of `JsonCalls`."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.begun = False
@@ -194,7 +183,7 @@ class TaggedCalls:
         self._value_parts: list[str] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """As of `CallStream`."""
+        """The pieces of more text."""
         if self._state not in ("head", "parameter", "value"):
             return []
         self._text, self._at = self._text[self._at :] + text, 0
@@ -220,7 +209,7 @@ class TaggedCalls:
         return [Piece(name, arguments, ended)] if arguments or ended else []
 
     def finish(self) -> list[Piece]:
-        """As of `CallStream`. The mark that ends the function may be missing."""
+        """As of `JsonCalls`. The mark that ends the function may be missing."""
         if not self.begun or self._state == "done":
             return []
         is_whole = self._state == "parameter" and not self._text[self._at :].strip()
@@ -274,6 +263,9 @@ class TaggedCalls:
 def _escaped(text: str) -> str:
     """The inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+CallStream = JsonCalls | TaggedCalls
 
 
 def call_stream(format: ToolFormat, schemas: Schemas) -> CallStream:

@@ -34,28 +34,20 @@ class NoGrammar(ValueError):
     """Calls in this format cannot be forced. The message is for the client."""
 
 
-def forced_calls(
+def grammar_of_calls(
     format: ToolFormat,
     functions: Sequence[Mapping[str, Any]],
     parallel: bool,
     special_token_ids: Mapping[str, int],
+    wanted: StructuredOutputs | None = None,
 ) -> str:
     """A Lark grammar of an answer that calls at least one of `functions`, each with `name` and `parameters`, a JSON
-    schema; exactly one without `parallel`. `special_token_ids` are the ids of tokens that text cannot spell. Raises
-    `NoGrammar`."""
-    return "\n".join(_calls("start", format, functions, parallel, special_token_ids)) + "\n"
+    schema; exactly one without `parallel`. `special_token_ids` are the ids of tokens that text cannot spell.
 
-
-def calls_or_format(
-    format: ToolFormat,
-    functions: Sequence[Mapping[str, Any]],
-    parallel: bool,
-    special_token_ids: Mapping[str, int],
-    wanted: StructuredOutputs,
-) -> str:
-    """A Lark grammar of an answer that either calls `functions`, as of `forced_calls`, or is as `wanted`. The arguments
-    of a function follow its schema where it has `strict`; else they are any object, as where nothing is forced. Raises
-    `NoGrammar`."""
+    With `wanted` the answer either calls functions or is as that says. Then the arguments of a function follow its
+    schema where it has `strict`; else they are any object, as where nothing is forced. Raises `NoGrammar`."""
+    if wanted is None:
+        return "\n".join(_calls("start", format, functions, parallel, special_token_ids)) + "\n"
     functions = [each if each.get("strict") else {**each, "parameters": {}} for each in functions]
     calls = "\n".join(_calls("calls", format, functions, parallel, special_token_ids))
     own = _of_format(wanted)

@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from dflash_openai.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
-from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat
+from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat, is_object
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -33,8 +31,6 @@ _BEGUN_RECIPIENT = re.compile(rf"(?:^|[\s>])to={re.escape(FUNCTIONS)}([^\s<]{{1,
 # What ends a head, and a body.
 _HEAD_MARKS, _BODY_MARKS = (START, MESSAGE, *ENDS), (START, *ENDS)
 _HEAD_MARK, _BODY_MARK = (re.compile("|".join(map(re.escape, marks))) for marks in (_HEAD_MARKS, _BODY_MARKS))
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 # By vLLM's names. The final message is what a grammar begins with.
 REASONING = ReasoningFormat(
@@ -63,11 +59,7 @@ def is_harmony(chat_template: str) -> bool:
 def arguments_of(body: str) -> str | None:
     """The arguments of a call, the JSON text of an object; None where the text is none."""
     arguments = body.strip() or "{}"
-    try:
-        _OBJECT.decode(arguments.encode())
-    except _ERRORS:
-        return None
-    return arguments
+    return arguments if is_object(arguments) else None
 
 
 class HarmonyParser:
@@ -171,14 +163,17 @@ class HarmonyParser:
             self._body_begun = self._body_begun or bool(text)
             if not is_call:
                 return
-            self._call = ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, "")
-            self._num_calls += 1
+            self._begin_call()
         shown = text.rstrip()
         if not shown:
             self._space.append(text)
             return
         space, self._space = self._space, [text[len(shown) :]]
         self._tell(events, "".join([*space, shown]), first=first)
+
+    def _begin_call(self) -> None:
+        self._call = ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, "")
+        self._num_calls += 1
 
     def _tell(
         self, events: list[Event], arguments: str, complete: bool = True, first: bool = False, last: bool = False
@@ -194,19 +189,14 @@ class HarmonyParser:
         if self._call is not None:
             complete = arguments_of(body) is not None
             self._tell(events, "" if complete else "".join(self._space), complete, last=True)
-            self._call, self._space = None, []
+        elif self._function and (self._forced or not body.strip()):
+            # Without arguments, unless a grammar has the model write an object, however empty.
+            self._begin_call()
+            self._tell(events, body if self._forced else "{}", not self._forced, first=True, last=True)
         elif self._function:
-            # A grammar has the model write an object, however empty.
-            arguments = None if self._forced and not body.strip() else arguments_of(body)
-            if arguments is None and self._forced:
-                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, body, False))
-                self._num_calls += 1
-            elif arguments is None:
-                events.append(ContentDelta(body, self._position))
-            elif self._max_calls is None or self._num_calls < self._max_calls:
-                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, arguments))
-                self._num_calls += 1
+            events.append(ContentDelta(body, self._position))
         self._head, self._function, self._body = [], "", []
+        self._call, self._space = None, []
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from dflash_openai.parsing.call_streams import CallStream, Piece, call_stream
-from dflash_openai.parsing.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
+from dflash_openai.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
 from dflash_openai.parsing.tool_formats import Schemas, ToolFormat, truncated_calls
 
@@ -45,7 +45,11 @@ class PlainParser:
 
 class RegionParser:
     """Parses one answer. `prompt` is the text that the model continues; `schemas` are the parameters of the functions
-    that the request offers. At most `max_calls` tool calls are returned, all where it is None."""
+    that the request offers. At most `max_calls` tool calls are returned, all where it is None.
+
+    forced: a grammar allows the answer nothing but reasoning and tool calls. What is neither is the beginning of a
+    call, where the answer broke off: at its end a call with its arguments as far as they came, or nothing where its
+    name is not whole."""
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class RegionParser:
             reasoning = None
         self._tools, self._reasoning = tools, reasoning
         self._schemas = schemas
-        self._max_calls, self._forced = max_calls, forced
+        self._max_calls, self._forced = max_calls, forced and tools is not None
+        # Of an answer that is forced: text that is not read as calls.
+        self._unread: list[str] = []
         in_prompt = reasoning is not None and reasoning.is_open_after(prompt)
         template = _response_template(reasoning, tools)
         self._regions = ResponseParser(template, prefix=reasoning.open if reasoning is not None and in_prompt else "")
@@ -92,7 +98,7 @@ class RegionParser:
         if self._blank:
             text, self._blank = "".join([*self._blank, text]), []
         text = self._with_implied_mark(text)
-        return self._fed(text) if text else []
+        return self._without_content(self._fed(text)) if text else []
 
     def finish(self) -> list[Event]:
         """As `OutputParser.finish`."""
@@ -107,7 +113,18 @@ class RegionParser:
         events += self._events(last, at_end=True)
         if self._space and not self._at_start:
             events.append(ContentDelta("".join(self._space), self._position))
+        events = self._without_content(events)
+        if self._tools is not None and self._unread:
+            calls = truncated_calls(self._tools, "".join(self._unread))
+            self._tell(events, [Piece(call.name, call.arguments, complete) for call, complete in calls])
         return events
+
+    def _without_content(self, events: list[Event]) -> list[Event]:
+        """The events of an answer; of one that is forced, those that are not content."""
+        if not self._forced:
+            return events
+        self._unread += [event.text for event in events if isinstance(event, ContentDelta)]
+        return [event for event in events if not isinstance(event, ContentDelta)]
 
     def _fed(self, text: str) -> list[Event]:
         self._ahead, self._told = self._ahead[self._told :] + text, 0
@@ -254,37 +271,6 @@ def _one_of(group: Sequence[Event]) -> Event:
     return ContentDelta(text, last.end) if isinstance(last, ContentDelta) else ReasoningDelta(text)
 
 
-class ForcedParser:
-    """Parses one answer that a grammar allows nothing but reasoning and tool calls. What is neither is the beginning of
-    a call, where the answer broke off: at its end a call with its arguments as far as they came, or nothing where its
-    name is not whole."""
-
-    def __init__(self, parser: OutputParser, tools: ToolFormat, max_calls: int | None = None) -> None:
-        """`parser`: what finds the parts; it writes what is no call as content."""
-        self._parser, self._tools, self._max_calls = parser, tools, max_calls
-        self._unread: list[str] = []
-        self._num_calls = 0
-
-    def feed(self, text: str) -> list[Event]:
-        """As `OutputParser.feed`."""
-        return self._without_content(self._parser.feed(text))
-
-    def finish(self) -> list[Event]:
-        """As `OutputParser.finish`."""
-        events = self._without_content(self._parser.finish())
-        for call, complete in truncated_calls(self._tools, "".join(self._unread)):
-            if self._max_calls is None or self._num_calls < self._max_calls:
-                events.append(ToolCallDelta(self._num_calls, self._tools.new_id(), *call, complete))
-                self._num_calls += 1
-        return events
-
-    def _without_content(self, events: list[Event]) -> list[Event]:
-        self._unread += [event.text for event in events if isinstance(event, ContentDelta)]
-        kept: list[Event] = [event for event in events if not isinstance(event, ContentDelta)]
-        self._num_calls += sum(isinstance(event, ToolCallDelta) and event.first for event in kept)
-        return kept
-
-
 def _response_template(reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> dict[str, Any]:
     """The regions, as transformers writes a model's `response_template`. Reasoning is only at an answer's beginning."""
     fields: dict[str, Any] = {_CONTENT: _VERBATIM}
@@ -298,18 +284,3 @@ def _response_template(reasoning: ReasoningFormat | None, tools: ToolFormat | No
         fields[_TOOL_CALLS] = {**marks, "repeats": True, **_VERBATIM}
     # The prefix that the parser is given is the message's beginning alone, so there is no anchor in it to look for.
     return {"start_anchor": "\0", "fields": fields}
-
-
-def parser_of(
-    reasoning: ReasoningFormat | None,
-    tools: ToolFormat | None,
-    prompt: str,
-    schemas: Schemas,
-    max_calls: int | None = None,
-    forced: bool = False,
-) -> OutputParser:
-    """A parser for one answer; arguments as of `RegionParser`. forced: a grammar allows it nothing but calls."""
-    if reasoning is None and tools is None:
-        return PlainParser()
-    parser = RegionParser(reasoning, tools, prompt, schemas, max_calls, forced)
-    return ForcedParser(parser, tools, max_calls) if forced and tools is not None else parser

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from dflash_openai.parsing import harmony
 from dflash_openai.parsing.events import OutputParser
-from dflash_openai.parsing.parser import parser_of
+from dflash_openai.parsing.parser import PlainParser, RegionParser
 from dflash_openai.parsing.reasoning_formats import MISTRAL as MISTRAL_REASONING
 from dflash_openai.parsing.reasoning_formats import QWEN3, REASONING_FORMATS, ReasoningFormat
 from dflash_openai.parsing.tool_formats import (
@@ -61,12 +61,12 @@ class OutputFormat:
         """A parser for one answer to `prompt`, the text of the rendered chat. `tools` are the request's, in OpenAI's
         form; without them no tool call is looked for. Without `parallel_tool_calls` only the first call is returned.
         forced: a grammar allows the answer nothing but calls."""
-        schemas = function_schemas(tools)
-        max_calls = None if parallel_tool_calls else 1
+        calls, max_calls = self.tools if tools else None, None if parallel_tool_calls else 1
         if self.is_harmony:
-            calls = self.tools is not None and bool(tools)
-            return harmony.HarmonyParser(prompt, self.reasoning is not None, calls, max_calls, forced)
-        return parser_of(self.reasoning, self.tools if tools else None, prompt, schemas, max_calls, forced)
+            return harmony.HarmonyParser(prompt, self.reasoning is not None, calls is not None, max_calls, forced)
+        if self.reasoning is None and calls is None:
+            return PlainParser()
+        return RegionParser(self.reasoning, calls, prompt, function_schemas(tools), max_calls, forced)
 
 
 def select_output_format(

@@ -21,6 +21,8 @@ _PARAMETER = re.compile(r"\s*+<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*+",
 _BEGUN_CALL = re.compile(
     r'\s*(\{)\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
 )
+# What goes between Llama's calls, or ends them.
+_DIVIDER = re.compile(r"\s*(?:;\s*|\Z)")
 # What goes before calls as JSON, between them, and behind the arguments of one that is whole.
 _BEFORE_CALLS, _BETWEEN_CALLS = re.compile(r"[} \n,;\[]*"), re.compile(r"[} \n,;]*")
 _GOES_ON = re.compile(r'\s*(?:\}|,\s*")')
@@ -98,10 +100,16 @@ def _read_hermes(text: str, schemas: Schemas) -> list[ToolCall] | None:
 def _read_llama(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """JSON objects with `name` and `parameters`, divided by `;`. No mark tells such a call from an answer in JSON, so
     only calls of functions that the request offers count."""
-    text = text.strip().removeprefix(PYTHON_TAG).strip().removesuffix(";")
+    text = text.strip().removeprefix(PYTHON_TAG).strip()
+    calls, at = [], 0
     try:
-        calls = [_CALL.decode(part.strip().encode()).call() for part in _json_objects(text, ";")]
-    except _ERRORS:
+        while at < len(text):
+            _, end = _DECODER.raw_decode(text, at)
+            calls.append(_CALL.decode(text[at:end].encode()).call())
+            if (divider := _DIVIDER.match(text, end)) is None:
+                return None
+            at = divider.end()
+    except (ValueError, *_ERRORS):
         return None
     found = _all_or_none(calls)
     return found if found and all(call.name in schemas for call in found) else None
@@ -118,7 +126,8 @@ def _read_mistral(text: str, schemas: Schemas) -> list[ToolCall] | None:
             if head is None:
                 return None
             arguments = part[head.end() :].strip()
-            _OBJECT.decode(arguments.encode())
+            if not is_object(arguments):
+                return None
             calls.append(ToolCall(head[1], arguments))
         return calls or None
     except _ERRORS:
@@ -189,7 +198,7 @@ def begun_calls(format: ToolFormat, text: str, is_bare: bool = False) -> list[tu
     models write them."""
     if is_bare:
         found = [_BEGUN_MISTRAL.match(part) for part in text.split(format.open)]
-        return [(ToolCall(part[1], part[2] or ""), _is_object(part[2] or "")) for part in found if part]
+        return [(ToolCall(part[1], part[2] or ""), is_object(part[2] or "")) for part in found if part]
     calls: list[tuple[ToolCall, bool]] = []
     at = _end_of(_BEFORE_CALLS, text, 0)
     while begun := _BEGUN_CALL.match(text, at):
@@ -231,31 +240,13 @@ def _whole_call(text: str, at: int) -> tuple[ToolCall | None, int]:
         return None, 0
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
     try:
         _OBJECT.decode(text.encode())
     except _ERRORS:
         return False
     return True
-
-
-def _json_objects(text: str, divider: str) -> list[str]:
-    """Split a text at the dividers that are outside of JSON strings and brackets."""
-    parts, depth, start, in_string, escaped = [], 0, 0, False, False
-    for position, char in enumerate(text):
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "{[":
-            depth += 1
-        elif char in "}]":
-            depth -= 1
-        elif char == divider and depth == 0:
-            parts.append(text[start:position])
-            start = position + 1
-    return [*parts, text[start:]]
 
 
 def _mistral_id() -> str:
