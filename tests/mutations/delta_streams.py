@@ -123,8 +123,8 @@ DELTA_STREAM_MUTANTS = (
         ("a reader gets the last of several deltas", "for entry in entries])],", "for entry in entries[-1:]])],"),
         (
             "requests that wait for a stream that ends wait on",
-            "                self.has_ended = True\n                self._wake()\n",
-            "                self.has_ended = True\n",
+            "            self.has_ended = True\n            self._wake()\n",
+            "            self.has_ended = True\n",
         ),
     ),
     *mutants_of(

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_backend.checkpoints import TargetSpec
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.parallel import rank
+from dflash_backend.parallel import group, rank
 from dflash_backend.parallel.gpu import GpuFollower
-from dflash_backend.parallel.group import GpuRanks, RankGroup
+from dflash_backend.parallel.group import GpuRanks, RankGroup, vocabulary_bytes
 from dflash_backend.parallel.links import RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
@@ -201,8 +202,11 @@ class _ThreadRankZero:
 def as_on_gpus(patch: pytest.MonkeyPatch, memory: Callable[[], Memory] = Memory) -> None:
     """Ranks are threads that do as those on GPUs from now on. memory: makes that of a rank other than 0."""
 
-    def of(config: EngineConfig, weight_bytes: int, splits_vocabulary: bool, on_gpus: bool) -> RankGroup:
+    def of(
+        config: EngineConfig, spec: TargetSpec, weight_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> RankGroup:
         size = config.tensor_parallel_size
+        splits_vocabulary = vocabulary_bytes(spec, dtype) >= group.MIN_SPLIT_BYTES
         links = ThreadLinks(size)
         return RankGroup(links, size, weight_bytes, splits_vocabulary, GpuRanks(CPU, links.sums[0], b""))
 

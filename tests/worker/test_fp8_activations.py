@@ -105,7 +105,7 @@ def test_a_checkpoint_of_which_some_weights_are_fp8_has_it(
     monkeypatch: pytest.MonkeyPatch, pair: dict[str, Any]
 ) -> None:
     schemes = [None, *(Scheme(layout, 8, (1, None), ("scale",)) for layout in (Layout.INT8, Layout.FLOAT8))]
-    rules = [SimpleNamespace(scheme=scheme) for scheme in schemes]
+    rules = [(None, scheme) for scheme in schemes]
     monkeypatch.setattr(checks, "load_quantization", lambda path: SimpleNamespace(rules=rules))
     values = {"device": "cpu", **pair, "activation_quantization": "fp8"}
     config, target = EngineConfig.from_values(values), read_target(Path(pair["target_model"]))
