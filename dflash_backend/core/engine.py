@@ -185,16 +185,11 @@ class EngineCore:
             self._collect_down_to(1 if self._overlap and submitted else 0, outputs)
         ended = self._clock()
         self._step_seconds += ended - started
-        return self._told(outputs, ended, self.has_unfinished())
-
-    def _told(self, outputs: EngineCoreOutputs, now: float, goes_on: bool) -> EngineCoreOutputs:
-        """The outputs with the events of the prefix cache, and with stats now and then, always where nothing goes
-        on."""
         if (events := self.scheduler.kv.events) is not None:
             outputs = msgspec.structs.replace(outputs, kv_events=events.take())
-        if goes_on and now - self._stats_sent_at < STATS_INTERVAL_S:
+        if self.has_unfinished() and ended - self._stats_sent_at < STATS_INTERVAL_S:
             return outputs
-        self._stats_sent_at = now
+        self._stats_sent_at = ended
         return msgspec.structs.replace(outputs, stats=self.stats())
 
     def finish_step(self) -> None:
@@ -282,7 +277,12 @@ class EngineCore:
         now and then, and once nothing is left to do."""
         assert self.scheduler.kv.tiers is not None
         self.scheduler.kv.tiers.advance()
-        return self._told(EngineCoreOutputs(), self._clock(), self.is_moving or self.is_keeping)
+        outputs = EngineCoreOutputs(kv_events=[] if (events := self.scheduler.kv.events) is None else events.take())
+        now = self._clock()
+        if (self.is_moving or self.is_keeping) and now - self._stats_sent_at < STATS_INTERVAL_S:
+            return outputs
+        self._stats_sent_at = now
+        return msgspec.structs.replace(outputs, stats=self.stats())
 
     @property
     def num_waiting(self) -> int:

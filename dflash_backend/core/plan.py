@@ -152,7 +152,10 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens that the target runs in this step, at most."""
-        return sum(row.num_new for row in self.rows) + self.num_drafts
+        num_drafts = sum(row.num_draft for row in self.rows)
+        if self.budget is not None:
+            num_drafts = min(num_drafts, self.budget.num_drafts)
+        return sum(row.num_new for row in self.rows) + num_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,8 +225,9 @@ def test_kernels_draft_what_the_references_draft(name: str, tmp_path: Path) -> N
     assert isinstance(blocks.pair.drafter.model, DSparkModel)
     assert batch.queries is not None
     outputs, drafter = torch.randn(len(batch.queries.token_ids), 32), blocks.pair.drafter
-    by_reference = drafter._choose(outputs, batch.queries, sampler)
+    logits = drafter.lm_head(batch.queries.of_drafts(outputs))
+    by_reference = drafter._choose(outputs, logits, batch.queries, sampler)
     drafter.model.ops = TritonLayerOps()
-    by_kernel = drafter._choose(outputs, batch.queries, sampler)
+    by_kernel = drafter._choose(outputs, logits, batch.queries, sampler)
     assert torch.equal(by_kernel.token_ids, by_reference.token_ids)
     torch.testing.assert_close(by_kernel.confidence, by_reference.confidence)

@@ -145,22 +145,21 @@ class DFlashDrafter(ModelDrafter[DFlashSpec]):
             queries.layout, queries.positions, queries.slots, self.backend, embeddings.dtype, queries.padded,
             row_index=block_index,
         )  # fmt: skip
-        return self._choose(model.forward(embeddings, context, self.caches), queries, sampler)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final-normed outputs `[n, hidden]` -> `[n, draft vocab]`."""
-        logits, form = self.lm_head(hidden), self.model.spec.logits
+        outputs = model.forward(embeddings, context, self.caches)
+        logits, form = self.lm_head(queries.of_drafts(outputs)), model.spec.logits
         if form.multiplier != 1:
             logits = logits * form.multiplier
         if form.softcap is not None:
             logits = torch.tanh(logits / form.softcap) * form.softcap
         if form.scale != 1:
             logits = logits * form.scale
-        return logits
+        return self._choose(outputs, logits, queries, sampler)
 
-    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
-        """The drafts. outputs: `[num_queries, hidden]`, final-normed, of all queries."""
-        logits = self._logits(queries.of_drafts(outputs))
+    def _choose(
+        self, outputs: torch.Tensor, logits: torch.Tensor, queries: DraftQueries, sampler: DraftSampler
+    ) -> Drafts:
+        """The drafts. outputs: `[num_queries, hidden]`, final-normed, of all queries; logits: `[num_drafts, draft
+        vocab]`."""
         positions = None if sampler.temperature is None else queries.draft_positions()
         return sampler.choose(logits, positions, self.model.id_map)
 

@@ -164,7 +164,9 @@ class DFlash2Drafter(DFlashDrafter):
     reads_block_index: ClassVar[bool] = True
     model: DFlash2Model
 
-    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
+    def _choose(
+        self, outputs: torch.Tensor, logits: torch.Tensor, queries: DraftQueries, sampler: DraftSampler
+    ) -> Drafts:
         """The walk from each row's anchor. With noise the candidates are the best with it, since the target may choose
         a token that is none of the likeliest; an edge counts as the logit that it is added to, divided by the
         temperature.
@@ -175,7 +177,6 @@ class DFlash2Drafter(DFlashDrafter):
         selector, spec = self.model.selector, self.model.spec
         assert isinstance(spec, DFlash2Spec)
         hidden = queries.of_drafts(outputs)
-        logits = self._logits(hidden)
         scores, candidates = sampler.top_candidates(logits, queries.draft_positions(), spec.selector.top_k)
         starts = queries.row_starts()
         chosen, edges = self.model.ops.selector_walk(

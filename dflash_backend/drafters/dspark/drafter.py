@@ -155,7 +155,9 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(model, target, caches, backend)
         self.lookahead_base = 0 if self.model.spec.from_anchor else 1
 
-    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
+    def _choose(
+        self, outputs: torch.Tensor, logits: torch.Tensor, queries: DraftQueries, sampler: DraftSampler
+    ) -> Drafts:
         """How sure the drafter is of a draft is what its confidence head says behind the token before it; without that
         head, the log-odds of the draft among the logits that it was chosen by."""
         head, markov = self.model.confidence, self.model.markov
@@ -163,9 +165,9 @@ class DSparkDrafter(DFlashDrafter):
         if head is not None:
             sampler = sampler.without_confidence()
         if markov is None:
-            drafts, before = super()._choose(outputs, queries, sampler), None
+            drafts, before = super()._choose(outputs, logits, queries, sampler), None
         else:
-            drafts, previous = self._walk(markov, outputs, hidden, queries, sampler)
+            drafts, previous = self._walk(markov, outputs, hidden, logits, queries, sampler)
             before = F.embedding(previous, markov.table)
         if head is None or not asked:
             return drafts
@@ -176,13 +178,13 @@ class DSparkDrafter(DFlashDrafter):
         markov: MarkovHead,
         outputs: torch.Tensor,
         hidden: torch.Tensor,
+        logits: torch.Tensor,
         queries: DraftQueries,
         sampler: DraftSampler,
     ) -> tuple[Drafts, torch.Tensor]:
         """The drafts, from the first of each block to the last, and the token before each: int64 `[num_drafts]`, in the
         target's ids."""
         positions, projected, scale = queries.draft_positions(), markov.project(hidden), self.model.spec.logits.scale
-        logits = self._logits(hidden)
         previous = queries.token_ids[queries.row_starts()[:-1]]
         state = self._first_state(markov, outputs, queries, previous)
         tokens, before = torch.empty_like(positions), torch.empty_like(positions)
