@@ -33,11 +33,9 @@ from dflash_backend.triton.submission import Refused
 IDLE_S = 1.0
 LOOK_S = 0.25
 MOST_STREAMS = 1024
-# Of a Unix socket without a file: the prefix of its name, what may wait for its reader, in bytes, and what the last
-# bytes have to leave when the stream ends, in seconds.
+# Of a Unix socket without a file: the prefix of its name, and what may wait for its reader, in bytes.
 SOCKET_PREFIX = "\0dflash-deltas/"
 MOST_WAITING = 64 << 20
-LAST_S = 1.0
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -77,10 +75,7 @@ class DeltaSocket:
             raise SendFailed(f"its client's socket broke: {error.strerror}") from error
 
     def close(self) -> None:
-        """Write what still waits, in a second at most, and close it."""
-        with contextlib.suppress(OSError):
-            self._socket.settimeout(LAST_S)
-            self._socket.sendall(self.waiting)
+        """What was written arrives; what still waits does not, as the client sees by the number of batches."""
         self._socket.close()
 
 
@@ -186,7 +181,7 @@ class DeltaStreams:
         return max(list(self._streams.values()), key=lambda stream: stream.responder.num_bytes_sent, default=None)
 
     def close(self, stream: DeltaStream) -> None:
-        """End a stream. What it was sent arrives."""
+        """End a stream. What it was sent arrives, but for what waits for a reader of its socket."""
         self._streams.pop(stream.name, None)
         if stream.socket is not None:
             stream.socket.close()

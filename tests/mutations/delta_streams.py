@@ -22,7 +22,11 @@ DELTA_STREAM_MUTANTS = (
         ("a stream that is named ends", "if stream.name in named or", "if stream.name not in named or"),
         ("a reader that stops takes memory", "if len(self.waiting) + len(batch) > MOST_WAITING:", "if False:"),
         ("another user's process has the batches", "if user != os.geteuid():", "if False:"),
-        ("what waits for a slow reader is forgotten", "self._socket.sendall(self.waiting)", "pass"),
+        (
+            "what waits for a slow reader is forgotten",
+            "                stream.socket.flush()\n",
+            "                pass\n",
+        ),
         ("a stream whose client has gone stays", " or self._has_gone(stream):", ":"),
         ("a stream that Triton cannot be asked about stays", "            return True\n", "            return False\n"),
         ("a stream ends without telling Triton", "        stream.responder.end()\n", ""),

@@ -309,7 +309,6 @@ def test_a_reader_that_stops_takes_no_memory_and_no_answer(
     service: TritonService, triton: FakeTriton, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_streams, "MOST_WAITING", 100)
-    monkeypatch.setattr(delta_streams, "LAST_S", 0.1)
     stream = opened(service)
     connection = listener.accept()
     (ours,) = service._requests.delta_streams._streams.values()
