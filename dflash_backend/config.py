@@ -236,7 +236,7 @@ class EngineConfig:
         None,
         "prompt tokens of a step in which other requests decode, so that a long prompt does not hold them up; auto: "
         "half as many as they decode, or as many as take half their time, more when more requests wait than decode, "
-        "at least 64 on cpu, 256 on cuda",
+        "an eighth of all prompt tokens that are left, at least 64 on cpu, 256 on cuda",
         low=1,
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")

@@ -14,7 +14,10 @@ from dflash_backend.settings import Setting, as_text
 
 PAGE = Path(__file__).resolve().parent / "settings.md"
 CONFIG = asset_path("model_repository", "dflash", "config.pbtxt")
-MARK = "# Settings with their defaults, written by `make docs` from dflash_backend/config.py. Change the values here.\n"
+MARK = (
+    "# Settings with their defaults. Change the values here; a new setting is a field of EngineConfig in "
+    "dflash_backend/config.py, and `make docs` writes all lines below again.\n"
+)
 
 TEXT = """# Settings
 

@@ -61,7 +61,8 @@ from dflash_backend.core.tenants import (
 MIN_CHUNK = 16
 # Requests that are in the middle of their prompts, at most, but for shorter ones.
 MAX_PARTIAL_PREFILLS = 4
-# Steps in which the prompts that are there are computed, where their time allows: many of them get more of each.
+# A step takes at least this part of all prompt tokens that are left, where its time allows: with many prompts
+# its share is larger than that of `max_prefill_tokens_per_step` (`PlanBuilder.prefill_budget`).
 STEPS_OF_PROMPTS = 8
 # How long a plan waits for KV from a tier when nothing runs, and all plans whose requests could run in its blocks.
 LOAD_WAIT_S, MAX_LOAD_WAIT_S = 0.005, 2.0
@@ -515,7 +516,7 @@ class Scheduler:
                 continue  # this step skips it
             else:
                 row = ahead
-            # As `KVManager.reserve` does; hundreds of rows need no block.
+            # `KVManager.claim` would ask the same; most of hundreds of rows need no block.
             if row.num_positions > len(request.block_ids) * config.block_size and not self.kv.claim(request, row):
                 if in_flight:
                     return False
@@ -598,7 +599,7 @@ class Scheduler:
             num_positions = positions_to_start(request, config)
             has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
             if not has_tokens or not self.kv.fits(request, num_positions, hit, promised):
-                passed_over.append(tenant)
+                passed_over.append(tenant)  # It waits for blocks, and so do all others: the loop ends.
                 break
             if self.kv.tiers is not None and self._begin_load(self.kv.tiers, request, hit, builder):
                 queue.put_back(tenant)

@@ -128,8 +128,7 @@ class SchedulerConfig:
     autoregressive: whether the drafter runs a pass for each draft, and not one for all of them.
     reads_next_tokens: whether the drafter's context KV at a position depends on the token after it (PUBLISH).
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
-    max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
-    more, what it decodes times (requests without a first token / requests that decode).
+    max_prefill_tokens_per_step: prompt tokens of a step that also decodes; None: `PlanBuilder.prefill_budget` decides.
     min_prefill_tokens_per_step: the least that the None above comes to.
     max_step_s: seconds that a step with prompts may take while others wait or decode; None: `core.step_time` decides.
     tenant_weights: each tenant's share; a tenant without an entry has weight 1.

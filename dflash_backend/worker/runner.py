@@ -389,10 +389,10 @@ class ModelRunner:
         waits = grammars is not None and grammars.waits
         part = PartInFlight(rows, runner, step, guard, copies, special, of_prompt, grammars, waits)
         if not waits:
-            self._finish(part)
+            self._accept_and_draft(part)
         return part
 
-    def _finish(self, part: PartInFlight) -> None:
+    def _accept_and_draft(self, part: PartInFlight) -> None:
         """Queue what follows the target's forward; waits for the masks of grammars. Where memory does not suffice, the
         requests' state is as it was before."""
         if part.special is not None:
@@ -429,7 +429,7 @@ class ModelRunner:
                     if part.waits and part.grammars is not None:
                         part.waits = False
                         part.grammars.begin()
-                        self._finish(part)
+                        self._accept_and_draft(part)
         except (StepFailed, StepOutOfMemory) as error:
             self._in_flight.remove(step)
             return error

@@ -375,7 +375,7 @@ class HostStepOps(CommonStepOps):
 
 
 class ReferenceStepOps(CommonStepOps):
-    """The steps of a GPU, on any device."""
+    """What `DeviceStepOps` does, by torch on any device: the reference of its kernels."""
 
     on_host = False
 
