@@ -1,8 +1,8 @@
 """A delta stream: one gRPC stream on which the server sends what is new in many requests together.
 
 A message costs server, network and client the same whether it has the delta of one request or of all. The stream is
-opened with the first request, and once the server has acknowledged one, requests name it. Their first and last
-responses and errors come on streams of their own, so cancelling one, deadlines and errors are as without it. A server
+opened with the first request, and once the server has acknowledged one, requests name it. Their last responses and
+errors come on streams of their own, so cancelling one, deadlines and errors are as without it. A server
 on this machine writes to a Unix socket instead, which costs a fraction; the gRPC stream then says that it is alive.
 """
 
@@ -51,8 +51,14 @@ class Inbox:
         """The input of the request that has this inbox."""
         return f"{self.stream.name}/{self.key}"
 
+    @property
+    def begins(self) -> bool:
+        """Whether the answer begins with what is here, and not with a response."""
+        return bool(self._entries) and len(self._entries[0]) > 4
+
     def put(self, entry: list[Any]) -> None:
-        """Add an entry of a batch: key, text, token ids, and steps where they were asked for."""
+        """Add an entry of a batch: key, text, token ids, steps where they were asked for, and whether it is the first
+        of its request."""
         self._entries.append(entry)
         self.wake()
 
@@ -74,7 +80,7 @@ class Inbox:
             "num_output_tokens": [len(ids)],
             "token_ids": ids,
         }
-        if len(entries[0]) > 3:
+        if len(entries[0]) > 3 and entries[0][3] is not None:
             outputs["steps"] = [json.dumps([step for entry in entries for step in entry[3]])]
         return outputs
 

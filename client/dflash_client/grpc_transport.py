@@ -131,8 +131,8 @@ class AsyncGrpcCall(_GrpcCall):
                 inbox.stream.leave(inbox)
 
     async def _read_both(self, stream: Any, inbox: Inbox) -> AsyncGenerator[Outputs, None]:
-        """The responses of a request, and what comes to its inbox after the first of them. `delta_batches` in a
-        response says how many batches come before it."""
+        """The responses of a request, and what comes to its inbox: after the first of them, unless it begins there.
+        `delta_batches` in a response says how many batches come before it."""
         reading: asyncio.Future[Any] | None = None
         has_begun = False
         try:
@@ -140,13 +140,14 @@ class AsyncGrpcCall(_GrpcCall):
                 if reading is None:
                     reading = asyncio.ensure_future(stream.read())
                     reading.add_done_callback(inbox.wake)
-                while not reading.done():
+                while True:
+                    is_read, has_begun = reading.done(), has_begun or inbox.begins
                     if has_begun and inbox:
                         yield inbox.take()
+                    elif is_read:
+                        break
                     else:
                         await inbox.wait()
-                if has_begun and inbox:
-                    yield inbox.take()
                 if (data := reading.result()) is grpc.aio.EOF:
                     return
                 reading, outputs = None, await _outputs(data)

@@ -2,9 +2,9 @@
 
 A response costs stub, server, gRPC and client some hundred microseconds, whatever it holds. A client with many
 requests, such as a front end, opens a stream by a request whose only input is `delta_stream`, a name of its choice, and
-sends that name with its other requests. What a step adds to all of these then leaves as one batch. First and last
-responses and errors travel as without it; `delta_batches` says in them how many batches come before, since two streams
-have no order.
+sends that name with its other requests. What a step adds to all of these then leaves as one batch, their first tokens
+too. Last responses and errors travel as without it; `delta_batches` says in them how many batches come before, since
+two streams have no order.
 
 A client on this machine listens on a Unix socket named after its stream, and batches go there: they skip Triton's
 server and gRPC, which cost more than all else that a small batch takes.
@@ -19,7 +19,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -91,13 +91,17 @@ class DeltaStream:
             self.socket = DeltaSocket(name)
 
 
-def entry(key: str, state: RequestState) -> list[Any]:
+def entry(state: RequestState, is_first: bool) -> list[Any]:
     """What is new in a request of one completion, for a batch: the request's key, text, token ids or their number where
-    no ids were asked for, and steps where they were."""
+    no ids were asked for, and steps where they were. is_first: it had no response; this is a fifth element."""
     completion, returns = state.completions[0], state.parsed.returns
+    assert state.parsed.delta_stream is not None
     ids = completion.token_ids if returns.token_ids else len(completion.token_ids)
-    fields = [key, "".join(completion.text), ids]
-    return [*fields, completion.steps] if returns.steps else fields
+    fields = [state.parsed.delta_stream[1], "".join(completion.text), ids]
+    steps = completion.steps if returns.steps else None
+    if is_first:
+        return [*fields, steps, True]
+    return fields if steps is None else [*fields, steps]
 
 
 class DeltaStreams:
@@ -131,12 +135,10 @@ class DeltaStreams:
         named = state.parsed.delta_stream
         return None if named is None else self._streams.get(named[0])
 
-    def send(self, stream: DeltaStream, states: Sequence[RequestState]) -> int:
-        """Send what is new in these requests as one batch; the bytes of its text that the server keeps. Raises
-        `SendFailed`, after which the stream is closed."""
-        batch = _ENCODER.encode(
-            [entry(state.parsed.delta_stream[1], state) for state in states if state.parsed.delta_stream]
-        )
+    def send(self, stream: DeltaStream, entries: list[list[Any]]) -> int:
+        """Send a batch; the bytes of its text that the server keeps. Raises `SendFailed`, after which the stream is
+        closed."""
+        batch = _ENCODER.encode(entries)
         num_bytes = 0
         try:
             if stream.socket is not None:

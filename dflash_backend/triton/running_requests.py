@@ -16,7 +16,7 @@ from dflash_backend.messages import AbortRequests, GenerationRequest, RequestRej
 from dflash_backend.text.output import RequestState, request_id_of
 from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.triton.cancellation import CancellationWatch
-from dflash_backend.triton.delta_streams import DeltaStream, DeltaStreams
+from dflash_backend.triton.delta_streams import DeltaStream, DeltaStreams, entry
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.reporter import Reporter
@@ -158,14 +158,20 @@ class RunningRequests:
             self._add_outputs(message, updated)
         updated = {request_id: request for request_id, request in updated.items() if request_id in self._requests}
         finished = [request for request in updated.values() if request.state.finished]
+        begins = False
         for request in updated.values():
-            if request.answered and request.state.parsed.may_wait and not request.state.finished:
-                self._waiting[request.state.request_id] = request
-            elif not request.state.finished:
+            state = request.state
+            if state.finished:
+                continue
+            # The first tokens may share a batch too, and wait for no others.
+            if state.parsed.may_wait and (request.answered or self.delta_streams.of(state) is not None):
+                begins |= not request.answered
+                self._waiting[state.request_id] = request
+            else:
                 self._answer(request)
         if finished:
             self._finish(finished)
-        self._send_waiting()
+        self._send_waiting(at_once=begins)
 
     def _send_waiting(self, at_once: bool = False) -> None:
         """Send the responses that wait, all together, if they have waited long enough: client and server wake once."""
@@ -189,19 +195,23 @@ class RunningRequests:
         if not requests:
             return
         try:
-            num_bytes = self.delta_streams.send(stream, [request.state for request in requests])
+            num_bytes = self.delta_streams.send(stream, [entry(each.state, not each.answered) for each in requests])
         except SendFailed as error:
             # What they have leaves with what the next step adds.
             self._log.error(f"a delta stream failed, and its requests go on without it: {error}")
             return
         self._server_memory.note_sent(num_bytes)
-        num_tokens = 0
+        num_tokens = num_prompt_tokens = 0
         for request in requests:
             request.delta_stream = stream
             request.responder.num_bytes_sent += request.state.num_bytes
             num_tokens += request.state.num_new_tokens
+            num_prompt_tokens += 0 if request.answered else len(request.state.parsed.prompt_token_ids)
+            request.answered = True
             request.state.clear()
         self._metrics.count("dflash:generation_tokens_total", num_tokens)
+        if num_prompt_tokens:
+            self._metrics.count("dflash:prompt_tokens_total", num_prompt_tokens)
 
     def _add_outputs(self, message: EngineOutputs, updated: dict[str, TritonRequest]) -> None:
         index, outputs = message

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -385,6 +386,39 @@ def test_the_client_keeps_the_streams_of_a_server_busy(monkeypatch: pytest.Monke
     assert at_once == [0, 3]
     assert len(found["first_token_s"]) == len(found["gaps_s"]) == 7
     assert min(found["gaps_s"]) >= 0
+
+
+def test_the_client_reads_an_answer_however_it_is_cut() -> None:
+    whole = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\n\r\n\r\n0\r\n\r\n"
+    received = [(whole[at : at + 1], float(at)) for at in range(len(whole))]
+    first = whole.index(b"abc\r\n") + 4.0
+    assert http_side.answer_parts(received) == [(b"abc", first), (b"\r\n", first + 7)]
+    assert http_side.answer_parts([(whole, 1.0)]) == [(b"abc", 1.0), (b"\r\n", 1.0)]
+    for end in range(1, 7):
+        with pytest.raises(RuntimeError, match="in the midst of an answer"):
+            http_side.answer_parts(received[: -4 - end])
+    with pytest.raises(RuntimeError, match="closed the connection without an answer"):
+        http_side.answer_parts([])
+    error = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy"
+    with pytest.raises(RuntimeError, match="the server answered HTTP/1.1 503 Service Unavailable busy"):
+        http_side.answer_parts([(error[:-2], 0.0), (error[-2:], 1.0)])
+
+
+@pytest.mark.parametrize("cut", [1, 5, 1000])
+def test_the_client_sees_the_end_of_an_answer_that_keeps_its_connection(cut: int) -> None:
+    async def ask(answer: bytes) -> list[tuple[bytes, float]]:
+        asked = http_side._Answer(b"")
+        asked.connection_made(Mock(spec=asyncio.Transport))
+        for at in range(0, len(answer), cut):
+            assert not asked.ended.done()
+            asked.data_received(answer[at : at + cut])
+        await asyncio.wait_for(asked.ended, 1)
+        return asked.received
+
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    received = asyncio.run(ask(head + b"4\r\n0\r\n\r\r\n0\r\n\r\n"))
+    assert [part for part, _ in http_side.answer_parts(received)] == [b"0\r\n\r"]
+    asyncio.run(ask(b"HTTP/1.1 400 Bad\r\ncontent-length: 5\r\n\r\nwrong"))
 
 
 def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:

@@ -199,6 +199,44 @@ def test_a_first_response_comes_before_batches_that_were_faster() -> None:
     run(test)
 
 
+def test_an_answer_may_begin_in_a_batch() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        (a, of_a, own_a), (b, of_b, own_b) = await begun(service, client), await begun(service, client)
+        service.batch([service.key(1), "1", [1], None, True], [service.key(2), "1", [1], [[1, 0, 1]], True])
+        await until(lambda: of_a and of_b)
+        assert of_a[0].steps is None
+        assert len(of_b[0].steps) == 1
+        service.batch([service.key(1), "2", [2]])
+        service.batch([service.key(1), "3", [3]])
+        await until(lambda: "".join(delta.text for delta in of_a) == "123")
+        own_a.put_nowait(response("4", (4,), 3, end="stop"))
+        own_a.put_nowait(None)
+        assert "".join(await a) == "1234"
+        own_b.put_nowait(service_pb2.ModelStreamInferResponse(error_message="INTERNAL: it broke"))
+        own_b.put_nowait(None)
+        with pytest.raises(Internal, match="it broke"):
+            await b
+
+    run(test)
+
+
+def test_an_answer_that_begins_in_a_batch_is_whole_when_all_of_it_waits() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        stream, number = client.stream("Hello"), len(service.own)
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(service.own) > number)
+        service.own[number].put_nowait(response("3", (3,), 2, end="stop"))
+        service.own[number].put_nowait(None)
+        await asyncio.sleep(0.1)
+        assert not reading.done(), "the last response comes after its batches"
+        service.batch([service.key(1), "1", [1], None, True])
+        service.batch([service.key(1), "2", [2]])
+        assert (await reading).text == "1"
+        assert "".join([delta.text async for delta in stream]) == "23"
+
+    run(test)
+
+
 def test_what_waits_for_its_reader_is_one_delta() -> None:
     async def test(service: Server, client: AsyncDFlashClient) -> None:
         stream = client.stream("Hello", return_steps=True)

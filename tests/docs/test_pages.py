@@ -40,7 +40,7 @@ OF_THE_SOURCE = (
     "checkpoints.md",
     "training.md",
 )
-REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
+REFERENCE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 
 def test_make_help_lists_every_target_that_says_what_it_does() -> None:
@@ -176,7 +176,8 @@ def _is_defined(file: str, name: str) -> bool:
         path = folder / file
         if path.is_file():
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            return not name or any(name in _names(node) for node in ast.walk(tree))
+            defined = {each for node in ast.walk(tree) for each in _names(node)}
+            return not name or defined.issuperset(name.split("."))
     return False
 
 

@@ -42,8 +42,8 @@ DELTA_STREAM_MUTANTS = (
         ),
         (
             "what a batch had is sent again",
-            "            request.state.clear()\n        self._metrics",
-            "        self._metrics",
+            "            request.answered = True\n            request.state.clear()\n        self",
+            "            request.answered = True\n        self",
         ),
         (
             "batches do not count for the largest answer",
@@ -55,6 +55,18 @@ DELTA_STREAM_MUTANTS = (
             'count("dflash:generation_tokens_total", num_tokens)',
             'count("dflash:generation_tokens_total", 0)',
         ),
+        (
+            "first tokens wait for others",
+            "self._send_waiting(at_once=begins)",
+            "self._send_waiting()",
+        ),
+        (
+            "first tokens come alone",
+            "(request.answered or self.delta_streams.of(state) is not None)",
+            "request.answered",
+        ),
+        ("each entry begins its answer", "entry(each.state, not each.answered)", "entry(each.state, True)"),
+        ("prompts that begin in a batch are not counted", "        if num_prompt_tokens:\n", "        if False:\n"),
         ("last responses do not say what comes before", "            request.delta_stream = stream\n", ""),
         ("a stream is never the one that holds memory", "            self.delta_streams.close(together)\n", ""),
     ),
@@ -150,11 +162,8 @@ DELTA_STREAM_MUTANTS = (
             "            pass\n",
         ),
         ("batches overtake the first response", "has_begun = False\n", "has_begun = True\n"),
-        (
-            "an error overtakes batches",
-            "if has_begun and inbox:\n                    yield inbox.take()\n                if (data",
-            "if (data",
-        ),
+        ("an answer that begins in a batch waits for its end", "has_begun or inbox.begins", "has_begun"),
+        ("an error overtakes batches", "if has_begun and inbox:", "if has_begun and inbox and not is_read:"),
         ("answers at once name a stream", "self.delta_streams if self._request.stream else None", "self.delta_streams"),
         (
             "requests that have ended keep their inbox",

@@ -37,7 +37,7 @@ SERVING_MUTANTS = (
     *mutants_of(
         "dflash_backend/triton/running_requests.py",
         ("tests/triton/test_settings.py",),
-        ("requests that say an interval wait", " and request.state.parsed.may_wait and", " and"),
+        ("requests that say an interval wait", "if state.parsed.may_wait and (", "if ("),
         ("a stream that is slow enough waits", "num_waiting / self._responses_per_s", "1.0"),
         ("one stream alone never waits", "len(self._waiting) - self._as_vllm", "len(self._waiting) - 1"),
         ("one stream alone waits as vLLM's do not", "len(self._waiting) - self._as_vllm", "len(self._waiting)"),

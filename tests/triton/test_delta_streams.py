@@ -55,7 +55,11 @@ def batches(sender: Sender) -> list[list[list[Any]]]:
 
 def answer(key: str, own: list[InferenceResponse], together: list[list[list[Any]]]) -> list[int]:
     """The token ids of a request in the order that a client has: its own responses, each after the batches that it
-    names."""
+    names. Either its first response or its first entry begins the answer."""
+    marked = [len(entry) > 4 for batch in together for entry in batch if entry[0] == key]
+    assert not any(marked[1:])
+    begins_alone = "delta_batches" not in own[0].outputs
+    assert not marked or marked[0] is not begins_alone
     ids: list[int] = []
     num_read = 0
     for response in own:
@@ -78,7 +82,7 @@ def slow_toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_streams, "LOOK_S", 0.05)
 
 
-def test_a_stream_is_acknowledged_and_carries_all_but_first_and_last_responses(service: TritonService) -> None:
+def test_a_stream_is_acknowledged_and_carries_all_but_last_responses(service: TritonService) -> None:
     stream = opened(service)
     assert stream.next().outputs["text_output"] == "[]"
     senders = {key: ask(service, key) for key in "abc"}
@@ -86,8 +90,7 @@ def test_a_stream_is_acknowledged_and_carries_all_but_first_and_last_responses(s
     together = [[], *batches(stream)]
     for key, responses in own.items():
         assert answer(key, responses, together) == repeated(NUM_TOKENS)
-        assert len(responses) == 2, "the first one and the last"
-        assert "delta_batches" not in responses[0].outputs
+        assert len(responses) == 1, "the last"
         assert responses[-1].outputs["delta_batches"][0] > 0
         assert responses[-1].outputs["finish_reason"] == "length"
         assert "spec_stats" in responses[-1].outputs
@@ -100,22 +103,51 @@ def test_entries_have_texts_that_join_and_steps_where_they_were_asked_for(servic
     own = {key: sender.all() for key, sender in senders.items()}
     together = batches(stream)
     entries = {key: [entry for batch in together for entry in batch if entry[0] == key] for key in senders}
-    assert {len(entry) for entry in entries["plain"]} == {3}
-    assert {len(entry) for entry in entries["steps"]} == {4}
+    assert entries["plain"][0][3:] == [None, True]
+    assert entries["steps"][0][4] is True
+    assert {len(entry) for entry in entries["plain"][1:]} == {3}
+    assert {len(entry) for entry in entries["steps"][1:]} == {4}
     assert all(sum(step[0] for step in entry[3]) == len(entry[2]) for entry in entries["steps"])
-    for key, (first, last) in own.items():
-        text = first.outputs["text_output"] + "".join(entry[1] for entry in entries[key]) + last.outputs["text_output"]
+    for key, (last,) in own.items():
+        text = "".join(entry[1] for entry in entries[key]) + last.outputs["text_output"]
         assert text == bytes(id for id in repeated(NUM_TOKENS) if id < 256).decode(errors="replace")
 
 
 def test_without_token_ids_an_entry_has_their_number_and_some_text(serve: Any) -> None:
     service = serve(max_stream_responses_per_s=10**9)
     stream = opened(service)
-    first, last = ask(service, "a", return_token_ids=False).all()
+    (last,) = ask(service, "a", return_token_ids=False).all()
     entries = [entry for batch in batches(stream) for entry in batch]
-    assert all(text for _, text, _ in entries), "characters that end in a later step wait for it"
-    counts = [count for _, _, count in entries]
-    assert first.outputs["num_output_tokens"][0] + sum(counts) + last.outputs["num_output_tokens"][0] == NUM_TOKENS
+    assert all(entry[1] for entry in entries), "characters that end in a later step wait for it"
+    assert sum(entry[2] for entry in entries) + last.outputs["num_output_tokens"][0] == NUM_TOKENS
+
+
+def test_first_tokens_wait_for_no_others(serve: Any) -> None:
+    service = serve(max_stream_responses_per_s=1)  # so others wait for as long as they may
+    stream = opened(service)
+    assert stream.next().outputs["text_output"] == "[]"
+    senders = [ask(service, key, return_steps=True) for key in "abc"]
+    together = []
+    while len(together) < 3:
+        together += [entry for entry in json.loads(stream.next().outputs["text_output"]) if len(entry) > 4]
+    assert {entry[0] for entry in together} == set("abc")
+    assert [len(entry[3]) for entry in together] == [1, 1, 1], "steps"
+    for sender in senders:
+        sender.all()
+
+
+def test_a_request_that_begins_alone_marks_no_entry(service: TritonService) -> None:
+    sender = ask(service, "a", 150)
+    first = sender.next()
+    assert "delta_batches" not in first.outputs
+    stream = opened(service)
+    own = [first, *sender.all()]
+    together = batches(stream)
+    assert len(together) > 2
+    assert {len(entry) for batch in together[1:] for entry in batch} == {3}
+    ids = [token_id for each in own[:-1] for token_id in each.outputs["token_ids"]]
+    ids += [token_id for batch in together for entry in batch for token_id in entry[2]]
+    assert ids + list(own[-1].outputs["token_ids"]) == repeated(150)
 
 
 def test_what_a_batch_cannot_hold_comes_alone(service: TritonService) -> None:
@@ -170,10 +202,9 @@ def test_a_name_is_one_clients(service: TritonService, monkeypatch: pytest.Monke
 def test_a_stream_that_cannot_be_sent_to_loses_nothing(service: TritonService, triton: FakeTriton) -> None:
     stream = opened(service)
     sender = ask(service, "a")
-    first = sender.next()
     eventually(lambda: stream._responses.qsize() > 3)
     stream.failures = 1
-    own = [first, *sender.all()]
+    own = sender.all()
     assert stream.answered
     assert len(own) > 2, "the rest comes alone"
     assert answer("a", own, batches(stream)) == repeated(NUM_TOKENS)
@@ -228,6 +259,7 @@ def test_tokens_are_counted_once(service: TritonService, triton: FakeTriton) -> 
     ask(service, "a").all()
     service._metrics.flush()
     assert triton.values["dflash:generation_tokens_total",] == NUM_TOKENS
+    assert triton.values["dflash:prompt_tokens_total",] == len(SLOW_PROMPT)
 
 
 def test_for_memory_of_the_server_the_stream_is_closed_before_a_request(
@@ -301,7 +333,7 @@ def test_a_client_that_listens_on_this_machine_has_its_batches_there(
     together = [[], *read_all(connection)]
     for key, responses in own.items():
         assert answer(key, responses, together) == repeated(NUM_TOKENS)
-        assert len(responses) == 2
+        assert len(responses) == 1
         assert responses[-1].outputs["delta_batches"][0] > 0
 
 
@@ -367,5 +399,5 @@ def test_another_users_socket_gets_nothing(
     monkeypatch.setattr(os, "geteuid", lambda: own_user + 1)
     stream = opened(service)
     assert listener.accept().recv(1) == b""
-    assert len(ask(service, "a").all()) == 2
+    assert len(ask(service, "a").all()) == 1
     assert len(batches(stream)) > 1

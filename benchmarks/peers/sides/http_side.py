@@ -1,7 +1,7 @@
 """A server and its client: `python -m benchmarks.peers.sides.http_side SETTINGS`.
 
-The client is the same for all: sockets read as they are, since a client's own work takes a core from the server that it
-measures. Answers are parsed once the run is over.
+The client is the same for all: what comes is kept with its time, since a client's own work takes a core from the server
+that it measures. Answers are parsed once the run is over.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.sides.protocol import Clock, Prompts, Run, serve
 
 HOST = "127.0.0.1"
-POLL_S, STOP_S, LIMIT = 0.2, 20.0, 1 << 24
+POLL_S, STOP_S = 0.2, 20.0
 LOG_TAIL = 400
+HEAD_END = b"\r\n\r\n"
+# A chunk's end, and the chunk without a byte.
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 LOST = -1  # in place of the id of a token that a stream did not show
 
 
@@ -89,46 +95,95 @@ def event_tokens(event: dict[str, Any], api: str, num_before: int = 0) -> list[i
     return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, body: bytes) -> list[Any]:
-    """The parts of an answer, each with the time at which it had come."""
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    status = await reader.readline()
-    fields = []
-    while line := (await reader.readline()).strip():
-        fields.append(line.lower())
-    if not status:
+class _Answer(asyncio.Protocol):
+    """A connection with one request. `received` has what came, and when."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self._is_stream = request, False
+        self.received: list[tuple[bytes, float]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append((data, time.perf_counter()))
+        if self._is_whole(data):
+            self._transport.close()
+            self._end()
+
+    def _is_whole(self, data: bytes) -> bool:
+        """Whether the answer, with `data` as its end, has its last chunk or, where it is an error, all that its head
+        says."""
+        if self._is_stream:
+            few = len(data) < len(LAST_CHUNK)
+            end = b"".join([each for each, _ in self.received[-len(LAST_CHUNK) :]]) if few else data
+            return end.endswith(LAST_CHUNK)
+        head, end_of_head, body = b"".join([each for each, _ in self.received]).partition(HEAD_END)
+        self._is_stream = bool(end_of_head) and b" 200 " in head.partition(b"\r\n")[0]
+        if self._is_stream:
+            return self._is_whole(data)
+        return bool(end_of_head) and len(body) >= _content_length(head)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def _content_length(head: bytes) -> int:
+    fields = (line.lower().partition(b":") for line in head.split(b"\r\n"))
+    return next((int(value) for name, _, value in fields if name == b"content-length"), 0)
+
+
+def answer_parts(received: list[tuple[bytes, float]]) -> list[tuple[bytes, float]]:
+    """The chunks of an answer, each with the time at which it had come. Raises `RuntimeError` where it is an error, or
+    has no end."""
+    data, ends = b"".join([data for data, _ in received]), list(accumulate(len(data) for data, _ in received))
+    if not data:
         raise RuntimeError("the server closed the connection without an answer")
+    head, _, body = data.partition(HEAD_END)
+    status = head.partition(b"\r\n")[0]
     if b" 200 " not in status:
-        length = next((int(f.split(b":")[1]) for f in fields if f.startswith(b"content-length:")), 0)
-        text = (await reader.readexactly(length)).decode(errors="replace")
-        raise RuntimeError(f"the server answered {status.decode().strip()} {text[:LOG_TAIL]}")
-    parts = []
-    while size := int(await reader.readline(), 16):
-        parts.append(((await reader.readexactly(size + 2))[:-2], time.perf_counter()))
-    await reader.readline()
+        text = body[: _content_length(head)].decode(errors="replace")
+        raise RuntimeError(f"the server answered {status.decode()} {text[:LOG_TAIL]}")
+    parts, at = [], len(head) + len(HEAD_END)
+    while (line_end := data.find(b"\r\n", at)) >= 0 and (size := int(data[at:line_end], 16)):
+        begin, at = line_end + 2, line_end + 2 + size + 2
+        if at > len(data):
+            break
+        parts.append((data[begin : at - 2], received[bisect_left(ends, at)][1]))
+    if line_end < 0 or at > len(data):
+        raise RuntimeError("the server closed the connection in the midst of an answer")
     return parts
 
 
 async def _run(settings: dict[str, Any], prompts: Prompts, streams: int, max_tokens: int) -> dict[str, Any]:
     todo, clock = iter(enumerate(prompts)), Clock(len(prompts))
-    parts: dict[int, list[tuple[bytes, float]]] = {}
+    received: dict[int, list[tuple[bytes, float]]] = {}
+    loop = asyncio.get_running_loop()
     head = f"POST {settings['path']} HTTP/1.1\r\nhost: {HOST}:{settings['port']}\r\ncontent-type: application/json\r\n"
 
     async def stream() -> None:
         for index, prompt in todo:
             body = request_body(settings, prompt, max_tokens)
             clock.sent(index)
+            request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
             # A connection each: some servers close theirs after an answer.
-            reader, writer = await asyncio.open_connection(HOST, settings["port"], limit=LIMIT)
-            parts[index] = await _ask(reader, writer, head, body)
-            writer.close()
+            _, answer = await loop.create_connection(partial(_Answer, request), HOST, settings["port"])
+            await answer.ended
+            received[index] = answer.received
 
     started = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(streams)))
     seconds = time.perf_counter() - started
-    for index in sorted(parts):
+    for index in sorted(received):
         num_tokens = 0
-        for event, now in events(parts[index]):
+        for event, now in events(answer_parts(received[index])):
             tokens = event_tokens(event, settings["api"], num_tokens)
             num_tokens += len(tokens)
             clock.arrived(index, tokens, now)
