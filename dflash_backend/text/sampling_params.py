@@ -54,8 +54,6 @@ MAX_PRIORITY = 2**32 - 1
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 # Below this, dividing logits by the temperature overflows float16 and gains nothing over greedy; vLLM's bound too.
 LOWEST_TEMPERATURE = 1e-2
-# Names up to this length are compared with the known ones.
-MAX_COMPARED_CHARS = 64
 TRITON_PREFIX = "triton_"
 # Parameters that `text/request.py` takes out of a request's before: they are not the engine's.
 TAKEN_BEFORE = ("truncate_prompt_tokens", "truncation_side", "stream_interval")
@@ -362,5 +360,4 @@ def _not_supported(name: str, value: Any) -> ParameterError:
 def _nearest(name: str) -> str:
     if name in OTHER_NAMES:
         return f"; use {OTHER_NAMES[name]}"
-    compared = name if len(name) <= MAX_COMPARED_CHARS else ""
-    return closest(compared, (*_BY_NAME, *TAKEN_BEFORE), "sampling parameters", cutoff=0.6)
+    return closest(name, (*_BY_NAME, *TAKEN_BEFORE), "sampling parameters", cutoff=0.6)
