@@ -31,7 +31,8 @@ def choose_device(config: EngineConfig) -> torch.device:
         return torch.device("cuda")
     if config.device == "cuda":
         raise ConfigError(f"setting 'device' is 'cuda', but torch sees no GPU here ({_reason()}); use 'cpu' or 'auto'")
-    if _driver_is_here():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+    if not is_hidden and any(file.exists() for file in DRIVER_FILES):
         raise ConfigError(
             f"this machine has an NVIDIA driver, and torch {torch.__version__} cannot use it: {_reason()}. Install the "
             "build of torch that fits the driver (with `make setup TORCH_INDEX=URL` it comes from that package index), "
@@ -43,7 +44,11 @@ def choose_device(config: EngineConfig) -> torch.device:
 def prepare_gpu() -> None:
     """What a process on a GPU needs before it loads. Raises `ConfigError` where kernels cannot be launched."""
     _check_compiler()
-    _sum_in_float32()
+    # Matrix products that are split along their sum add the parts in float32. By default torch lets cuBLAS add them in
+    # the result's 16 bits. A verification and a plain decode step split differently, so more of their greedy tokens
+    # would differ than reduction order alone accounts for.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def num_cores(config: EngineConfig) -> int:
@@ -63,11 +68,6 @@ def share_cores(config: EngineConfig, device: torch.device) -> None:
     """Give torch's operations this engine's share of the cores, on a CPU with several engines."""
     if device.type == "cpu" and config.data_parallel_size > 1:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores(config)))
-
-
-def _driver_is_here() -> bool:
-    """Whether there is a GPU that was not hidden on purpose."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(file.exists() for file in DRIVER_FILES)
 
 
 def _reason() -> str:
@@ -93,13 +93,3 @@ def _check_compiler() -> None:
             f"the GPU kernels need Python's C headers to be launched, and {header} is missing; install them (Debian, "
             f"Ubuntu: `apt install python{sysconfig.get_python_version()}-dev`)"
         )
-
-
-def _sum_in_float32() -> None:
-    """Let matrix products that are split along their sum add the parts in float32.
-
-    By default torch lets cuBLAS add them in the result's 16 bits. A verification and a plain decode step split
-    differently, so more of their greedy tokens would differ than reduction order alone accounts for.
-    """
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

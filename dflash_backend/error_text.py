@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,9 @@ def first_line(error: BaseException) -> str:
 
 def what_ails(path: Path) -> str:
     """Of a file that cannot be read as what it should be: what it is, and what to do about it."""
-    try:
-        with open(path, "rb") as stream:
-            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
-    except OSError:
-        is_pointer = False
-    if is_pointer:
-        return "it is a pointer of Git LFS in place of the file, which `git lfs pull` fetches"
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            return "it is a pointer of Git LFS in place of the file, which `git lfs pull` fetches"
     return "it is truncated or damaged, download or copy it again"
 
 

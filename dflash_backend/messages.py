@@ -130,13 +130,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether some tokens are hidden at any position."""
         return self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
-    @property
-    def has_special_logits(self) -> bool:
-        """Whether the tokens of this request are chosen from logits that it has changed, or their log-probabilities are
-        asked for."""
-        changes = self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.masks_tokens
-        return changes or self.logprobs is not None
-
 
 class EngineSetup(msgspec.Struct, frozen=True):
     """What the engine process must know to start: the settings as text, by name, the two ZeroMQ addresses, the folder

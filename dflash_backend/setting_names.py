@@ -30,6 +30,9 @@ _NOT_HERE = {
     "trust_remote_code": "no code of a checkpoint is ever run",
 }
 
+# Names up to this length are compared with the known ones.
+MAX_COMPARED_CHARS = 64
+
 
 def nearest(name: str, names: Sequence[str]) -> str:
     """`; did you mean ...` when one of `names`, those of the settings, is close to `name`, else what there is."""
@@ -37,7 +40,10 @@ def nearest(name: str, names: Sequence[str]) -> str:
         return f"; here that is '{_OTHER_NAMES[name]}'"
     if name in _NOT_HERE:
         return f"; {_NOT_HERE[name]}"
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return "; the settings are: " + ", ".join(names)
+    return closest(name, names, "settings", cutoff=0.7)
+
+
+def closest(name: str, names: Sequence[str], kind: str, cutoff: float) -> str:
+    """`; did you mean ...` when one of `names` is as close as that to `name`, else what there is of the kind."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if len(name) <= MAX_COMPARED_CHARS else []
+    return f"; did you mean '{close[0]}'?" if close else f"; the {kind} are: {', '.join(names)}"

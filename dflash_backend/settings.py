@@ -60,7 +60,10 @@ class Setting:
         elif self.kind is str:
             words = ["text"]
         else:
-            words = [self._allowed_numbers()]
+            noun = "an integer" if self.kind is int else "a number"
+            # Without an exponent, which few people read.
+            low, high = (str(int(bound)) if bound == int(bound) else f"{bound:g}" for bound in (self.low, self.high))
+            words = [f"{noun} {'above' if self.low_open else 'from'} {low} to {high}"]
         return " or ".join(([AUTO] if self.auto else []) + words)
 
     def parse(self, value: Any, source: str) -> Any:
@@ -91,20 +94,12 @@ class Setting:
                 raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}): {error}") from None
         return parsed
 
-    def _allowed_numbers(self) -> str:
-        noun = "an integer" if self.kind is int else "a number"
-        # Without an exponent, which few people read.
-        low, high = (str(int(bound)) if bound == int(bound) else f"{bound:g}" for bound in (self.low, self.high))
-        return f"{noun} {'above' if self.low_open else 'from'} {low} to {high}"
-
     def _within_bounds(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if self.kind in (int, float):
-            if value < self.low or (self.low_open and value == self.low):
-                return False
-            return bool(value <= self.high)
-        return True
+        if self.kind not in (int, float):
+            return True
+        return bool(self.low < value <= self.high or (value == self.low and not self.low_open))
 
 
 def setting(default: Any, help: str, **bounds: Any) -> Any:

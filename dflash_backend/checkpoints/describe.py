@@ -58,14 +58,9 @@ def _mxfp4_facts(spec: TargetSpec, dtype: str) -> Facts:
     packed = {name: header for name, header in read_headers(spec.path).items() if header.dtype == "U8"}
     stored = sum(header.num_bytes for header in packed.values())
     loaded = sum(num_weights(name, header) for name, header in packed.items()) * FLOAT_BYTES[dtype]
-    mib = 1024**2
-    return [
-        (
-            "MXFP4",
-            f"experts of {stored / mib:.1f} MiB on disk stay so on a GPU, whose products read codes, and are "
-            f"{loaded / mib:.1f} MiB of {dtype} in memory on a CPU",
-        )
-    ]
+    on_disk, in_memory = (f"{size / 1024**2:.1f} MiB" for size in (stored, loaded))
+    of_gpu = f"experts of {on_disk} on disk stay so on a GPU, whose products read codes"
+    return [("MXFP4", f"{of_gpu}, and are {in_memory} of {dtype} in memory on a CPU")]
 
 
 def decoder_facts(decoder: DecoderSpec) -> Facts:
@@ -99,15 +94,11 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
         facts.append(("biases", " and ".join(biases)))
     if decoder.moe is not None:
         moe = decoder.moe
-        facts.append(
-            (
-                "experts",
-                f"{moe.num_experts} of size {moe.intermediate_size}, {moe.experts_per_token} for a token, in "
-                f"{sum(moe.sparse_layers)} of {decoder.num_layers} layers; weights "
-                + ("scaled to sum to 1" if moe.norm_topk_prob else "as the router gives them")
-                + (f"; a shared one of size {moe.shared_size}" if moe.shared_size else ""),
-            )
-        )
+        sizes = f"{moe.num_experts} of size {moe.intermediate_size}, {moe.experts_per_token} for a token"
+        weights = "scaled to sum to 1" if moe.norm_topk_prob else "as the router gives them"
+        shared = f"; a shared one of size {moe.shared_size}" if moe.shared_size else ""
+        where = f"in {sum(moe.sparse_layers)} of {decoder.num_layers} layers"
+        facts.append(("experts", f"{sizes}, {where}; weights {weights}{shared}"))
     return facts
 
 
@@ -189,13 +180,9 @@ def _block_facts(directory: Path, served: str) -> Facts:
         for name, one in blocks.items()
     )
     stored = sum(one.num_bytes for one in blocks.values())
-    return [
-        (
-            "blocks",
-            f"{kinds}: {stored / 1024**2:.1f} MiB in the files; products of a CPU read codes of {', '.join(BITS)}, so "
-            f"about {bits / 8 / 1024**2:.1f} MiB in its memory; elsewhere all become {served}",
-        )
-    ]
+    in_files, in_memory = (f"{size / 1024**2:.1f} MiB" for size in (stored, bits / 8))
+    of_cpu = f"products of a CPU read codes of {', '.join(BITS)}, so about {in_memory} in its memory"
+    return [("blocks", f"{kinds}: {in_files} in the files; {of_cpu}; elsewhere all become {served}")]
 
 
 def weight_bytes(directory: Path) -> int:

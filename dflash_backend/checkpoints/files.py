@@ -217,10 +217,9 @@ def _in_blocks(file: Path, headers: dict[str, TensorHeader], stored: str) -> dic
 def have_equal_numbers(one: TensorHeader, other: TensorHeader) -> bool:
     """Whether two tensors have the same shape and numbers, whatever float type each has. Raises `CheckpointError` where
     a file is broken."""
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= FLOATS:
+    # Blocks of one type are compared by their bytes.
+    if one.shape != other.shape or one.blocks != other.blocks or not {one.dtype, other.dtype} <= FLOATS:
         return False
-    if one.blocks != other.blocks:
-        return False  # those of one type are compared by their bytes
     import torch  # what else is read of files costs no torch
 
     rows = max(1, COMPARED_NUMBERS // max(1, math.prod(one.shape[1:])))

@@ -6,6 +6,7 @@ drafting methods that there are. Each entry is stated in the source that it name
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,11 +169,9 @@ def published_for(target: str, directory: Path | None = None) -> tuple[Published
     if (found := _SNAPSHOT.search(f"{Path(target).expanduser()}/")) is not None:
         names.add("/".join(found.groups()).lower())
     if directory is not None:
-        try:
+        with contextlib.suppress(CheckpointError):  # which is told where the checkpoint is read
             config = JsonReader.load(directory / "config.json")
             names.add(config.string("_name_or_path", default="").lower())
-        except CheckpointError:
-            pass  # the error is told where the checkpoint is read
     return tuple(each for each in DRAFTERS if each.target.name.lower() in names and each.unsupported is None)
 
 

@@ -66,22 +66,21 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
     `CheckpointError`, and `ConfigError` for settings that contradict each other."""
     if config.draft_model != NGRAM:
         refuse_lookup(config)
-    dirs = resolve_dirs(config)
+    dirs, wanted = resolve_dirs(config), config.num_speculative_tokens
     target = read_target(dirs.target)
     if config.draft_model == NGRAM:
         ngram = read_ngram(config)
-        k = config.num_speculative_tokens
-        k = ngram.num_speculative_tokens if k is None else k
+        k = ngram.num_speculative_tokens if wanted is None else wanted
         return ModelPair(target, ngram if k else None, k, dirs.warning)
     if dirs.draft is None:
-        if config.num_speculative_tokens:
-            raise CheckpointError(
-                f"num_speculative_tokens is {config.num_speculative_tokens} but there is no drafter; set draft_model"
-            )
+        if wanted:
+            raise CheckpointError(f"num_speculative_tokens is {wanted} but there is no drafter; set draft_model")
         return ModelPair(target, None, 0, dirs.warning)
     draft = read_draft(dirs.draft, config.causal).for_target(target)
     check_pair(target, draft)
-    k = _speculative_tokens(config, draft)
+    if wanted is not None and wanted > draft.max_speculative_tokens:
+        raise CheckpointError(f"num_speculative_tokens is {wanted}; the drafter in {draft.path} {draft.limit_in_words}")
+    k = draft.num_speculative_tokens if wanted is None else wanted
     return ModelPair(target, draft if k else None, k, dirs.warning)
 
 
@@ -112,7 +111,8 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
         return ModelDirs(verifier_dir(directory, report=report), directory)
     if config.draft_model and config.draft_model != NGRAM:
         directory = find_drafter(config.draft_model, "draft_model", config.draft_revision, report)
-        if _names_verifier(directory):
+        own = JsonReader.load(directory / "config.json")
+        if is_speculators(own) and verifier_name(own) is not None:
             return ModelDirs(verifier_dir(directory, config.target_revision, report), directory)
         return ModelDirs(asset_path("demo", "pair", "target"), directory)
     target = asset_path("demo", "pair", "target")
@@ -145,18 +145,3 @@ def verifier_dir(directory: Path, revision: str = "", report: Report | None = No
         check_files(found)
         return found
     return find_model(name, where, revision, report)
-
-
-def _names_verifier(directory: Path) -> bool:
-    """Whether a drafter directory says which target it was made for."""
-    config = JsonReader.load(directory / "config.json")
-    return is_speculators(config) and verifier_name(config) is not None
-
-
-def _speculative_tokens(config: EngineConfig, draft: DraftModelSpec) -> int:
-    wanted = config.num_speculative_tokens
-    if wanted is None:
-        return draft.num_speculative_tokens
-    if wanted > draft.max_speculative_tokens:
-        raise CheckpointError(f"num_speculative_tokens is {wanted}; the drafter in {draft.path} {draft.limit_in_words}")
-    return wanted

@@ -300,9 +300,8 @@ def _runner(
 ) -> ModelRunner:
     """The worker for these models over this KV."""
     pair, target, device = models.pair, models.target, models.device
-    drafter = None
-    if models.make_drafter is not None:
-        drafter = models.make_drafter(target, kv.draft, models.draft_backend)
+    make_drafter = models.make_drafter
+    drafter = None if make_drafter is None else make_drafter(target, kv.draft, models.draft_backend)
     decoder = own_part(config, pair).target.decoder
     step = ModelStep(
         target,

@@ -202,11 +202,10 @@ class EngineLoop:
     def _begin_loading(self, wanted: SwapDrafter) -> None:
         """Load a drafter beside the one that drafts, in a thread, while steps go on."""
         drafters, loaded = self._drafters, self._loaded
-        if drafters is None:
-            reason = "this server was started without a drafter that is a model; set draft_model and restart it"
-            self._say(EngineCoreOutputs(drafter_swaps=[DrafterSwapped(wanted.swap_id, "refused", reason)]))
-            return
         try:
+            if drafters is None:
+                reason = "this server was started without a drafter that is a model; set draft_model and restart it"
+                raise RequestError("INVALID_ARGUMENT", reason)
             if self._loader is not None:
                 raise RequestError("UNAVAILABLE", "another drafter is loaded; try again later")
             self._core.check_swap()

@@ -11,7 +11,6 @@ from typing import Any
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.plot import plot_by_position, require_matplotlib
 from dflash_backend.evaluation.run import Evaluation, GroupResult
-from dflash_backend.spec_stats import SpecDecodingStats
 
 # Two tables in place of one wide one, so that they fit a terminal of 100 columns: what came out, and the counts behind
 # it. The JSON has all figures.
@@ -66,7 +65,10 @@ def tables(evaluation: Evaluation, about: Mapping[str, Any]) -> str:
         header = ("per_position_rates", *(str(position + 1) for position in positions))
         parts.append(markdown_table([header, *(_position_row(group, positions) for group in shown)]))
     if num_positions:
-        parts.append(_histogram_line(evaluation.overall.counts))
+        # How the steps share out over the numbers of accepted drafts, over all sets.
+        counts = evaluation.overall.counts
+        shares = [f"{n}: {count / counts.num_drafts:.0%}" for n, count in enumerate(counts.accepted_histogram)]
+        parts.append(textwrap.fill(f"steps by accepted drafts: {', '.join(shares)}", WIDTH))
     else:
         parts.append("No step had drafts, so there are no rates by position.")
     parts.append(f"{tokens} tokens in {evaluation.seconds:.2f} s{speed}")
@@ -92,12 +94,6 @@ def _about_line(name: str, value: Any) -> str:
     return textwrap.fill(
         f"- {name}: {_as_text(value)}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-
-
-def _histogram_line(counts: SpecDecodingStats) -> str:
-    """How the steps share out over the numbers of accepted drafts, over all sets."""
-    shares = [f"{n}: {count / counts.num_drafts:.0%}" for n, count in enumerate(counts.accepted_histogram)]
-    return textwrap.fill(f"steps by accepted drafts: {', '.join(shares)}", WIDTH)
 
 
 def _figures_row(group: GroupResult) -> tuple[str, ...]:

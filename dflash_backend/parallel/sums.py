@@ -102,18 +102,14 @@ class SharedSum(PiecewiseSum):
     def _exchanged(self, x: torch.Tensor) -> list[torch.Tensor]:
         """What each rank has given, at most one slot's numbers, until the exchange after the next."""
         self._count += 1
-        views = self._views.get(x.dtype) or self._typed(x.dtype)
+        if (views := self._views.get(x.dtype)) is None:
+            views = self._views[x.dtype] = [[slot.view(x.dtype) for slot in slots] for slots in self._slots]
         terms = [slot[: len(x)] for slot in views[self._count % 2]]
         terms[self._shard.rank].copy_(x)
         self._counters[self._shard.rank * COUNTER_BYTES // 8] = self._count
         for rank in range(self._shard.size):
             self._wait(rank)
         return terms
-
-    def _typed(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        views = [[slot.view(dtype) for slot in slots] for slots in self._slots]
-        self._views[dtype] = views
-        return views
 
     def _wait(self, rank: int) -> None:
         """Until that rank has come to this sum."""

@@ -110,10 +110,9 @@ class Detokenizer:
         The token that completes a character adds all of it, and the tokens before that nothing; so does a skipped
         special token. The joined additions of the chosen tokens are the text.
         """
-        if last and not self._keep_stop_token and token_id in self._stop_token_ids:
-            text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        else:
-            text = self._tokenizer.decode([*self._window, token_id], self._skip_special_tokens)
+        is_left_out = last and not self._keep_stop_token and token_id in self._stop_token_ids
+        window = self._window if is_left_out else [*self._window, token_id]
+        text = self._tokenizer.decode(window, self._skip_special_tokens)
         return (text if last else _complete(text))[self._num_sent(text) :]
 
     def _num_sent(self, text: str) -> int:

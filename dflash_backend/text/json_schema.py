@@ -127,10 +127,8 @@ def _num_parts(value: Any, sizes: _Sizes) -> int:
     if not isinstance(value, dict | list | tuple):
         return 1
     if id(value) not in sizes:
-        total = 1
-        for item in value.values() if isinstance(value, dict) else value:
-            total += _num_parts(item, sizes)
-        sizes[id(value)] = value, total
+        items = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = value, 1 + sum(_num_parts(item, sizes) for item in items)
     return sizes[id(value)][1]
 
 

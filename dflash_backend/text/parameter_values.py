@@ -111,6 +111,11 @@ def texts_within(max_items: int, max_chars: int, max_chars_together: int) -> tup
     )
 
 
+def text_that(is_allowed: Callable[[str], object]) -> Callable[[Any], str | None]:
+    """Reads a text that is allowed."""
+    return lambda value: value if isinstance(value, str) and is_allowed(value) else None
+
+
 def within(read: Callable[[Any], Any], low: float, high: float) -> Callable[[Any], Any]:
     """`read`, but None for numbers outside of `low` to `high`."""
 

@@ -6,7 +6,6 @@ checked before it is converted, and the first bad item ends the check.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 
 from dflash_backend.messages import DEFAULT_PRIORITY, KVTransferParams, SamplingParams
+from dflash_backend.setting_names import closest
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
 from dflash_backend.text.client_json import TokenBiases, is_text, quoted
 from dflash_backend.text.parameter_values import (
@@ -28,6 +28,7 @@ from dflash_backend.text.parameter_values import (
     read_int,
     read_list,
     read_object,
+    text_that,
     texts_within,
 )
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
@@ -53,8 +54,6 @@ MAX_PRIORITY = 2**32 - 1
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 # Below this, dividing logits by the temperature overflows float16 and gains nothing over greedy; vLLM's bound too.
 LOWEST_TEMPERATURE = 1e-2
-# Names up to this length are compared with the known ones.
-MAX_COMPARED_CHARS = 64
 TRITON_PREFIX = "triton_"
 # Parameters that `text/request.py` takes out of a request's before: they are not the engine's.
 TAKEN_BEFORE = ("truncate_prompt_tokens", "truncation_side", "stream_interval")
@@ -99,17 +98,9 @@ def _read_seed(value: Any) -> int | None:
     return -1 if number == -1 else number & INT64_MAX
 
 
-def _read_tenant(value: Any) -> str | None:
-    return value if isinstance(value, str) and TENANT_NAME.fullmatch(value) else None
-
-
-def _read_salt(value: Any) -> str | None:
-    return value if isinstance(value, str) and len(value) <= MAX_SALT_CHARS and is_text(value) else None
-
-
-def _read_token_ids(value: Any) -> tuple[int, ...] | None:
+def _read_token_ids(value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...] | None:
     items = read_list(value)
-    if len(items) > MAX_STOP_TOKEN_IDS:
+    if len(items) > most:
         return None
     ids: list[int] = []
     for item in items:
@@ -127,9 +118,7 @@ def _read_logprob_ids(value: Any) -> tuple[int, ...] | None:
 
 def _read_allowed_ids(value: Any) -> tuple[int, ...] | None:
     """Unlike stop tokens, any number of them but none."""
-    ids = [read_int(item) for item in read_list(value)]
-    found = [token_id for token_id in ids if token_id is not None and 0 <= token_id <= INT64_MAX]
-    return tuple(dict.fromkeys(found)) if found and len(found) == len(ids) else None
+    return _read_token_ids(value, most=INT64_MAX) or None
 
 
 def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, float] | None:
@@ -188,6 +177,7 @@ def _read_kv_transfer(value: Any) -> KVTransferParams | None:
 
 
 _PENALTY = "a number from -2 to 2 (0 is none)"
+_SALT = f"text of at most {MAX_SALT_CHARS} characters"
 _BIAS = 'an object from token ids to finite numbers, such as {"17": -100}'
 
 PARAMETERS: tuple[Parameter, ...] = (
@@ -222,8 +212,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("include_stop_str_in_output", read_bool, "true or false"),
     Parameter("skip_special_tokens", read_bool, "true or false"),
     Parameter("num_speculative_tokens", int_from(0), "an integer from 0 to what the server drafts"),
-    Parameter("cache_salt", _read_salt, f"text of at most {MAX_SALT_CHARS} characters"),
-    Parameter("tenant", _read_tenant, TENANT_NAME_IN_WORDS),
+    Parameter("cache_salt", text_that(lambda text: len(text) <= MAX_SALT_CHARS and is_text(text)), _SALT),
+    Parameter("tenant", text_that(TENANT_NAME.fullmatch), TENANT_NAME_IN_WORDS),
     Parameter(
         "priority",
         int_from(0, MAX_PRIORITY),
@@ -370,8 +360,4 @@ def _not_supported(name: str, value: Any) -> ParameterError:
 def _nearest(name: str) -> str:
     if name in OTHER_NAMES:
         return f"; use {OTHER_NAMES[name]}"
-    names = (*_BY_NAME, *TAKEN_BEFORE)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6) if len(name) <= MAX_COMPARED_CHARS else []
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return "; the sampling parameters are: " + ", ".join(names)
+    return closest(name, (*_BY_NAME, *TAKEN_BEFORE), "sampling parameters", cutoff=0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dflash_backend.text.parameter_values import read_int
+from dflash_backend.text.parameter_values import read_int, text_that
 from dflash_backend.text.sampling_params import Parameter
 
 # The side at which tokens are left out.
@@ -52,12 +52,9 @@ def take_truncation(values: dict[str, Any], max_model_len: int) -> Truncation | 
         count = read_int(value)
         return count if count is not None and is_allowed(count, max_model_len) else None
 
-    def read_side(value: Any) -> str | None:
-        return value if isinstance(value, str) and value in SIDES else None
-
     count, side = values.pop(COUNT, None), values.pop(SIDE, None)
     if side is not None:
-        side = Parameter(SIDE, read_side, "left, which keeps the end, or right").parse(side)
+        side = Parameter(SIDE, text_that(SIDES.__contains__), "left, which keeps the end, or right").parse(side)
     if count is None:
         return None
     count = Parameter(COUNT, read_count, allowed_counts(max_model_len)).parse(count)

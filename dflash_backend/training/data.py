@@ -181,13 +181,8 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
         source.answer([prompt.token_ids for prompt in trained if not prompt.answer], report)
         report(store.num_tokens, options.num_tokens)
     if not store.samples or len(store.held_out) < 1:
-        where = "the target writes no usable questions"
-        if source.is_finite:
-            where = (
-                "the files of --data have too few prompts"
-                if options.files
-                else f"{options.traffic} has too few prompts"
-            )
+        few = "the files of --data have" if options.files else f"{options.traffic} has"
+        where = f"{few} too few prompts" if source.is_finite else "the target writes no usable questions"
         raise TrainingError(
             f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
             "prompts by --data, or more --minutes"

@@ -3,6 +3,8 @@ hidden state, and drafts one token in a pass."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,9 +57,7 @@ class Eagle3DraftModel(DraftModel):
     @property
     def layer(self) -> EagleLayer:
         """Its only layer."""
-        only = self.layers[0]
-        assert isinstance(only, EagleLayer)
-        return only
+        return cast(EagleLayer, self.layers[0])
 
     def losses(self, tables: Tables, features: Tensor, batch: DraftBatch, target: TargetStates | None = None) -> Tensor:
         passes = Passes(self, tables, features, F.pad(batch.tokens[:, 1:], (0, 1)), batch.anchors)

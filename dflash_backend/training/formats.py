@@ -148,11 +148,8 @@ def _speculators(config: DrafterConfig, decoder: Fields, naming: Naming) -> Fiel
             "norm_output": False,
             "eagle_aux_hidden_state_layer_ids": boundary_ids,
         }
-    own: Fields = {"sample_from_anchor": False}
-    if config.drafter == DFLASH2:
-        own |= _conv(config)
-    if config.drafter == DSPARK:
-        own = _markov(config)
+    own = _markov(config) if config.drafter == DSPARK else {"sample_from_anchor": False}
+    own |= _conv(config) if config.drafter == DFLASH2 else {}
     return {
         **fields,
         "block_size": config.num_drafts if config.drafter == DSPARK else config.block_size,

@@ -219,9 +219,7 @@ class Published:
 def _stored(name: str, spec: DraftModelSpec) -> str:
     if isinstance(spec, DFlash2Spec) and name.endswith("_codebook"):
         return name + spec.selector.codebook_suffix
-    if isinstance(spec, Eagle3Spec):
-        return name.replace("layers.0.", spec.layer_prefix)
-    return name
+    return name.replace("layers.0.", spec.layer_prefix) if isinstance(spec, Eagle3Spec) else name
 
 
 def read_published(directory: Path, target: TargetSpec) -> Published:

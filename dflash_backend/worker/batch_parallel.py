@@ -118,7 +118,8 @@ class BatchThreads:
         """
         if len(rows) == 1:
             return [list(rows)]
-        ordered = sorted(rows, key=_likeness)
+        # Adaptive rows differ in their drafts by a few, which is padded at less cost than their contexts' difference.
+        ordered = sorted(rows, key=lambda row: (row.num_new, -(-row.num_draft // DRAFTS_ALIKE), row.num_computed))
         work = [_work(row) + GRAMMAR_WORK * (row.request_id in with_grammar) for row in ordered]
         total = sum(work)
         num_parts = max(1, min(self.num_workers, len(ordered), total // self._min_part_work))
@@ -161,12 +162,6 @@ class BatchThreads:
         finally:
             wait(futures)
         return [first] + [future.result() for future in futures]
-
-
-def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:
-    """What rows are ordered by. Adaptive rows differ in their drafts by a few, which is padded at less cost than what
-    their contexts differ by."""
-    return row.num_new, -(-row.num_draft // DRAFTS_ALIKE), row.num_computed
 
 
 def _work(row: ScheduledRequest) -> int:

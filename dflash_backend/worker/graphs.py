@@ -166,10 +166,9 @@ class _Memory:
     """Memory of a device that others own, as torch takes it in."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        numbers = f"<i{tensor.element_size()}"
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": numbers,
+            "typestr": f"<i{tensor.element_size()}",
             "data": (tensor.data_ptr(), False),
             "strides": None,
             "version": 2,
@@ -181,8 +180,7 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     logits of all graphs together would be gigabytes."""
     if not tensor.is_contiguous():
         return tensor
-    as_integers = torch.as_tensor(_Memory(tensor), device=tensor.device)
-    return as_integers.view(tensor.dtype)
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 class CaptureError(RuntimeError):

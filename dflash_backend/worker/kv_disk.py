@@ -112,19 +112,16 @@ class DiskRecords(RecordStore):
     def _read(self, path: str, record: Record, into: np.ndarray) -> str | None:
         """Read a file; what is wrong with it, None if nothing is."""
         header, digest = bytearray(_HEADER.size), bytearray(_DIGEST_BYTES)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_size != len(into) + OVERHEAD_BYTES:
+        with open(path, "rb", opener=_opened) as file:
+            if os.fstat(file.fileno()).st_size != len(into) + OVERHEAD_BYTES:
                 return "it has another length"
-            if not _read_all(descriptor, [memoryview(header), into.data, memoryview(digest)]):
+            if any(file.readinto(part) < len(part) for part in (header, into.data, digest)):
                 return "it ends early"
             if bytes(header) != self._header(record):
                 return "it is of another model, setting or block"
             if _digest(header, into) != digest:
                 return "its checksum differs"
-            os.utime(descriptor)  # the oldest are the first to go, also after a restart
-        finally:
-            os.close(descriptor)
+            os.utime(file.fileno())  # the oldest are the first to go, also after a restart
         return None
 
     def write(self, record: Record, data: np.ndarray) -> bool:
@@ -135,14 +132,8 @@ class DiskRecords(RecordStore):
         header = self._header(record)
         try:
             digest = _digest(header, data)
-            # A pipe of that name is not waited for.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(temporary, flags, 0o600)
-            try:
-                for part in (header, data.data, digest):
-                    _write_all(descriptor, memoryview(part))
-            finally:
-                os.close(descriptor)
+            with open(temporary, "wb", opener=_opened) as file:
+                file.writelines((header, data.data, digest))
             os.replace(temporary, path)
         except OSError as error:
             self._note("could not be written", path, error.strerror or str(error))
@@ -253,17 +244,6 @@ def _digest(header: bytes | bytearray, data: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def _read_all(descriptor: int, parts: Sequence[memoryview]) -> bool:
-    """Fill all parts; False at an early end."""
-    for part in parts:
-        while len(part):
-            count = os.readv(descriptor, [part])
-            if not count:
-                return False
-            part = part[count:]
-    return True
-
-
-def _write_all(descriptor: int, part: memoryview) -> None:
-    while len(part):
-        part = part[os.write(descriptor, part) :]
+def _opened(path: str, flags: int) -> int:
+    """For `open`: a file, readable by its owner alone; no link is followed, and a pipe is not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

@@ -300,7 +300,12 @@ class TransferServer:
                 self._send_records(connection, one, [Record(g, h, slot, 0) for g, h, slot in found if slot >= 0])
             until = time.monotonic() + MAX_READ_S
             if self._registered is not None and memory is not None:
-                _help_reader(connection, self._registered, until)
+                # What the other side reads goes on until it says something, or is gone.
+                poll = select.poll()
+                poll.register(connection, select.POLLIN)
+                while not poll.poll(0) and time.monotonic() < until:
+                    self._registered.progress()
+                    time.sleep(HELP_S)
             receive(connection, HasRead, until)
             with self._changed:
                 is_kept = self._kept.pop(one.kept.number, None) is not None
@@ -338,15 +343,6 @@ class TransferServer:
                 if one.kept.number not in self._kept:
                     data[:] = 0  # it may be another request's by now; the reader is told in the end
             connection.sendall(data.data)
-
-
-def _help_reader(connection: socket.socket, registered: RegisteredMemory, until: float) -> None:
-    """Go on with what the other side reads until it says something, or is gone."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    while not poll.poll(0) and time.monotonic() < until:
-        registered.progress()
-        time.sleep(HELP_S)
 
 
 class RemoteRecords(RecordStore):

@@ -129,7 +129,12 @@ def measure_use(
     except (torch.OutOfMemoryError, StepOutOfMemory, RankLostError) as error:
         if isinstance(error, RankLostError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-        raise ConfigError(_step_does_not_fit(probe, weights, config, first_line(error))) from None
+        raise ConfigError(
+            f"a step of max_num_batched_tokens = {config.max_num_batched_tokens} tokens and max_num_seqs = "
+            f"{config.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "
+            f"models' weights take {_gib(weights)}: lower either setting, or free memory that other programs hold "
+            f"({first_line(error)})"
+        ) from None
     probe.release()
     graphs = captured + GRAPH_OVERHEAD_BYTES if captures else 0
     return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)
@@ -152,15 +157,6 @@ def _run_largest(probe: CudaMemory, run: RunStep, config: SchedulerConfig, captu
     if captures:
         run(prefill_step(config, MIXED_TOKENS[-1], decode))
     return step, probe.peak() - held
-
-
-def _step_does_not_fit(probe: CudaMemory, weights: int, config: SchedulerConfig, reason: str) -> str:
-    return (
-        f"a step of max_num_batched_tokens = {config.max_num_batched_tokens} tokens and max_num_seqs = "
-        f"{config.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "
-        f"models' weights take {_gib(weights)}: lower either setting, or free memory that other programs hold "
-        f"({reason})"
-    )
 
 
 def prefill_step(

@@ -51,11 +51,12 @@ from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StateCopies
-from dflash_backend.worker.step_ops import HostStepOps, StateSnapshot
+from dflash_backend.worker.step_ops import StateSnapshot
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 from dflash_kernels.measured_linear import measuring
+from dflash_kernels.verify_budget import verified_lens_reference
 
 _log = logging.getLogger(__name__)
 
@@ -355,7 +356,14 @@ class ModelRunner:
         """Rows with the drafts that a budget has for them, on a CPU."""
         req_idx = np.array([self.requests.records[row.request_id].index for row in rows])
         num_draft = np.array([row.num_draft for row in rows])
-        lens = HostStepOps.verified_lens(budget, req_idx, num_draft, self.step.state)
+        lens = verified_lens_reference(
+            self.step.state.confidence.numpy()[req_idx],
+            num_draft,
+            budget.weight,
+            np.array(budget.offsets, dtype=np.float32),
+            np.array(budget.effects, dtype=np.float32),
+            budget.num_drafts,
+        )
         return [
             row if row.num_draft == num_verified else msgspec.structs.replace(row, num_draft=num_verified)
             for row, num_verified in zip(rows, lens.tolist(), strict=True)

@@ -122,9 +122,7 @@ class RequestRecord:
     @property
     def needs_layout(self) -> bool:
         """Whether the host must know where the logits of its rows lie, and so how many drafts are verified."""
-        sampling = self.sampling
-        has_grammar = sampling.structured_outputs is not None
-        return has_grammar or sampling.has_special_logits or sampling.prompt_logprobs is not None
+        return self.processed or self.sampling.structured_outputs is not None
 
 
 class RequestStates:

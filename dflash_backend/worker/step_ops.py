@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
-from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.worker.batch import (
     DeviceBatch,
@@ -354,21 +353,6 @@ class HostStepOps(CommonStepOps):
             state.tokens, state.computed, batch.req_idx, batch.num_next_draft,
             drafts.token_ids, drafts.confidence, state.confidence,
         )  # fmt: skip
-
-    @staticmethod
-    def verified_lens(
-        budget: DraftBudget, req_idx: np.ndarray, num_draft: np.ndarray, state: StateTensors
-    ) -> np.ndarray:
-        """How many of the drafts of each of a plan's rows are verified: int64 `[n]`. req_idx: of each row. num_draft:
-        the drafts that it has."""
-        return verify_budget.verified_lens_reference(
-            state.confidence.numpy()[req_idx],
-            num_draft,
-            budget.weight,
-            np.array(budget.offsets, dtype=np.float32),
-            np.array(budget.effects, dtype=np.float32),
-            budget.num_drafts,
-        )
 
     def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next_draft.numpy()))

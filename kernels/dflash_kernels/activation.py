@@ -89,10 +89,7 @@ def _gated_mul_kernel(
     gate = tl.load(gate_up_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + INNER + offsets, mask=inside, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
-    if GELU:
-        activated = gelu(gate)
-    else:
-        activated = gate / (1.0 + tl.exp(-gate))
+    activated = gelu(gate) if GELU else gate / (1.0 + tl.exp(-gate))
     activated = activated.to(dtype).to(tl.float32)
     tl.store(output_ptr + row * INNER + offsets, (activated * up).to(dtype), mask=inside)
 

@@ -69,9 +69,7 @@ def tile_span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, 
     offset = seq_len - query_len
     last_position = offset + tl.minimum(last, query_len) - 1
     begin = first * 0
-    end = seq_len
-    if CAUSAL:
-        end = last_position + 1
+    end = last_position + 1 if CAUSAL else seq_len
     if WINDOW > 0:
         begin = tl.maximum(offset + first - WINDOW + 1, 0)
         end = tl.minimum(end, last_position + WINDOW)

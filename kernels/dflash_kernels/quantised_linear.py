@@ -206,21 +206,14 @@ def codes_of_packed(
     half = tl.arange(0, RUN // 2)
     offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
     packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
-    if INTEGERS:
-        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
-    else:
-        zeros = 0
+    zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None] if INTEGERS else 0
     return packed, zeros
 
 
 @triton.jit
 def numbers_of_packed(codes, zeros, dtype: tl.constexpr, INTEGERS: tl.constexpr, WIDEN: tl.constexpr):
     """uint8 from 0 to 15 and `zeros` of `codes_of_packed` -> numbers in `dtype`; in float32 with WIDEN."""
-    if INTEGERS:
-        numbers = number_of_int4(codes, dtype, WIDEN) - zeros
-    else:
-        numbers = numbers_of_e2m1(codes, dtype, WIDEN)
-    return numbers
+    return number_of_int4(codes, dtype, WIDEN) - zeros if INTEGERS else numbers_of_e2m1(codes, dtype, WIDEN)
 
 
 @triton.jit

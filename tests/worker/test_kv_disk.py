@@ -160,14 +160,14 @@ def test_a_record_that_cannot_be_written_is_lost_and_nothing_of_it_stays(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.write", fail)
+        patch.setattr("os.replace", fail)
         assert not records.write(record(1), data(1))
         assert not records.write(record(2), data(2))
     assert os.listdir(records.folder) == ["lock"]
     assert caplog.text.count(os.strerror(number)) == 1
     assert records.write(record(1), data(1))
     with monkeypatch.context() as patch:
-        patch.setattr("os.readv", fail)
+        patch.setattr("os.fstat", fail)
         assert read(records, 1) is None
 
 

@@ -272,6 +272,4 @@ def _numbers(rows: Array, tensor: GgufTensor) -> Array:
     type without a dequantiser, and `CheckpointError` without the package."""
     if tensor.kind in KEPT:
         return rows
-    if tensor.kind == "F64":
-        return rows.view("<f8").astype("<f4")
-    return numbers_of(rows, tensor.kind)
+    return rows.view("<f8").astype("<f4") if tensor.kind == "F64" else numbers_of(rows, tensor.kind)

@@ -7,6 +7,7 @@ seconds for a vocabulary; what dequantises is that package's.)
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -67,11 +68,9 @@ def is_gguf(path: Path) -> bool:
     """Whether a file is in this format, by its name, or as those that have none of their own by how it begins."""
     if path.suffix.lower() == SUFFIX:
         return True
-    try:
-        with open(path, "rb") as stream:
-            return stream.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def shards(path: Path) -> tuple[Path, ...]:

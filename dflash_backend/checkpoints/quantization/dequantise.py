@@ -73,9 +73,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     `[rows, words * 32 / bits]`."""
     # Little-endian, as safetensors files are.
     octets = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return octets
-    return torch.stack([octets & 0x0F, octets >> 4], dim=-1).flatten(-2)
+    return octets if bits == 8 else torch.stack([octets & 0x0F, octets >> 4], dim=-1).flatten(-2)
 
 
 Unpacked = tuple[torch.Tensor, torch.Tensor | None]

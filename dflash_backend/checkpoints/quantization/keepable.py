@@ -39,9 +39,7 @@ def kind_of(scheme: Scheme, in_features: int, out_features: int) -> Kind:
     fits = columns & -columns >= MIN_RUN or (kind != INT4 and columns == in_features)
     if not fits or out_features < MIN_OUTPUTS or not (in_bytes or scheme.block[0] == 1):
         return None
-    if kind == INT4 and in_features % columns:
-        return None
-    return kind, columns
+    return None if kind == INT4 and in_features % columns else (kind, columns)
 
 
 def kept_as_one(schemes: Iterable[tuple[Scheme, int]], in_features: int) -> bool:

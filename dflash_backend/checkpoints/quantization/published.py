@@ -90,6 +90,4 @@ def _bits(config: JsonReader, field: str, possible: tuple[int, ...]) -> int:
 
 def _group(config: JsonReader, field: str) -> int | None:
     """Columns of a group; None for all of them."""
-    if config.data.get(field) == -1:
-        return None
-    return config.integer(field, default=128)
+    return None if config.data.get(field) == -1 else config.integer(field, default=128)

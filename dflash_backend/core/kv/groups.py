@@ -274,7 +274,8 @@ class WindowBlocks(BlockGroup):
         # Others were promised blocks here as well, each as many as it can hold at a time.
         own = self.own_hit(request, len(hit))
         from_free = sum(1 for block_id in own if self.pool.ref_count(block_id) == 0)
-        promised = sum(max(0, most - self._num_held(each)) for each, most in self._promised.values())
+        others = self._promised.values()
+        promised = sum(max(0, most + each.num_window_freed - len(each.window_block_ids)) for each, most in others)
         needed = min(num_blocks - (len(hit) - len(own)), self._group.most_blocks) - len(own)
         return needed <= self.pool.num_free - from_free - promised
 
@@ -318,10 +319,6 @@ class WindowBlocks(BlockGroup):
         request.window_block_ids = []
         request.num_window_freed = 0
         self._promised.pop(request.request_id, None)
-
-    @staticmethod
-    def _num_held(request: Request) -> int:
-        return len(request.window_block_ids) - request.num_window_freed
 
 
 class RecurrentStates(KVGroup):

@@ -414,9 +414,7 @@ class AdaptiveSpeculation:
         if line.plain_s <= 0:
             return None
         next_drafts = [row.num_next_draft for row in rows if row.num_next_draft]
-        draft_s = 0.0
-        if next_drafts:
-            draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts))
+        draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts)) if next_drafts else 0.0
         num_yielding = sum(row.sample for row in rows)
         offsets = self.acceptance.offsets(hopeful=True)
         chances = self._block_survival(offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting])
