@@ -42,6 +42,8 @@ class WatchedProcess:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError) as error:
-        return isinstance(error, PermissionError)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
     return True
