@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest
@@ -18,6 +19,7 @@ from dflash_client.errors import ClientError
 Encode = Callable[[ModelRequest], list[int]]
 
 
+@dataclass(frozen=True)
 class ServerAnswerer:
     """An `Answerer` over a client: `concurrency` requests are in flight at a time.
 
@@ -26,21 +28,14 @@ class ServerAnswerer:
     published figures are measured so.
     """
 
-    def __init__(
-        self,
-        client: DFlashClient,
-        concurrency: int,
-        encode: Encode | None = None,
-        template_options: Mapping[str, Any] = NO_THINKING,
-    ) -> None:
-        self._client = client
-        self._concurrency = concurrency
-        self._encode = encode
-        self._template_options = dict(template_options)
+    client: DFlashClient
+    concurrency: int
+    encode: Encode | None = None
+    template_options: Mapping[str, Any] = field(default_factory=lambda: NO_THINKING)
 
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it."""
-        pool = ThreadPoolExecutor(self._concurrency)
+        pool = ThreadPoolExecutor(self.concurrency)
         try:
             indices = {pool.submit(self._answer, request): index for index, request in enumerate(requests)}
             for future in as_completed(indices):
@@ -51,13 +46,13 @@ class ServerAnswerer:
 
     def _answer(self, request: ModelRequest) -> Answer:
         try:
-            if self._encode is not None:
-                result = self._client.generate(self._encode(request), **request.sampling)
+            if self.encode is not None:
+                result = self.client.generate(self.encode(request), **request.sampling)
             elif request.prompt is not None:
-                result = self._client.generate(request.prompt, **request.sampling)
+                result = self.client.generate(request.prompt, **request.sampling)
             else:
-                result = self._client.generate(
-                    messages=request.messages, chat_template_kwargs=self._template_options, **request.sampling
+                result = self.client.generate(
+                    messages=request.messages, chat_template_kwargs=dict(self.template_options), **request.sampling
                 )
         except ClientError as error:
             raise EvaluationError(f"{request.where}: {error}") from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dflash_client.address import ProtocolName, parse_url
-from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, File
+from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, File, remaining_s
 from dflash_client.errors import ClientError, InvalidArgument, RequestTimeout, no_answer
 from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
@@ -60,25 +60,17 @@ class _Client(Generic[AnyStream]):
         client_cert: File | None = None,
         client_key: File | None = None,
     ) -> None:
-        self.location = parse_url(url, protocol)
+        location = parse_url(url, protocol)
+        # `grpc` or `http`, and `host:port` of the server.
+        self.protocol, self.address = location.protocol, location.address
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
         self.model = model
         self.timeout_s = timeout_s
         self.retry = RetryPolicy(retries)
-        connection = Connection.build(self.location, headers, api_key, ca_cert, client_cert, client_key)
+        connection = Connection.build(location, headers, api_key, ca_cert, client_cert, client_key)
         self._transport = self._transports[self.protocol](connection)
         self._streams: weakref.WeakSet[AnyStream] = weakref.WeakSet()
-
-    @property
-    def protocol(self) -> ProtocolName:
-        """`grpc` or `http`."""
-        return self.location.protocol
-
-    @property
-    def address(self) -> str:
-        """`host:port` of the server."""
-        return self.location.address
 
     def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> AnyStream:
         """As `generate`, but yields what is new as it comes. The stream has methods to cancel the request."""
@@ -180,9 +172,8 @@ class DFlashClient(_Client[Stream]):
         deadline = time.monotonic() + timeout_s
         if (error := self._transport.probe(self.model, timeout_s)) is None:
             try:
-                with self._question(max(deadline - time.monotonic(), 0.001)) as answer:
-                    for _ in answer:
-                        pass
+                with self._question(remaining_s(deadline)) as answer:
+                    list(answer)
             except InvalidArgument:
                 pass  # a model of another kind, which has no such input
             except ClientError as refused:
@@ -255,7 +246,7 @@ class AsyncDFlashClient(_Client[AsyncStream]):
         deadline = time.monotonic() + timeout_s
         if (error := await self._transport.probe(self.model, timeout_s)) is None:
             try:
-                async with self._question(max(deadline - time.monotonic(), 0.001)) as answer:
+                async with self._question(remaining_s(deadline)) as answer:
                     async for _ in answer:
                         pass
             except InvalidArgument:

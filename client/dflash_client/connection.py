@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -90,17 +91,21 @@ class Connection:
 
 def check_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The headers with names in lower case. Raises `ValueError` for those that cannot be sent."""
-    for name, value in headers.items():
-        _check_header(name.lower(), value)
-    return tuple((name.lower(), value) for name, value in headers.items())
+    checked = tuple((name.lower(), value) for name, value in headers.items())
+    for name, value in checked:
+        if not _NAME.fullmatch(name) or name.startswith("grpc-") or name.endswith("-bin"):
+            raise ValueError(
+                f"a header named {name!r} cannot be sent; allowed: letters, digits and '-', as in 'x-team'"
+            )
+        if not isinstance(value, str) or not _VALUE.fullmatch(value):
+            # Not the value itself: it may be a key.
+            raise ValueError(f"the value of the header {name!r} cannot be sent; allowed: printable ASCII in one line")
+    return checked
 
 
-def _check_header(name: str, value: str) -> None:
-    if not _NAME.fullmatch(name) or name.startswith("grpc-") or name.endswith("-bin"):
-        raise ValueError(f"a header named {name!r} cannot be sent; allowed: letters, digits and '-', as in 'x-team'")
-    if not isinstance(value, str) or not _VALUE.fullmatch(value):
-        # Not the value itself: it may be a key.
-        raise ValueError(f"the value of the header {name!r} cannot be sent; allowed: printable ASCII in one line")
+def remaining_s(deadline: float) -> float:
+    """What is left until `deadline`, in the clock of `time.monotonic()`. Never 0, which no library takes."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _check_readable(argument: str, path: str) -> None:

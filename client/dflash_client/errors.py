@@ -75,19 +75,9 @@ class ConnectionLost(ConnectionFailed):
     status = "CONNECTION_LOST"
 
 
-_BY_STATUS: dict[str, type[ClientError]] = {
-    kind.status: kind
-    for kind in (
-        InvalidArgument,
-        Unauthenticated,
-        PermissionDenied,
-        NotFound,
-        Unavailable,
-        Cancelled,
-        RequestTimeout,
-        Internal,
-    )
-}
+# Those that a server may send.
+_SENT = (InvalidArgument, Unauthenticated, PermissionDenied, NotFound, Unavailable, Cancelled, RequestTimeout, Internal)
+_BY_STATUS: dict[str, type[ClientError]] = {kind.status: kind for kind in _SENT}
 # The settings that a refusal names when the queue is full.
 _QUEUE_LIMITS = ("max_queue_size is", "max_queue_tokens is")
 # How Triton 2.51 words the errors of its own that are not the fault of what was sent, and what it does not say of them.

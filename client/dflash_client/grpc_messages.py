@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ _BROKEN = ("socket closed", "connection reset", "broken pipe", "goaway", "connec
 _ELEMENTS = {"INT32": "<i", "INT64": "<q", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "FP64": "<d"}
 # Of a single element, as most outputs have: numpy would take several times as long for it.
 _SINGLE = {datatype: struct.Struct(letter) for datatype, letter in _ELEMENTS.items()}
-
-
-def remaining_s(deadline: float) -> float:
-    """What is left until `deadline`, for gRPC, which takes no time-out of 0."""
-    return max(deadline - time.monotonic(), 0.001)
 
 
 def encode(request: Request, delta_stream: str = "") -> Any:
@@ -120,11 +114,8 @@ def _strings(data: bytes) -> list[str]:
 
 def credentials(tls: Tls) -> Any:
     """The credentials of a channel over TLS. Raises `OSError` for files that have gone since they were checked."""
-
-    def content(path: str | None) -> bytes | None:
-        return None if path is None else Path(path).read_bytes()
-
-    return grpc.ssl_channel_credentials(content(tls.ca_cert), content(tls.client_key), content(tls.client_cert))
+    paths = (tls.ca_cert, tls.client_key, tls.client_cert)
+    return grpc.ssl_channel_credentials(*(None if path is None else Path(path).read_bytes() for path in paths))
 
 
 def translate(error: Any, location: Location) -> ClientError:

@@ -18,10 +18,10 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from dflash_client.connection import Connection
+from dflash_client.connection import Connection, remaining_s
 from dflash_client.delta_stream import DeltaStreams, Inbox
 from dflash_client.errors import ClientError, cancelled_here, not_ready, timed_out
-from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, encode, read_response, remaining_s, translate
+from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, encode, read_response, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 

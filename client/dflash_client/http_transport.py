@@ -7,14 +7,13 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
 import httpx
 
 from dflash_client.address import Location
-from dflash_client.connection import CONNECT_TIMEOUT_S, Connection
+from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, remaining_s
 from dflash_client.errors import ClientError, cancelled_here, timed_out
 from dflash_client.http_messages import (
     EventParser,
@@ -43,12 +42,9 @@ class _HttpCall:
         self._socket: Any = None
         self._end: ClientError | None = None
 
-    def _remaining_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
-
     def _send(self, trace: Any) -> Any:
         """httpx's context manager of the response; `trace` passes what it gets on to `_on_event`."""
-        remaining = self._remaining_s()
+        remaining = remaining_s(self._deadline)
         return self._client.stream(
             "POST",
             model_path(self._request.model, "generate_stream" if self._request.stream else "generate"),
@@ -69,9 +65,6 @@ class _HttpCall:
     def cancel(self) -> None:
         """End the call, at the server too."""
         self._finish(cancelled_here())
-
-    def _expire(self) -> None:
-        self._finish(timed_out())
 
     def _finish(self, error: ClientError) -> None:
         with self._lock:
@@ -110,7 +103,7 @@ class HttpCall(_HttpCall):
         """Send the request and yield its responses. Raises `ClientError`."""
         self._check()
         # httpx bounds each read; the timer bounds a server that trickles.
-        timer = threading.Timer(self._remaining_s(), self._expire)
+        timer = threading.Timer(remaining_s(self._deadline), self._finish, (timed_out(),))
         timer.daemon = True
         timer.start()
         try:
@@ -137,7 +130,8 @@ class AsyncHttpCall(_HttpCall):
     async def responses(self) -> AsyncGenerator[Outputs, None]:
         """Send the request and yield its responses. Raises `ClientError`."""
         self._check()
-        timer = asyncio.get_running_loop().call_later(self._remaining_s(), self._expire)
+        left_s = remaining_s(self._deadline)
+        timer = asyncio.get_running_loop().call_later(left_s, self._finish, timed_out())
         try:
             async with self._send(self._trace) as response:
                 if response.status_code != 200:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from dflash_client.errors import Internal
@@ -94,11 +95,8 @@ def _split(token_ids: list[int], counts: list[int] | None, num_completions: int)
             f"the server sent {len(token_ids)} token ids for {num_completions} completions and num_output_tokens "
             f"{counts}, which do not fit together"
         )
-    shares, start = [], 0
-    for count in counts:
-        shares.append(tuple(token_ids[start : start + count]))
-        start += count
-    return shares
+    ids = iter(token_ids)
+    return [tuple(islice(ids, count)) for count in counts]
 
 
 def _element(outputs: Outputs, name: str, index: int, default: Any = None) -> Any:

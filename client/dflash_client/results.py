@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 
@@ -130,43 +131,40 @@ class GenerationResult:
     @classmethod
     def from_deltas(cls, deltas: Iterable[Delta]) -> GenerationResult:
         """Join the deltas of one request."""
+        deltas = list(deltas)
         by_index: dict[int, list[Delta]] = {0: []}
-        num_input_tokens = 0
-        of_prompt: list[TokenLogprobs | None] | None = None
-        kept: dict[str, Any] | None = None
         for delta in deltas:
-            kept = delta.kv_transfer_params or kept
             by_index.setdefault(delta.index, []).append(delta)
-            num_input_tokens = delta.num_input_tokens if delta.num_input_tokens is not None else num_input_tokens
-            if delta.prompt_logprobs is not None:
-                of_prompt = of_prompt or []
-                of_prompt += delta.prompt_logprobs
-        completions = tuple(_joined(by_index[index]) for index in sorted(by_index))
-        return cls(completions, num_input_tokens, None if of_prompt is None else tuple(of_prompt), kept)
+        return cls(
+            tuple(_joined(by_index[index]) for index in sorted(by_index)),
+            _last((delta.num_input_tokens for delta in deltas), 0),
+            _all_entries(delta.prompt_logprobs for delta in deltas),
+            _last(delta.kv_transfer_params for delta in deltas),
+        )
 
 
 def _joined(deltas: list[Delta]) -> Completion:
     """The deltas of one completion as a whole; of what is set now and then, the last counts."""
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    cumulative: float | None = None
-    stats: dict[str, Any] = {}
-    logprobs: list[TokenLogprobs] | None = None
-    for delta in deltas:
-        finish_reason = delta.finish_reason or finish_reason
-        stop_reason = delta.stop_reason if delta.stop_reason is not None else stop_reason
-        cumulative = delta.cumulative_logprob if delta.cumulative_logprob is not None else cumulative
-        stats = delta.spec_stats if delta.spec_stats is not None else stats
-        if delta.logprobs is not None:
-            logprobs = logprobs or []
-            logprobs += delta.logprobs
     return Completion(
         text="".join(delta.text for delta in deltas),
-        finish_reason=finish_reason,
+        finish_reason=_last(delta.finish_reason for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
-        logprobs=None if logprobs is None else tuple(logprobs),
-        cumulative_logprob=cumulative,
-        spec_stats=stats,
-        stop_reason=stop_reason,
+        logprobs=_all_entries(delta.logprobs for delta in deltas),
+        cumulative_logprob=_last(delta.cumulative_logprob for delta in deltas),
+        spec_stats=_last((delta.spec_stats for delta in deltas), {}),
+        stop_reason=_last(delta.stop_reason for delta in deltas),
     )
+
+
+def _last(values: Iterable[Any], default: Any = None) -> Any:
+    """The last of them that is not None."""
+    for value in values:
+        default = default if value is None else value
+    return default
+
+
+def _all_entries(parts: Iterable[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """The entries of all parts; None where there is no part."""
+    found = [part for part in parts if part is not None]
+    return tuple(chain.from_iterable(found)) if found else None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
 from typing import Any
 
 from dflash_client.errors import ClientError, cancelled_here
@@ -21,7 +21,8 @@ Plan = tuple[Request, float, RetryPolicy]
 
 class _Attempts:
     """The attempts of one request, which a stream shares with the generator behind it. The generator must not hold the
-    stream itself: a stream that is dropped must be collected at once, which cancels its request."""
+    stream itself: a stream that is dropped must be collected at once, which cancels its request. `reader`: reads the
+    responses of the attempt that runs."""
 
     def __init__(self, transport: Any, plan: Plan, cancelled: threading.Event | asyncio.Event) -> None:
         self._transport, self._cancelled = transport, cancelled
@@ -29,33 +30,29 @@ class _Attempts:
         self._deadline: float | None = None
         self._number = -1
         self._call: Any = None
-        self._reader = ResponseReader()
+        self.reader = ResponseReader()
 
     def begin(self) -> Any:
         """The call of the next attempt; the time-out begins with the first. Raises `Cancelled` after `cancel`."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._timeout_s
         self._number += 1
-        self._reader = ResponseReader()
+        self.reader = ResponseReader()
         self._call = call = self._transport.call(self._request, self._deadline)
         if self._cancelled.is_set():
             raise cancelled_here()
         return call
 
-    def deltas(self, outputs: Outputs) -> Iterator[Delta]:
-        """What is new in a response of this attempt."""
-        return self._reader.deltas(outputs)
-
     async def async_deltas(self, outputs: Outputs) -> Iterable[Delta]:
-        """The same, in a thread where it takes long."""
-        deltas = self._reader.deltas(outputs)
-        return await asyncio.to_thread(list, deltas) if self._reader.takes_long(outputs) else deltas
+        """What is new in a response of this attempt, found in a thread where that takes long."""
+        deltas = self.reader.deltas(outputs)
+        return await asyncio.to_thread(list, deltas) if self.reader.takes_long(outputs) else deltas
 
     def wait_s(self, error: ClientError) -> float:
         """Seconds to wait before the next attempt. Raises `error` when there is none."""
         assert self._deadline is not None
         remaining_s = self._deadline - time.monotonic()
-        wait_s = self._retry.wait_s(self._number, error, self._reader.answered, remaining_s)
+        wait_s = self._retry.wait_s(self._number, error, self.reader.answered, remaining_s)
         if wait_s is None:
             raise error
         return wait_s
@@ -111,7 +108,7 @@ def _deltas(attempts: _Attempts, cancelled: threading.Event) -> Generator[Delta,
         try:
             with contextlib.closing(call.responses()) as responses:
                 for outputs in responses:
-                    yield from attempts.deltas(outputs)
+                    yield from attempts.reader.deltas(outputs)
             return
         except ClientError as error:
             wait_s = attempts.wait_s(error)

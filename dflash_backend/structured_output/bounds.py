@@ -18,7 +18,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from dflash_backend.messages import StructuredOutputs
-from dflash_backend.structured_output.lark import LarkParts, read_lark
+from dflash_backend.structured_output.lark import LarkParts, read_lark, with_replaced
 
 # Of one regular expression.
 MAX_EXPRESSION_CHARS = 4096
@@ -117,8 +117,8 @@ def expression_grammars(grammar: StructuredOutputs) -> list[str]:
     parts = _parts_of_terminals(lark)
     parts |= {f"/{expression}/": num_parts(expression) for expression in lark.expressions}
     largest = heapq.nlargest(MAX_TRIED_EXPRESSIONS, parts, key=parts.__getitem__)
-    # Only now, since each that is a terminal is as long as the whole.
-    rest = _without_start(lark, grammar.text)
+    # Only now, since each that is a terminal is as long as the whole. Its own rule `start` gets another name.
+    rest = with_replaced(grammar.text, [(at, "start", "begin-of-all") for at in lark.starts])
     texts = [f"start: {one}\n" if one.startswith("/") else f"start: {one}\n{rest}" for one in largest]
     values = [value for keyword, value in lark.values if keyword == "%json"]
     return [str(LLMatcher.grammar_from_lark(text)) for text in texts] + _schemas(values)
@@ -133,15 +133,6 @@ def _schemas(roots: list[Any]) -> list[str]:
     except RecursionError:  # llguidance takes a tenth of that depth
         return []
     return [str(LLMatcher.grammar_from_json_schema(text)) for text in texts]
-
-
-def _without_start(lark: LarkParts, text: str) -> str:
-    """A grammar whose rule `start` has another name."""
-    pieces, at = [], 0
-    for start in lark.starts:
-        pieces += [text[at:start], "begin-of-all"]
-        at = start + len("start")
-    return "".join((*pieces, text[at:]))
 
 
 def _expressions(grammar: StructuredOutputs) -> Iterator[tuple[str, str, int]]:

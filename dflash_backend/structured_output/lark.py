@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,15 @@ def read_lark(text: str) -> LarkParts:
         elif kind == "value":
             parts.values.append(value)
     return parts
+
+
+def with_replaced(text: str, parts: Iterable[tuple[int, str, str]]) -> str:
+    """A text with others in it: where each goes, what is there, and what it is."""
+    pieces, end = [], 0
+    for at, old, new in sorted(parts):
+        pieces += [text[end:at], new]
+        end = at + len(old)
+    return "".join((*pieces, text[end:]))
 
 
 def _begins(tokens: list[tuple[str, int, Any]], number: int) -> bool:

@@ -274,6 +274,13 @@ class GrammarMatcher:
             _hide_where_others_are(masks[: rules.min_tokens - self._num_tokens], stops)
 
 
+class _OfThread(threading.local):
+    """What each thread has of its own: on a CPU several share a step's rows, and each fills the masks of its own."""
+
+    def __init__(self) -> None:
+        self.deadlines = DeadlineThread("dflash-heavy-masks", MASKS_LIMIT_S, STEP_LIMIT_S)
+
+
 class BitmaskFiller:
     """Fills the masks of several answers, side by side on threads of llguidance's own; those of heavy grammars one by
     one, on a thread whose jobs have a deadline. Several threads may use it, each for other answers."""
@@ -284,16 +291,7 @@ class BitmaskFiller:
         # With more than one thread, these start with the first answer.
         self._executor = LLExecutor(1) if num_threads == 1 else None
         self._alone = LLExecutor(1)
-        self._of_thread = threading.local()
-
-    @property
-    def _deadlines(self) -> DeadlineThread:
-        """The calling thread's: on a CPU several share a step's rows, and each fills the masks of its own."""
-        found: DeadlineThread | None = getattr(self._of_thread, "deadlines", None)
-        if found is None:
-            found = DeadlineThread("dflash-heavy-masks", MASKS_LIMIT_S, STEP_LIMIT_S)
-            self._of_thread.deadlines = found
-        return found
+        self._of_thread = _OfThread()
 
     def fill(self, answers: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
         """The masks of the positions that each answer's drafts reach, and of the one behind them.
@@ -335,7 +333,7 @@ class BitmaskFiller:
             _fill(self._alone, [(each, 0, drafts)], own[i])
             taken[i] = time.thread_time() - began, bytes_in_use() - before, before
 
-        late, left = self._deadlines.run([partial(fill, i) for i in range(len(heavy))])
+        late, left = self._of_thread.deadlines.run([partial(fill, i) for i in range(len(heavy))])
         for (each, start, drafts), filled, took in zip(heavy, own, taken, strict=True):
             masks[start : start + len(drafts) + 1] = filled
             each.took(*took)

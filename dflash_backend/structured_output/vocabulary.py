@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_backend.structured_output.lark import read_lark
+from dflash_backend.structured_output.lark import read_lark, with_replaced
 
 _IDS = re.compile(r"<\[(\^?)([\d,\s-]*|\*)\]>")
 
@@ -77,11 +77,7 @@ def with_ids(lark: str, special: SpecialTokens) -> str:
     found += [
         (at, quoted, special.visible[quoted[1:-1]]) for at, quoted in parts.strings if quoted[1:-1] in special.visible
     ]
-    pieces, end = [], 0
-    for at, text, token_id in sorted(found):
-        pieces += [lark[end:at], f"<[{token_id}]>"]
-        end = at + len(text)
-    return "".join((*pieces, lark[end:]))
+    return with_replaced(lark, [(at, text, f"<[{token_id}]>") for at, text, token_id in found])
 
 
 def named_tokens(lark: str, ids: Mapping[str, int], among: tuple[int, ...]) -> list[str]:

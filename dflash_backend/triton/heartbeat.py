@@ -27,10 +27,7 @@ class Heartbeat:
             return
         self._beat_at = now
         try:
-            try:
-                os.utime(self._path)
-            except FileNotFoundError:
-                self._path.touch()
+            self._path.touch()
             # Several processes may share a heartbeat.
             self._path.with_name(f"{self._path.name}-{os.getpid()}").write_text(str(num_requests), encoding="ascii")
         except OSError as error:

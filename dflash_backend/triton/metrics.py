@@ -107,7 +107,11 @@ class Metrics:
             if not spec.more_labels:
                 self._declare(declared)
             if has_alias:
-                self._declare_alias(declared, VLLM_NAMES[spec.name])
+                # Made again under the other name, which follows the first.
+                alias = VLLM_NAMES[spec.name]
+                self._declare(replace(declared, name=alias))
+                parts = [part for part in ("", "_sum", "_count", "_bucket") if spec.name + part in self._families]
+                self._aliases |= {spec.name + part: alias + part for part in parts}
             elif vllm_names and spec.name in VLLM_GAUGES:
                 self._declare(replace(spec, name=VLLM_GAUGES[spec.name]))
 
@@ -283,13 +287,6 @@ class Metrics:
             # Of a family of so few Triton's page shows the latest first: thus +Inf is last, as on other servers' pages.
             for bound in reversed(bounds) if len(bounds) <= SMALL_FAMILY else bounds:
                 self._metric(spec.name, "", bound)
-
-    def _declare_alias(self, spec: MetricSpec, alias: str) -> None:
-        """Make the families of a counter or a histogram again under another name, which follows the first."""
-        self._declare(replace(spec, name=alias))
-        for part in ("", "_sum", "_count", "_bucket"):
-            if spec.name + part in self._families:
-                self._aliases[spec.name + part] = alias + part
 
     def _metric(self, name: str, label: str, bound: str = "") -> Any:
         metric = self._metrics.get((name, label, bound))

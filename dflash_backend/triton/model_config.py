@@ -53,23 +53,16 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "delta_batches": ("TYPE_INT64", 1),
 }
 
-# Arguments of vLLM's engine in a model.json that are settings here.
-_SETTINGS = {
+# Arguments of vLLM's engine in a model.json that are settings here, by the same names and by others.
+_SAME_NAMES = (
+    *("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+    *("enable_prefix_caching", "quantization", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size"),
+)
+_SETTINGS = {name: name for name in _SAME_NAMES} | {
     "model": "target_model",
     "revision": "target_revision",
-    "dtype": "dtype",
-    "seed": "seed",
     "block_size": "kv_block_size",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "quantization": "quantization",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "tensor_parallel_size": "tensor_parallel_size",
     "distributed_executor_backend": "distributed_executor",
-    "data_parallel_size": "data_parallel_size",
 }
 # Where vLLM has other names for a value.
 _VALUES = {

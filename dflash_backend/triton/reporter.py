@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dflash_backend.engine_client.engines import Engines
 from dflash_backend.messages import EngineCoreOutputs
@@ -22,24 +23,18 @@ FINISHED_BURST_S = 0.5
 FINISHED_S = 0.05
 
 
+@dataclass(eq=False)
 class Reporter:
-    """Owned by the output thread; any thread may call `note_change`."""
+    """Owned by the output thread; any thread may call `note_change`. takes_requests: whether the service does, whatever
+    its engines do. has_drafter: whether a drafter's checkpoint is served."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        log: Log,
-        engines: Engines,
-        takes_requests: Callable[[], bool],
-        has_drafter: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """takes_requests: whether the service does, whatever its engines do. has_drafter: whether a drafter's
-        checkpoint is served."""
-        self._metrics = metrics
-        self._log = log
-        self._engines = engines
-        self._takes_requests = takes_requests
-        self._has_drafter = has_drafter
+    metrics: Metrics
+    log: Log
+    engines: Engines
+    takes_requests: Callable[[], bool]
+    has_drafter: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
         self._activity = ActivityLog()
         self._reported_at = self._requests_reported_at = self._next_finished_report_at = 0.0
         self._has_changed = False
@@ -58,15 +53,15 @@ class Reporter:
 
     def follow(self, index: int, outputs: EngineCoreOutputs) -> None:
         """Take the counters and times of the engine with this number."""
-        self._metrics.observe_step(outputs.phase_seconds)
+        self.metrics.observe_step(outputs.phase_seconds)
         if outputs.stats is not None:
-            self._metrics.follow(outputs.stats, index)
+            self.metrics.follow(outputs.stats, index)
             self._activity.follow(outputs.stats, index)
 
     def reset_engine(self, index: int) -> None:
         """The engine is gone: its gauges fall to 0 at once, and the next engine's counters start there."""
-        self._metrics.reset_engine(index)
-        self._metrics.flush()
+        self.metrics.reset_engine(index)
+        self.metrics.flush()
         self._activity.restart(index)
 
     def report_if_due(self, now: float, num_requests: int) -> None:
@@ -88,28 +83,28 @@ class Reporter:
     def report(self, now: float, num_requests: int) -> None:
         """Bring the whole metrics page up to date, and write the activity line if it is due. `num_requests` are in
         flight."""
-        restarts = self._engines.num_restarts
+        restarts = self.engines.num_restarts
         if restarts != self._num_restarts:
-            self._metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
+            self.metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
             self._num_restarts = restarts
-        takes_requests = self._takes_requests()
-        for index, engine in enumerate(self._engines.supervisors):
-            self._metrics.set("dflash:engine_ready", float(takes_requests and engine.engine is not None), index)
-            self._metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)
-        self._metrics.set("dflash:stub_heartbeat_timestamp_seconds", time.time())
-        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
-        self._metrics.flush()
+        takes_requests = self.takes_requests()
+        for index, engine in enumerate(self.engines.supervisors):
+            self.metrics.set("dflash:engine_ready", float(takes_requests and engine.engine is not None), index)
+            self.metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)
+        self.metrics.set("dflash:stub_heartbeat_timestamp_seconds", time.time())
+        self.metrics.set("dflash:num_requests_in_flight", float(num_requests))
+        self.metrics.flush()
         self._reported_at = self._requests_reported_at = now
         self._has_changed = self.has_finished = False
         if (line := self._activity.line(now)) is not None:
-            self._log.info(line)
-        if (warning := self._activity.warning()) is not None and self._has_drafter():
-            self._log.warning(warning)
+            self.log.info(line)
+        if (warning := self._activity.warning()) is not None and self.has_drafter():
+            self.log.warning(warning)
 
     def _report_requests(self, now: float, num_requests: int) -> None:
         """Bring the page up to date but for the metrics of steps."""
-        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
-        self._metrics.flush_requests()
+        self.metrics.set("dflash:num_requests_in_flight", float(num_requests))
+        self.metrics.flush_requests()
         self._requests_reported_at = now
         self._has_changed = True
         self.has_finished = False

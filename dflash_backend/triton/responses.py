@@ -15,15 +15,8 @@ from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import VERBATIM_ERRORS
 from dflash_backend.triton.responder import Response
 
-# gRPC status names, as Triton's `TritonError` calls them.
-_ERROR_CODES = {
-    "INVALID_ARGUMENT": "INVALID_ARG",
-    "UNAVAILABLE": "UNAVAILABLE",
-    "CANCELLED": "CANCELLED",
-    "INTERNAL": "INTERNAL",
-}
-
-
+# gRPC status names that Triton's `TritonError` has others for.
+_ERROR_CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}
 Array = np.ndarray[Any, Any]
 # Triton stores a text with its length before it.
 LENGTH_BYTES = 4
@@ -93,7 +86,7 @@ class ResponseBuilder:
         The text begins with the status: HTTP answers every error of a model with 400, and a gRPC stream carries only
         the text of an error. Texts that clients of Triton's vLLM backend compare as a whole are the same as there.
         """
-        code = getattr(self._pb.TritonError, _ERROR_CODES[status])
+        code = getattr(self._pb.TritonError, _ERROR_CODES.get(status, status))
         text = message if message in VERBATIM_ERRORS else f"{status}: {message}"
         return self._pb.InferenceResponse(error=self._pb.TritonError(text, code))
 

@@ -61,15 +61,13 @@ class ServerMemory:
         if before <= self._limit:
             self._sent = self._unsent = 0
         if self._has_looked:
-            self._add_growth(self.num_bytes - before)
+            # What has grown counts as sent while responses may hold it; what shrinks is taken from the rest.
+            growth = self.num_bytes - before
+            sent = max(0, min(growth, self._held_by_new))
+            self._sent += sent
+            self._unsent = max(0, self._unsent + growth - sent)
         self._has_looked, self._held_by_new = True, 0
         return self.num_bytes > max(self._limit, self._acted_at_bytes + STEP_BYTES)
-
-    def _add_growth(self, num_bytes: int) -> None:
-        """What has grown counts as sent while responses may hold it; what shrinks is taken from the rest."""
-        sent = max(0, min(num_bytes, self._held_by_new))
-        self._sent += sent
-        self._unsent = max(0, self._unsent + num_bytes - sent)
 
     @property
     def is_of_responses(self) -> bool:

@@ -21,7 +21,7 @@ from dflash_openai.anthropic_request import (
 )
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import answer_draft, draft_of
-from dflash_openai.conversation import Conversation, Draft, prepare
+from dflash_openai.conversation import Conversation, prepare
 from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.generation import Item
 from dflash_openai.messages import MessageReader
@@ -38,18 +38,14 @@ SIGNATURE = "unsigned"
 async def create_message(request: Request) -> Response:
     """Answer messages."""
     frontend: Frontend = request.app.state.frontend
-
-    def read(body: MessagesRequest) -> tuple[MessagesRequest, Draft]:
-        return body, draft_of(as_chat(body), frontend, CLIENT_NAMES)
-
-    body, draft = await read_body(request, MessagesRequest, read)
+    body, draft = await read_body(request, MessagesRequest, lambda one: draft_of(as_chat(one), frontend, CLIENT_NAMES))
     return await answer_draft(request, draft, lambda asked, limit: MessageAnswer(body, asked, limit))
 
 
 async def count_tokens(request: Request) -> Response:
     """The tokens of a prompt, as a message of it would have."""
     frontend: Frontend = request.app.state.frontend
-    draft = await read_body(request, CountTokensRequest, lambda body: draft_of(as_chat(body), frontend, CLIENT_NAMES))
+    _, draft = await read_body(request, CountTokensRequest, lambda one: draft_of(as_chat(one), frontend, CLIENT_NAMES))
     asked = await prepare(draft)
     return Response(msgspec.json.encode({"input_tokens": len(asked.prompt)}), media_type="application/json")
 

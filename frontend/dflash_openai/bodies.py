@@ -35,18 +35,18 @@ async def in_thread(num_bytes: int, work: Callable[[], Result]) -> Result:
     return await asyncio.to_thread(work) if num_bytes > LARGE_BYTES else work()
 
 
-async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> Result:
-    """`then` of the request in the body, both in a thread where the body is large. Raises `ApiError`."""
+async def read_body(request: Request, kind: type[Body], then: Callable[[Body], Result]) -> tuple[Body, Result]:
+    """The request in the body, and `then` of it, both made in a thread where the body is large. Raises `ApiError`."""
     raw = without_mark(await request.body())
     config: FrontendConfig = request.app.state.frontend.config
 
-    def read() -> Result:
+    def read() -> tuple[Body, Result]:
         check_parts(raw)
         body = decode(raw, kind, config.reject_unknown_fields)
         if isinstance(body, GenerationFields):
             _use_defaults(body, config)
         try:
-            return then(body)
+            return body, then(body)
         except RecursionError:
             raise invalid("the body is nested too deeply") from None
 

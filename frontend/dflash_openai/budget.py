@@ -82,15 +82,10 @@ def num_logprobs(sampling: Mapping[str, Any]) -> Any:
 
 def comes_in_pieces(num_prompt_tokens: int, max_tokens: int, sampling: Mapping[str, Any]) -> bool:
     """Whether the answer to one prompt may be so large, for its log-probabilities, that it must come in pieces."""
-    num_bytes = 0
-    of_answers = num_logprobs(sampling)
-    for of_tokens, num_tokens in (
-        (sampling.get("prompt_logprobs"), num_prompt_tokens),
-        (of_answers, max_tokens * sampling.get("n", 1)),
-    ):
-        if type(of_tokens) is int:
-            num_bytes += num_tokens * (1 + of_tokens) * BYTES_OF_LOGPROB
-    return num_bytes > LARGEST_PIECE_BYTES
+    of_prompt, of_answers = sampling.get("prompt_logprobs"), num_logprobs(sampling)
+    sides = ((of_prompt, num_prompt_tokens), (of_answers, max_tokens * sampling.get("n", 1)))
+    num_entries = sum(num_tokens * (1 + of_token) for of_token, num_tokens in sides if type(of_token) is int)
+    return num_entries * BYTES_OF_LOGPROB > LARGEST_PIECE_BYTES
 
 
 def check_sent(num_prompts: int, num_bytes: int) -> None:

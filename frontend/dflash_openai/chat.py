@@ -33,7 +33,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer messages."""
     frontend: Frontend = request.app.state.frontend
 
-    draft = await read_body(request, ChatRequest, lambda body: draft_of(body, frontend, client_names(body)))
+    _, draft = await read_body(request, ChatRequest, lambda body: draft_of(body, frontend, client_names(body)))
     return await answer_draft(request, draft, lambda asked, limit: ChatAnswer(draft.chat, asked))
 
 
@@ -46,7 +46,6 @@ def draft_of(chat: ChatRequest, frontend: Frontend, names: Mapping[str, str]) ->
     sampling = sampling_parameters(chat, model.description)
     _check_template(chat, frontend.config)
     kept, ids = truncation(chat, model.description.max_model_len), kv_prompt(chat)
-    _check_continuation(chat)
     return Draft(model, chat, messages, options, use, sampling, names, kept, ids)
 
 
@@ -117,17 +116,13 @@ def kv_prompt(body: ChatRequest) -> list[Any] | None:
 
 def _check_template(body: ChatRequest, config: FrontendConfig) -> None:
     """A chat template that a request brings is a program that is run here. Raises `ApiError` where the operator has not
-    allowed that."""
+    allowed that, and where the last message is and is not the beginning of the answer."""
     if body.chat_template is not None and not config.trust_request_chat_template:
         raise invalid(
             "'chat_template' is refused: this server runs the templates of its requests only where it was started with "
             "--trust-request-chat-template; leave it out",
             "chat_template",
         )
-
-
-def _check_continuation(body: ChatRequest) -> None:
-    """Raise `ApiError` where the last message is and is not the beginning of the answer."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true: the answer begins with the "

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -33,13 +34,9 @@ FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
 async def create_completion(request: Request) -> Response:
     """Complete one or more prompts."""
     frontend: Frontend = request.app.state.frontend
-    body, sampling, only_echo = await read_body(request, CompletionRequest, lambda body: _read(body, frontend))
+    body, (sampling, only_echo) = await read_body(request, CompletionRequest, lambda body: _read(body, frontend))
     model = frontend.model(body.model)
-    num_servers = frontend.pool.num_servers
-
-    def check_sizes(num_tokens: int, num_prompts: int) -> None:
-        check_num_tokens(num_tokens, num_prompts, model.description, num_servers)
-
+    check_sizes = partial(check_num_tokens, description=model.description, num_servers=frontend.pool.num_servers)
     kept = truncation(body, model.description.max_model_len)
     prompts = await _prompts(body, model.prompts, check_sizes, kept)
     names = client_names(body)
@@ -52,8 +49,8 @@ async def create_completion(request: Request) -> Response:
     return await respond(answer, generation)
 
 
-def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionRequest, dict[str, Any], bool]:
-    """The body, the model's parameters, and whether the answer is the prompt alone. Raises `ApiError`."""
+def _read(body: CompletionRequest, frontend: Frontend) -> tuple[dict[str, Any], bool]:
+    """The model's parameters, and whether the answer is the prompt alone. Raises `ApiError`."""
     model = frontend.model(body.model)
     if body.suffix:
         raise invalid("'suffix' is not supported: the model completes a text at its end only", "suffix")
@@ -65,7 +62,7 @@ def _read(body: CompletionRequest, frontend: Frontend) -> tuple[CompletionReques
     sampling = sampling_parameters(body, model.description)
     if body.echo and body.logprobs is not None:
         sampling.setdefault("prompt_logprobs", body.logprobs)
-    return body, sampling, only_echo
+    return sampling, only_echo
 
 
 async def _prompts(

@@ -21,8 +21,8 @@ from dflash_client.errors import (
     Unavailable,
 )
 
-# Seconds after which a client may try again.
-RETRY_AFTER_S = 1
+# The seconds after which a client may try again.
+_RETRY = {"retry-after": "1"}
 _PARAMETER = re.compile(r"(?:parameter|the grammar in) (['\"])(\w+)\1")
 
 
@@ -72,7 +72,7 @@ def refusing(kind: type[Exception], param: str) -> Iterator[None]:
 
 def unavailable(message: str) -> ApiError:
     """A request that may be sent again later."""
-    return ApiError(503, message, "service_unavailable_error", "unavailable", headers=_retry())
+    return ApiError(503, message, "service_unavailable_error", "unavailable", headers=_RETRY)
 
 
 def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
@@ -86,7 +86,7 @@ def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
         param = names.get(found[2], found[2])
         return invalid(f"{message[: found.start(2)]}{param}{message[found.end(2) :]}", param)
     if isinstance(error, QueueFull):
-        return ApiError(429, message, "rate_limit_error", "queue_full", headers=_retry())
+        return ApiError(429, message, "rate_limit_error", "queue_full", headers=_RETRY)
     if isinstance(error, Unavailable | ConnectionFailed | NotFound):
         return unavailable(message)
     if isinstance(error, RequestTimeout):
@@ -94,7 +94,3 @@ def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
     if isinstance(error, Cancelled):
         return ApiError(499, message, "api_error", "cancelled")
     return ApiError(500, message, "api_error", "internal_error")
-
-
-def _retry() -> dict[str, str]:
-    return {"retry-after": str(RETRY_AFTER_S)}

@@ -15,7 +15,7 @@ from dflash_client.results import Completion
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import answer_draft, draft_of
 from dflash_openai.content_logprobs import ContentLogprobs
-from dflash_openai.conversation import Conversation, Draft, prepare
+from dflash_openai.conversation import Conversation, prepare
 from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.generation import Item
 from dflash_openai.logprobs import LogprobWriter
@@ -36,15 +36,10 @@ _UNUSED = ("completed_at", "error", "incomplete_details", "previous_response_id"
 _REPEATED = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
 
 
-def _read(frontend: Frontend, body: ResponsesRequest) -> tuple[ResponsesRequest, Draft]:
-    """A body, and its conversation. Raises `ApiError`."""
-    return body, draft_of(as_chat(body), frontend, CLIENT_NAMES)
-
-
 async def count_input_tokens(request: Request) -> Response:
     """The tokens of an input, as a response to it would have."""
     frontend: Frontend = request.app.state.frontend
-    _, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
+    _, draft = await read_body(request, ResponsesRequest, lambda one: draft_of(as_chat(one), frontend, CLIENT_NAMES))
     asked = await prepare(draft)
     return PiecesResponse(encoded({"object": "response.input_tokens", "input_tokens": len(asked.prompt)}))
 
@@ -52,7 +47,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     frontend: Frontend = request.app.state.frontend
-    body, draft = await read_body(request, ResponsesRequest, lambda body: _read(frontend, body))
+    body, draft = await read_body(request, ResponsesRequest, lambda one: draft_of(as_chat(one), frontend, CLIENT_NAMES))
     return await answer_draft(request, draft, lambda asked, limit: ResponseAnswer(body, asked))
 
 

@@ -49,7 +49,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, as a completion of it would have."""
     frontend: Frontend = request.app.state.frontend
-    body = await read_body(request, TokenizeRequest, lambda body: body)
+    body, _ = await read_body(request, TokenizeRequest, lambda body: None)
     model = frontend.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send exactly one of 'prompt' and 'messages'", "prompt")
@@ -82,7 +82,7 @@ def _draft(body: TokenizeRequest, frontend: Frontend) -> Draft:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, with special tokens."""
     frontend: Frontend = request.app.state.frontend
-    body = await read_body(request, DetokenizeRequest, lambda body: body)
+    body, _ = await read_body(request, DetokenizeRequest, lambda body: None)
     model = frontend.model(body.model)
 
     def decode() -> str:

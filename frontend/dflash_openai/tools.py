@@ -68,9 +68,7 @@ def is_of_type(tool: Mapping[str, Any], types: Sequence[str]) -> bool:
 def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
     """What a request says of tools, for a model that writes its answers as `output` says. Raises `ApiError`."""
     tools = _tools(body.tools or [])
-    choice = body.tool_choice
-    if choice is None:
-        choice = "auto" if tools else "none"
+    choice = "auto" if body.tool_choice is None else body.tool_choice
     if choice == "none" or (choice == "auto" and not tools):
         return NO_TOOLS
     if not tools:

@@ -72,7 +72,7 @@ def kept(restart: bool = True, server: TritonServer | None = None) -> Iterator[K
         yield one
     finally:
         # From this thread a stop cannot be asked for as by a signal: the next new start is refused instead.
-        one.keeper._restart = False
+        one.keeper.restart = False
         if one.thread.is_alive() and one.server._process is not None:
             one.server._process.kill()
         one.thread.join(PATIENCE_S)

@@ -171,7 +171,7 @@ class Parts:
             given.pop(name)
         self.found |= {f"setting.{name}": value for name, value in settings.items()}
         self.found |= {f"server.{name}": value for name, value in given.items()}
-        return SimpleNamespace(serves_demo_pair=not settings)
+        return SimpleNamespace(serves_demo_pair=not settings, stop=lambda: None)
 
     def _process(
         self, host: str, port: int, options: list[str], environ: dict[str, str], say: Any, tls: Any, hang_s: float
@@ -182,7 +182,7 @@ class Parts:
 
     def _keeper(self, server: Any, **given: Any) -> Any:
         self.found |= {f"keeper.{name}": given[name] for name in ("restart", "hang_timeout_s")}
-        return SimpleNamespace(run=self._end, stop=lambda: None, signalled=lambda: None)
+        return SimpleNamespace(run=self._end, signalled=lambda: None)
 
     def _log(self, lines: Any, verbose: bool) -> Any:
         self.found["log.verbose"] = verbose

@@ -159,8 +159,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "a drafter in vain is not warned of",
         "dflash_backend/triton/reporter.py",
-        "is not None and self._has_drafter():",
-        "is not None and not self._has_drafter():",
+        "is not None and self.has_drafter():",
+        "is not None and not self.has_drafter():",
         ("tests/triton/test_reporter.py::test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log",),
     ),
     *mutants_of(

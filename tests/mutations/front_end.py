@@ -389,7 +389,7 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_errors.py",),
         (
             "a full queue does not say when to ask again",
-            '"rate_limit_error", "queue_full", headers=_retry())',
+            '"rate_limit_error", "queue_full", headers=_RETRY)',
             '"rate_limit_error", "queue_full")',
         ),
         (

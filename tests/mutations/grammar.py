@@ -298,8 +298,8 @@ GRAMMAR_MUTANTS = (
         MATCHER,
         (
             "threads that share a step wait for one deadline",
-            "self._of_thread = threading.local()",
-            "self._of_thread = threading.main_thread()",
+            "class _OfThread(threading.local):",
+            "class _OfThread:",
         ),
         (
             "the masks of a block do not count the drafts before them",

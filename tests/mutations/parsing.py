@@ -108,7 +108,7 @@ PARSING_MUTANTS += mutants_of(
     f"{FRONTEND}/parsing/harmony.py",
     ("tests/frontend/test_harmony.py",),
     ("reasoning of harmony is content", 'channel[1] == "analysis"', 'channel[1] == "thinking"'),
-    ("a mark of harmony that comes in two parts is text", "marks)) - 1", "marks)) * 0"),
+    ("a mark of harmony that comes in two parts is text", "len(text) - held_back(", "len(text) - 0 * held_back("),
     (
         "a harmony call without its end mark is lost",
         "        if self._head is None:\n            self._close(events)\n        elif self._forced:",

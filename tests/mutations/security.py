@@ -58,7 +58,11 @@ SECURITY_MUTANTS = (
     *mutants_of(
         f"{FOLDER}/authentication.py",
         KEYS,
-        ("any path that begins like an open one is open", "return path in self._open or", "return True or"),
+        (
+            "any path that begins like an open one is open",
+            'is_open = scope["path"] in self._open or',
+            "is_open = True or",
+        ),
         (
             "a request without a key is let in",
             "if key is None and self._keys and",

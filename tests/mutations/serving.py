@@ -69,8 +69,8 @@ SERVING_MUTANTS = (
         ("growth below the limit counts", "if before <= self._limit:", "if False:"),
         (
             "memory that only shrinks again is of requests",
-            "max(0, self._unsent + num_bytes - sent)",
-            "self._unsent + max(0, num_bytes) - sent",
+            "max(0, self._unsent + growth - sent)",
+            "self._unsent + max(0, growth) - sent",
         ),
     ),
     *mutants_of(

@@ -29,7 +29,7 @@ VALUE_MUTANTS = (
     Mutant(
         "a signal during a stop of the server waits for requests",
         "cli/dflash_cli/launcher/restarts.py",
-        "        self._server.hurry()\n",
+        "        self.server.hurry()\n",
         "",
         ("tests/cli/test_restarts.py::test_a_signal_during_a_replacement_ends_the_server_for_good",),
     ),
@@ -548,8 +548,8 @@ VALUE_MUTANTS = (
     Mutant(
         "each engine is as silent as the first",
         "dflash_backend/triton/reporter.py",
-        'self._metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)',
-        'self._metrics.set("dflash:engine_silence_seconds", self._engines.supervisors[0].silence_s, index)',
+        'self.metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)',
+        'self.metrics.set("dflash:engine_silence_seconds", self.engines.supervisors[0].silence_s, index)',
         ("tests/triton/test_reporter.py",),
     ),
     Mutant(

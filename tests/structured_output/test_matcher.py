@@ -270,7 +270,7 @@ def test_an_answer_whose_masks_take_too_long_fails_alone(compiler, filler, monke
 
     monkeypatch.setattr(matcher_module, "_fill", slow)
     filler = BitmaskFiller(VOCAB, 2)
-    filler._deadlines._limit_s, filler._deadlines._total_limit_s = 0.05, 30.0
+    filler._of_thread.deadlines._limit_s, filler._of_thread.deadlines._total_limit_s = 0.05, 30.0
     masks, counts = filler.fill([(answer, []) for answer in answers])
     end.set()
     assert endless.error == "the grammar of its structured output takes too long for one token. Make it simpler"
@@ -323,7 +323,7 @@ def test_an_answer_whose_turn_does_not_come_is_not_at_fault(compiler, monkeypatc
 
     monkeypatch.setattr(matcher_module, "_fill", slow)
     filler = BitmaskFiller(VOCAB, 1)
-    filler._deadlines._total_limit_s = 0.05
+    filler._of_thread.deadlines._total_limit_s = 0.05
     filler.fill([(second, []), (first, [])])
     assert first.error is None
     assert second.status == "UNAVAILABLE"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
@@ -158,10 +160,7 @@ def whole_number(text: str) -> int:
 
 def number(text: str) -> float:
     """A finite number."""
-    value = _float(text)
-    if not abs(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return value
+    return _float(text, "a finite number", -sys.float_info.max)
 
 
 def _whole(text: str, kind: str, least: int) -> int:
@@ -175,25 +174,22 @@ def _whole(text: str, kind: str, least: int) -> int:
 
 def positive_float(text: str) -> float:
     """A number above 0."""
-    number = _float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    return _float(text, "a number above 0", math.nextafter(0, 1))
 
 
 def non_negative_float(text: str) -> float:
     """A number of at least 0."""
-    number = _float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
+    return _float(text, "a number of at least 0", 0)
 
 
-def _float(text: str) -> float:
+def _float(text: str, kind: str, least: float) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value
 
 
 # What options have in common that take the same: how many, seconds, a file.

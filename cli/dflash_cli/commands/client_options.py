@@ -138,11 +138,11 @@ def _structured_outputs(arguments: argparse.Namespace) -> dict[str, Any]:
     """The grammar that an option names, as a sampling parameter. Raises `ValueError` for a file that cannot be read."""
     if arguments.json_schema is not None:
         try:
-            grammar: dict[str, Any] = {"json": json.loads(_text_of(arguments.json_schema))}
+            grammar: dict[str, Any] = {"json": json.loads(text_of(arguments.json_schema))}
         except json.JSONDecodeError as error:
             raise ValueError(f"{arguments.json_schema} is not JSON: {error}") from None
     elif arguments.grammar is not None:
-        grammar = {"grammar": _text_of(arguments.grammar)}
+        grammar = {"grammar": text_of(arguments.grammar)}
     else:
         grammar = {
             name: getattr(arguments, name) for name in ("regex", "choice") if getattr(arguments, name) is not None
@@ -150,11 +150,12 @@ def _structured_outputs(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"structured_outputs": grammar} if grammar else {}
 
 
-def _text_of(path: str) -> str:
+def text_of(path: str | Path, option: str = "") -> str:
+    """The text of a file. Raises `ValueError`, which begins with the `option` that names it."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{option} {path} cannot be read: {error}".lstrip()) from None
 
 
 def _value(name: str, text: str) -> Any:

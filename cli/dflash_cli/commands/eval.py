@@ -48,20 +48,19 @@ def add_parser(commands: Any) -> None:
         "The models run in this process; with --url a running server is measured instead. Without MODEL it is the "
         "demo pair, without --dataset the embedded sets math, code and chat (docs/evaluation.md).",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         metavar="MODEL",
         help="target model: directory, hub id, file in GGUF or smollm2; with --url: whose tokenizer renders "
         "conversations",
     )
-    parser.add_argument("--target", metavar="DIR|ID", help="the same, as an option")
-    parser.add_argument(
-        "--draft", metavar="DIR|ID|ngram", help="DFlash drafter, or prompt lookup; '' for no speculation"
-    )
+    add("--target", metavar="DIR|ID", help="the same, as an option")
+    add("--draft", metavar="DIR|ID|ngram", help="DFlash drafter, or prompt lookup; '' for no speculation")
     add_settings_option(parser)
     _add_comparison_options(parser)
-    parser.add_argument(
+    add(
         "--dataset",
         dest="datasets",
         metavar="NAME|FILE",
@@ -69,16 +68,12 @@ def add_parser(commands: Any) -> None:
         help="math, code, chat, talk, copy, tools, gsm8k, math500, humaneval, mbpp, mt-bench, or a JSONL file; "
         "gsm8k=FILE.jsonl reads the published rows from a file; may be repeated",
     )
-    parser.add_argument("--limit", **COUNT, help="only the first N rows of each data set")
-    parser.add_argument(
-        "--shuffle", action="store_true", help="take the rows in the order of the DFlash authors' benchmark (seed 42)"
-    )
+    add("--limit", **COUNT, help="only the first N rows of each data set")
+    add("--shuffle", action="store_true", help="take the rows in the order of the DFlash authors' benchmark (seed 42)")
     _add_request_options(parser)
-    parser.add_argument(
-        "--concurrency", **COUNT, help=f"requests at a time (max_num_seqs; with --url {SERVER_CONCURRENCY})"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.png there")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
+    add("--concurrency", **COUNT, help=f"requests at a time (max_num_seqs; with --url {SERVER_CONCURRENCY})")
+    add("--out", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.png there")
+    add("--json", action="store_true", help="print one JSON object in place of the tables")
     add_connection_options(parser, url_needed=False, timeout=600.0)
     parser.set_defaults(run=run)
 

@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("n above 1 gives several texts, which cannot stream into one; add --json")
         if arguments.enable_thinking is not None and not arguments.chat:
             raise ValueError("--thinking and --no-thinking are for the chat template, which --chat applies; add --chat")
-        with client_of(arguments) as client, client.stream(**_inputs(prompt, arguments.chat), **sampling) as stream:
+        inputs = {"messages": [{"role": "user", "content": prompt}]} if arguments.chat else {"prompt": prompt}
+        with client_of(arguments) as client, client.stream(**inputs, **sampling) as stream:
             timed = TimedStream(stream)
             interrupted = _show(timed, quiet=arguments.json)
     except ValueError as error:
@@ -65,10 +66,6 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def _inputs(prompt: str, chat: bool) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
 
 
 def _show(stream: TimedStream, quiet: bool) -> bool:

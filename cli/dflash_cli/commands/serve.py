@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             if frontend is not None:
                 frontend.drain()
-            keeper.stop()
+            server.stop()
             if frontend is not None:
                 frontend.stop()
             lines.flush()
@@ -253,11 +252,7 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
 @contextmanager
 def _signals_stop(keeper: Keeper) -> Iterator[None]:
     """A signal ends the run; once the stop has begun, it makes the stop not wait."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        keeper.signalled()
-
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, lambda *_: keeper.signalled()) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import COUNT_OR_0, FILE, non_negative_float
-from dflash_cli.commands.client_options import add_connection_options, client_of
+from dflash_cli.commands.client_options import add_connection_options, client_of, text_of
 from dflash_cli.commands.console import fail, say
 from dflash_client.errors import ClientError
 
@@ -77,7 +77,4 @@ def _admin_key(file: Path | None) -> str:
         if not (key := os.environ.get(KEY_VARIABLE, "").strip()):
             raise ValueError(f"the server wants a key: give --admin-key-file FILE, or set {KEY_VARIABLE}")
         return key
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--admin-key-file {file} cannot be read: {error}") from None
+    return text_of(file, "--admin-key-file").strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
@@ -93,14 +92,11 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_length_options(parser: argparse.ArgumentParser) -> None:
     length = parser.add_argument_group("length of the run")
-    length.add_argument(
-        "--minutes", type=positive_float, default=30.0, metavar="M", help="of this run, data included (%(default)g)"
-    )
-    length.add_argument("--steps", **COUNT, help="in place of --minutes")
-    length.add_argument(
-        "--evaluate-minutes", type=positive_float, metavar="M", help="between evaluations (an eighth of the training)"
-    )
-    length.add_argument("--restart", action="store_true", help="train anew, from the data that is there")
+    add = length.add_argument
+    add("--minutes", type=positive_float, default=30.0, metavar="M", help="of this run, data included (%(default)g)")
+    add("--steps", **COUNT, help="in place of --minutes")
+    add("--evaluate-minutes", type=positive_float, metavar="M", help="between evaluations (an eighth of the training)")
+    add("--restart", action="store_true", help="train anew, from the data that is there")
 
 
 def _add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
     from dflash_backend.training.run import train
 
     # A shell has what it starts in the background ignore Ctrl-C, by which SIGTERM ends a run as well.
-    before = signal.signal(signal.SIGTERM, _interrupt), signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = (
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     progress = Progress("tokens of answers", say, resumes=True)
     try:
         summary = train(_options(arguments), say, progress.step)
@@ -175,11 +174,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{summary['held_out']} held-out prompts; dflash-triton serve {arguments.target} --draft {arguments.out}"
     )
     return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does."""
-    signal.raise_signal(signal.SIGINT)
 
 
 def _options(arguments: argparse.Namespace) -> TrainOptions:

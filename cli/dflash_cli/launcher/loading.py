@@ -32,7 +32,7 @@ class Loading:
             *(f"/v2/models/{name}/ready" for name in models),
             f"http://{metrics_url}/metrics",
         )
-        self._on_progress = on_progress
+        self._say = on_progress or (lambda text: None)
         self._line = ""
         self._changed_at = time.monotonic()
 
@@ -43,10 +43,6 @@ class Loading:
                 self._changed_at = time.monotonic()
             self._line = line.progress
             self._say(line.progress)
-
-    def _say(self, text: str) -> None:
-        if self._on_progress is not None:
-            self._on_progress(text)
 
     def wait(self, process: subprocess.Popen[str], log: ServerLog, timeout_s: float) -> None:
         """Wait until all models and the metrics are ready. Raises `LauncherError` when the server ends, or its load

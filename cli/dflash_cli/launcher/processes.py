@@ -119,10 +119,8 @@ def gone(processes: Iterable[Process], timeout_s: float) -> bool:
     """Wait until all have ended; False if some still live after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     waiting = set(processes)
-    while True:
-        waiting = set(filter(_now, waiting))
-        if not waiting:
-            return True
+    while waiting := set(filter(_now, waiting)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
+    return True

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NoReturn
 
 from dflash_cli.launcher.server import LauncherError, TritonServer
@@ -40,46 +41,34 @@ class StopAsked(Exception):
     """A signal asked for the end."""
 
 
+@dataclass(eq=False)
 class Keeper:
-    """Runs one server for as long as it can be kept: `run`, then `stop`. `signalled` is for a signal's handler."""
+    """Runs one server for as long as it can be kept: `run`, then the server's `stop`. `signalled` is for a signal's
+    handler. Without `restart` the first trouble ends it. `say` gets a line for the operator. `on_look` is called about
+    twice a second, in the thread that runs `run`."""
 
-    def __init__(
-        self,
-        server: TritonServer,
-        *,
-        restart: bool,
-        hang_timeout_s: float,
-        say: Callable[[str], None],
-        budget: RestartBudget | None = None,
-        on_look: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Without `restart` the first trouble ends it. `say` gets a line for the operator. `on_look` is called about
-        twice a second, in the thread that runs `run`."""
-        self._server = server
-        self._restart = restart
-        self._hang_timeout_s = hang_timeout_s
-        self._say = say
-        self._budget = budget or RestartBudget()
-        self._on_look = on_look
-        self._asked = False
+    server: TritonServer
+    _: KW_ONLY
+    restart: bool
+    hang_timeout_s: float
+    say: Callable[[str], None]
+    budget: RestartBudget = field(default_factory=RestartBudget)
+    on_look: Callable[[], None] = lambda: None
+    asked: bool = field(default=False, init=False)
 
     def signalled(self) -> None:
         """End `run` with `StopAsked`; once the server is being stopped, let that not wait for requests. In the thread
         that runs `run`."""
-        self._asked = True
-        if not self._server.stopping:
+        self.asked = True
+        if not self.server.stopping:
             raise StopAsked
-        self._server.hurry()
-
-    def stop(self) -> None:
-        """Stop the server."""
-        self._server.stop()
+        self.server.hurry()
 
     def run(self, on_ready: Callable[[], None]) -> NoReturn:
         """Start the server and keep it; there is no other end than an exception. `on_ready` is called after the first
         start. Raises `LauncherError` when that fails, and when the server is in trouble and must not, or can no longer,
         be started anew; `StopAsked` after a signal."""
-        self._server.start()
+        self.server.start()
         on_ready()
         while True:
             trouble: str | None = self._until_trouble()
@@ -87,37 +76,37 @@ class Keeper:
                 trouble = self._start_anew(trouble)
 
     def _until_trouble(self) -> str:
-        with closing(Watch(self._server, self._hang_timeout_s)) as watch:
+        with closing(Watch(self.server, self.hang_timeout_s)) as watch:
             while (trouble := watch.trouble()) is None:
-                self._on_look()
+                self.on_look()
                 time.sleep(LOOK_S)
-        words = self._server.failure() if self._server.poll() is not None else ""
+        words = self.server.failure() if self.server.poll() is not None else ""
         return f"{trouble}: {words}" if words else trouble
 
     def _start_anew(self, trouble: str) -> str | None:
         """Replace the server; what went wrong with the new one, if it could not be started."""
-        self._server.stop(wait_for_requests=False)
+        self.server.stop(wait_for_requests=False)
         self._end_if_asked()
-        if not self._restart:
+        if not self.restart:
             raise LauncherError(trouble)
-        delay_s = self._budget.delay_s(time.monotonic())
+        delay_s = self.budget.delay_s(time.monotonic())
         if delay_s is None:
             raise LauncherError(
-                f"{trouble}; it was started anew {self._budget.limit} times within {self._budget.window_s / 60:.0f} "
+                f"{trouble}; it was started anew {self.budget.limit} times within {self.budget.window_s / 60:.0f} "
                 "minutes, which is not tried any further"
             )
-        self._say(f"{trouble}; the server is started anew {f'in {delay_s:g} s' if delay_s else 'at once'}")
+        self.say(f"{trouble}; the server is started anew {f'in {delay_s:g} s' if delay_s else 'at once'}")
         time.sleep(delay_s)
         began = time.monotonic()
         try:
-            self._server.start()
+            self.server.start()
         except LauncherError as error:
             self._end_if_asked()
             return str(error)
-        self._say(f"the server is ready again after {time.monotonic() - began:.1f} s")
+        self.say(f"the server is ready again after {time.monotonic() - began:.1f} s")
         return None
 
     def _end_if_asked(self) -> None:
         """A signal that came while the server was being stopped."""
-        if self._asked:
+        if self.asked:
             raise StopAsked

@@ -119,7 +119,7 @@ class TritonServer:
         self._ready_url = ready_url
         self._environ = environment_with(os.environ if environ is None else environ, settings or {})
         self._on_progress = on_progress
-        self._on_log = on_log
+        self._on_log = on_log or (lambda line: None)
         self._files: ServerFiles | None = None
         self._guardian: Guardian | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -307,13 +307,10 @@ class TritonServer:
 
     def _options(self, files: ServerFiles) -> list[str]:
         debug = self._environ.get(environment_name("log_level"), "").strip() == "debug"
-        if self.explicit:
-            control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in self._models)]
-        else:
-            control = ["--model-control-mode=none"]
         return [
             f"--model-repository={files.folder / 'models'}",
-            *control,
+            f"--model-control-mode={'explicit' if self.explicit else 'none'}",
+            *(f"--load-model={name}" for name in self._models if self.explicit),
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={files.segment_prefix}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
@@ -323,7 +320,7 @@ class TritonServer:
             f"--grpc-port={self.grpc_port}",
             "--allow-metrics=true",
             f"--metrics-port={self.metrics_port}",
-            *restrictions(self._allowed_apis, self.api_key),
+            *restrictions(self.restricted_apis, self.api_key),
             *self._tls_options,
             *self._extra_options,
         ]
@@ -334,8 +331,7 @@ class TritonServer:
                 # A model's process runs, so Triton has made its environments.
                 self._files.note_env_folders()
             loading.read(line)
-        if self._on_log is not None:
-            self._on_log(line)
+        self._on_log(line)
 
     def _end(self, process: subprocess.Popen[str], wait_for_requests: bool) -> None:
         """Ask the server to end, then make everything that belongs to it end."""

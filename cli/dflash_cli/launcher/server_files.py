@@ -50,9 +50,8 @@ class ServerFiles:
     def write(self, http_url: str, ready_url: str, api_key: str) -> None:
         """Note address and key, for the operator, and the URL that says whether requests are taken, for health checks
         that do not know how the server was started."""
-        (self.folder / "http-address").write_text(http_url + "\n", encoding="utf-8")
-        (self.folder / "ready-url").write_text(ready_url + "\n", encoding="utf-8")
-        (self.folder / "api-key").write_text(api_key + "\n", encoding="utf-8")
+        for name, text in (("http-address", http_url), ("ready-url", ready_url), ("api-key", api_key)):
+            (self.folder / name).write_text(text + "\n", encoding="utf-8")
 
     def protect(self) -> None:
         """Make the shared memory its owner's alone: prompts lie in it, and Triton makes it readable to all."""

@@ -114,8 +114,7 @@ class ServerLog:
         of the log."""
         lines = self.lines()
         for line in lines:
-            match = _LOAD_FAILURE.match(line.text) if line.level == "E" else None
-            if match:
+            if line.level == "E" and (match := _LOAD_FAILURE.match(line.text)):
                 return _sentence(match.group(1))
         fatal = [line.text for line in lines if _FATAL.search(line.text)]
         return "\n".join(fatal) if fatal else self.tail(15)

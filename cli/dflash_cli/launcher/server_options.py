@@ -81,12 +81,10 @@ def check_apis(names: Collection[str]) -> None:
             raise LauncherError(f"'{name}' is no API that is restricted; those are: {', '.join(RESTRICTED_APIS)}")
 
 
-def restrictions(allowed: Collection[str], key: str) -> list[str]:
-    """Options that make each API but the `allowed` ones ask for `key` in a header."""
-    names = ",".join(name for name in RESTRICTED_APIS if name not in allowed)
-    if not names:
-        return []
-    return [f"--{option}={names}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+def restrictions(apis: Sequence[str], key: str) -> list[str]:
+    """Options that make each of these APIs ask for `key` in a header."""
+    options = ("http-restricted-api", "grpc-restricted-protocol") if apis else ()
+    return [f"--{option}={','.join(apis)}:{KEY_HEADER}={key}" for option in options]
 
 
 def addresses(host: str, metrics_host: str) -> list[str]:
@@ -133,10 +131,8 @@ def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) ->
     for name, value in settings.items():
         check_setting(name, value, "--set")
         # Empty is no path, but no drafter, and a drafter called ngram is none either, nor is a package's model.
-        is_model = (name == "target_model" and value not in NAMED) or (
-            name == "draft_model" and value not in (NGRAM, *NAMED)
-        )
-        if is_model and value and Path(value).exists():
+        no_paths = {"target_model": ("", *NAMED), "draft_model": ("", NGRAM, *NAMED)}.get(name)
+        if no_paths is not None and value not in no_paths and Path(value).exists():
             value = str(Path(value).resolve())
         result[environment_name(name)] = value
     EngineConfig.from_values(environment_settings(result), "environment")

@@ -31,7 +31,8 @@ class AuthenticationMiddleware:
         """Answer 401 to a request without one of the keys."""
         key = self._find(scope)
         scope.setdefault("state", {})["api_key"] = key
-        if key is None and self._keys and not self._is_open(scope["path"]):
+        is_open = scope["path"] in self._open or scope["path"].startswith(OPEN_PREFIX)
+        if key is None and self._keys and not is_open:
             await _refusal(Headers(scope=scope)).response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -42,9 +43,6 @@ class AuthenticationMiddleware:
         if scheme.lower() != "bearer":
             presented = headers.get(API_KEY, "")
         return find_key(self._keys, presented.strip()) if presented else None
-
-    def _is_open(self, path: str) -> bool:
-        return path in self._open or path.startswith(OPEN_PREFIX)
 
 
 def _refusal(headers: Headers) -> ApiError:

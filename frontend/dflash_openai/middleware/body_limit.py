@@ -27,7 +27,9 @@ class BodyLimitMiddleware:
         try:
             headers = Headers(scope=scope)
             _check_encoding(headers)
-            self._check_length(headers.get("content-length"))
+            length = headers.get("content-length", "")
+            if length.isdigit() and int(length) > self._max_bytes:
+                raise self._too_large(f"the body has {int(length)} bytes")
             body = await self._read(receive)
         except ApiError as error:
             # The client may have left.
@@ -35,10 +37,6 @@ class BodyLimitMiddleware:
                 await error.response()(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
-
-    def _check_length(self, length: str | None) -> None:
-        if length is not None and length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_large(f"the body has {int(length)} bytes")
 
     async def _read(self, receive: Receive) -> bytes:
         """The body. Raises `ApiError`."""

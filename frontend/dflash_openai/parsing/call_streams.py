@@ -20,6 +20,7 @@ from dflash_openai.parsing.tool_formats import (
     Schemas,
     ToolFormat,
     begun_calls,
+    held_back,
     typed_value,
 )
 
@@ -249,10 +250,7 @@ class TaggedCalls:
                 return _escaped(value.removesuffix("\n")) + '"'
             value, self._value_parts = "".join([*self._value_parts, value]), []
             return msgspec.json.encode(typed_value(value.removesuffix("\n"), self._schema)).decode()
-        held = len(_CLOSE)
-        if self._is_text:
-            ends = (f"\n{_CLOSE}", _CLOSE)
-            held = max((n for end in ends for n in range(1, len(end)) if self._text.endswith(end[:n])), default=0)
+        held = held_back(self._text, (f"\n{_CLOSE}", _CLOSE)) if self._is_text else len(_CLOSE)
         end = max(self._at, len(self._text) - held)
         value, self._at = self._text[self._at : end], end
         if not self._is_text:

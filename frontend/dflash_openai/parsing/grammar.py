@@ -87,23 +87,22 @@ def _calls(
     format: ToolFormat,
     functions: Sequence[Mapping[str, Any]],
     parallel: bool,
-    special_token_ids: Mapping[str, int],
+    special: Mapping[str, int],
 ) -> list[str]:
-    """The rules of calls; `root` is the name of the first."""
-    marks = _Marks(special_token_ids)
+    """The rules of calls; `root` is the name of the first. special: ids of special tokens."""
     if format in (HERMES, QWEN3_CODER):
-        one = f'{marks.of(HERMES.open)} "\\n" call "\\n" {marks.of(HERMES.close)}'
+        one = f'{_mark(HERMES.open, special)} "\\n" call "\\n" {_mark(HERMES.close, special)}'
         start = _repeated(root, one, '"\\n"', parallel)
     elif format is LLAMA3_JSON:
         # Llama's templates take one call at a time.
         start = f"{root}: call"
-    elif format is MISTRAL and _ARGS in special_token_ids:
-        start = _repeated(root, f"{marks.of(MISTRAL.open)} call", "", parallel)
+    elif format is MISTRAL and _ARGS in special:
+        start = _repeated(root, f"{_mark(MISTRAL.open, special)} call", "", parallel)
     elif format is MISTRAL:
         more = ' (", " call)*' if parallel else ""
-        start = f'{root}: {marks.of(MISTRAL.open)} "[" call{more} "]"'
-    elif format is harmony.TOOLS and all(mark in special_token_ids for mark in harmony.MARKS):
-        start = _after_analysis(root, marks)
+        start = f'{root}: {_mark(MISTRAL.open, special)} "[" call{more} "]"'
+    elif format is harmony.TOOLS and all(mark in special for mark in harmony.MARKS):
+        start = _after_analysis(root, special)
     else:
         raise NoGrammar(
             f"a tool call cannot be forced where the model writes calls as '{format.name}'; set tool_choice to auto"
@@ -121,7 +120,7 @@ def _calls(
                 f"f{index}: %json {json.dumps(_call_object(function['name'], schema), ensure_ascii=False)}",
             ]
             continue
-        lines.append(f"f{index}: {_call(format, function['name'], f'arguments{index}', marks)}")
+        lines.append(f"f{index}: {_call(format, function['name'], f'arguments{index}', special)}")
         lines += [about, f"arguments{index}: %json {json.dumps({**schema, **_JSON_STYLE}, ensure_ascii=False)}"]
     if format is QWEN3_CODER:
         lines.append('text[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
@@ -201,36 +200,29 @@ def _repeated(root: str, one: str, separator: str, parallel: bool) -> str:
     return f"{root}: one ({separator} one)*\none: {one}" if parallel else f"{root}: {one}"
 
 
-def _after_analysis(root: str, marks: _Marks) -> str:
+def _after_analysis(root: str, special: Mapping[str, int]) -> str:
     """The first rule of harmony's answers: one call, which ends an answer, behind any messages of reasoning."""
-    head = f'{marks.of(harmony.CHANNEL)} "analysis" {marks.of(harmony.MESSAGE)}'
-    after = f'{marks.of("<|end|>")} {marks.of(harmony.START)} "assistant"'
+    head = f'{_mark(harmony.CHANNEL, special)} "analysis" {_mark(harmony.MESSAGE, special)}'
+    after = f'{_mark("<|end|>", special)} {_mark(harmony.START, special)} "assistant"'
     return f"{root}: reasoning* call\nreasoning: {head} TEXT {after}\nTEXT: /(?s:.*)/"
 
 
-def _call(format: ToolFormat, name: str, arguments: str, marks: _Marks) -> str:
+def _call(format: ToolFormat, name: str, arguments: str, special: Mapping[str, int]) -> str:
     """One function's call around the rule of its arguments."""
-    if format is MISTRAL and _ARGS in marks.special_token_ids:
-        return f"{_text(name)} {marks.of(_ARGS)} {arguments}"
+    if format is MISTRAL and _ARGS in special:
+        return f"{_text(name)} {_mark(_ARGS, special)} {arguments}"
     if format is harmony.TOOLS:
         recipient = _text(f"commentary to={harmony.FUNCTIONS}{name} ")
-        kind = f'{marks.of("<|constrain|>")} "json" {marks.of(harmony.MESSAGE)}'
-        return f"{marks.of(harmony.CHANNEL)} {recipient} {kind} {arguments}"
+        kind = f'{_mark("<|constrain|>", special)} "json" {_mark(harmony.MESSAGE, special)}'
+        return f"{_mark(harmony.CHANNEL, special)} {recipient} {kind} {arguments}"
     field = "parameters" if format is LLAMA3_JSON else "arguments"
     begin = _text(f'{{"name": "{name}", "{field}": ')
     return f'{begin} {arguments} "}}"'
 
 
-class _Marks:
-    """Writes marks: the token where a mark is a special one, else its text."""
-
-    def __init__(self, special_token_ids: Mapping[str, int]) -> None:
-        self.special_token_ids = special_token_ids
-
-    def of(self, mark: str) -> str:
-        """The mark as a terminal."""
-        known = self.special_token_ids
-        return f"<[{known[mark]}]>" if mark in known else _text(mark)
+def _mark(mark: str, special: Mapping[str, int]) -> str:
+    """A mark as a terminal: the token where it is a special one, by its id, else its text."""
+    return f"<[{special[mark]}]>" if mark in special else _text(mark)
 
 
 def _text(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_openai.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
-from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat, is_object
+from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat, held_back, is_object
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -197,15 +197,6 @@ class HarmonyParser:
             events.append(ContentDelta(body, self._position))
         self._head, self._function, self._body = [], "", []
         self._call, self._space = None, []
-
-
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    longest = max(map(len, marks)) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks):
-            return size
-    return 0
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

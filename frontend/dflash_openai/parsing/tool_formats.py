@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,10 +123,7 @@ def _read_mistral(text: str, schemas: Schemas) -> list[ToolCall] | None:
         calls: list[ToolCall] = []
         for part in text.split(MISTRAL.open):
             head = _MISTRAL_NAME.match(part)
-            if head is None:
-                return None
-            arguments = part[head.end() :].strip()
-            if not is_object(arguments):
+            if head is None or not is_object(arguments := part[head.end() :].strip()):
                 return None
             calls.append(ToolCall(head[1], arguments))
         return calls or None
@@ -247,6 +244,11 @@ def is_object(text: str) -> bool:
     except _ERRORS:
         return False
     return True
+
+
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
 
 
 def _mistral_id() -> str:
