@@ -19,8 +19,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords, RecordStore
-from dflash_backend.worker.kv_nixl import NixlAgent, NixlUnavailable
-from dflash_backend.worker.kv_transfer import Facts, RemoteRecords, TransferServer
+from dflash_backend.worker.kv_transfer import Facts, NixlAgent, NixlUnavailable, RemoteRecords, TransferServer
 from dflash_backend.worker.memory import GIB
 
 # Grows whenever the same settings and models no longer give the same KV, or a record has another layout.

@@ -33,9 +33,9 @@ from dflash_backend.attention import AttentionBackend
 from dflash_backend.core.plan import MIN_SHARING_ROWS, MeasuredStep
 from dflash_backend.models.peers import ALONE
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, Step
+from dflash_backend.worker.kv_cache import WriteGuard
 from dflash_backend.worker.logits import PromptLogprobs
 from dflash_backend.worker.step import ModelStep, StateCopies
-from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES

@@ -21,7 +21,7 @@ import torch
 
 from dflash_backend.core.moves import DEVICE, KVSender, Move, Moved, Record
 from dflash_backend.core.plan import SchedulerOutput
-from dflash_backend.worker.write_guard import KVWriteError
+from dflash_backend.worker.kv_cache import KVWriteError
 from dflash_kernels.huge_pages import zeroed_memory
 
 _log = logging.getLogger(__name__)

@@ -47,13 +47,13 @@ from dflash_backend.worker.graphs import (
     no_collection,
     warm_up,
 )
+from dflash_backend.worker.kv_cache import KVWriteError, WriteGuard
 from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StateCopies
 from dflash_backend.worker.step_ops import StateSnapshot
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch
-from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 from dflash_kernels.measured_linear import measuring
 from dflash_kernels.verify_budget import verified_lens_reference

@@ -20,11 +20,10 @@ from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import Step
-from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.kv_cache import PagedKVCache, WriteGuard
 from dflash_backend.worker.logits import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import PendingContext, StepOps
-from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 
 PHASES = ("verify", "accept", "inject", "draft")

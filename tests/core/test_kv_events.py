@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
-from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.block_pool import KVEventLog
 from dflash_backend.messages import BlocksRemoved, BlocksStored, KVEvent
 from tests.core.toy_engine import PROMPT, Engine, crowd, make_config, make_request
 

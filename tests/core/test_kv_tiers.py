@@ -9,8 +9,7 @@ import pytest
 
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
-from dflash_backend.core.kv.record_slots import RecordSlots
-from dflash_backend.core.kv.tier import KVTier
+from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
 from dflash_backend.core.kv.tiers import KVTiers
 from dflash_backend.core.moves import DISK, HOST, Record
 from dflash_backend.core.scheduler_config import TierConfig, blocks_for

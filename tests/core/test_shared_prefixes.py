@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from dflash_backend.core.kv.cascade import share_prefixes
+from dflash_backend.core.kv.manager import share_prefixes
 from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput, SharedPrefix
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig

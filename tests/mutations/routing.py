@@ -124,7 +124,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("tests/triton/test_metrics.py",),
     ),
     *mutants_of(
-        "dflash_backend/core/kv/events.py",
+        "dflash_backend/core/kv/block_pool.py",
         EVENTS,
         (
             "events lose their order",

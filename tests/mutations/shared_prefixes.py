@@ -10,7 +10,7 @@ ENGINE = ("tests/worker/test_shared_prefixes.py",)
 
 SHARED_PREFIX_MUTANTS = (
     *mutants_of(
-        "dflash_backend/core/kv/cascade.py",
+        "dflash_backend/core/kv/manager.py",
         CORE,
         (
             "positions that are not computed are shared",

@@ -28,10 +28,9 @@ from dflash_backend.core.moves import DEVICE, REMOTE, Kept, Move, Moved, Peer, R
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.engine.llm import LLM
 from dflash_backend.messages import GenerationRequest, KVTransferParams, SamplingParams, TokenDelta
-from dflash_backend.worker import kv_nixl, kv_transfer
+from dflash_backend.worker import kv_transfer
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
-from dflash_backend.worker.kv_nixl import NixlAgent
-from dflash_backend.worker.kv_transfer import Facts, Memory, RemoteRecords, TransferError, TransferServer
+from dflash_backend.worker.kv_transfer import Facts, Memory, NixlAgent, RemoteRecords, TransferError, TransferServer
 from tests.support.scale import by_night
 from tests.worker.engines import engine
 from tests.worker.test_kv_tiers import ASKED, CASES, COMMON, prompts
@@ -170,7 +169,7 @@ def test_memory_of_another_length_than_a_record_is_not_read(layers_and_bytes: li
     parts = [kv_transfer.Part(0, num_layers, 1, 1, num_bytes) for num_layers, num_bytes in layers_and_bytes]
     memory = Memory(b"", [parts] if parts else [], "DRAM", 0)
     with pytest.raises(TransferError, match="its records have another length"):
-        kv_nixl.read_record(cast(NixlAgent, None), memory, "peer", threading.Event(), 0, 0, SIZES[0])
+        kv_transfer.read_record(cast(NixlAgent, None), memory, "peer", threading.Event(), 0, 0, SIZES[0])
 
 
 class HelpedTransport:

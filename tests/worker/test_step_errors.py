@@ -11,8 +11,8 @@ import torch
 from checks.core_state import check_core
 from dflash_backend.core.plan import NewRequest, StepFailed
 from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.worker.kv_cache import KVWriteError
 from dflash_backend.worker.state import RequestRecord, RequestStates
-from dflash_backend.worker.write_guard import KVWriteError
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -15,9 +15,8 @@ import torch
 from checks.core_state import check_core
 from dflash_backend.core.plan import ScheduledRequest, SchedulerOutput
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.kv_cache import bytes_per_block
+from dflash_backend.worker.kv_cache import KVWriteError, WriteGuard, bytes_per_block
 from dflash_backend.worker.memory import GIB
-from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.models.test_family_engines import MAX_TOKENS, expected
 from tests.support.scale import by_night
 from tests.support.tiny_models import VOCAB_SIZE, make_draft, make_target

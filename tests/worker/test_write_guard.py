@@ -11,8 +11,8 @@ import torch
 from dflash_backend.core.kv.manager import KVManager
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, SchedulerOutput
 from dflash_backend.messages import SamplingParams
+from dflash_backend.worker.kv_cache import KVWriteError, WriteGuard
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.worker.engines import Outputs, device_runner, engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")

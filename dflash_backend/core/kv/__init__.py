@@ -1,7 +1,6 @@
 """KV blocks: which request holds which, the prefix cache, and rows that share a prefix. Others import from here."""
 
-from dflash_backend.core.kv.cascade import share_prefixes
-from dflash_backend.core.kv.manager import KVManager
+from dflash_backend.core.kv.manager import KVManager, share_prefixes
 from dflash_backend.core.kv.tiers import KVTiers
 
 __all__ = ["KVManager", "KVTiers", "share_prefixes"]

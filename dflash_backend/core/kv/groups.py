@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dflash_backend.core.kv.block_pool import BlockPool
-from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.block_pool import BlockPool, KVEventLog
 from dflash_backend.core.kv.record_slots import RecordSlots
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request

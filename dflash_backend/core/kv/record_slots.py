@@ -6,7 +6,10 @@ A record is known by its hash, which covers every token before its end, so it st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from dflash_backend.core.scheduler_config import TierConfig
 
 # Of the slots, those of records that were found may be at most this share: the rest lets new ones earn it.
 MAX_USED_SHARE = 0.75
@@ -106,3 +109,21 @@ class RecordSlots:
     def _take(self, block_hash: bytes) -> int:
         self.version += 1
         return self._unused.pop(block_hash) if block_hash in self._unused else self._used.pop(block_hash)
+
+
+@dataclass
+class KVTier:
+    """name: as the mover knows it. groups: by their numbers in records."""
+
+    name: str
+    groups: Sequence[RecordSlots]
+
+    @classmethod
+    def of(cls, config: TierConfig) -> KVTier:
+        """A tier that takes what leaves the device: host memory, or a disk."""
+        return cls(config.name, [RecordSlots(num_slots) for num_slots in config.num_slots])
+
+    @property
+    def num_records(self) -> int:
+        """Records that can be found."""
+        return sum(map(len, self.groups))

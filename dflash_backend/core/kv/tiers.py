@@ -13,10 +13,9 @@ from functools import partial
 
 import msgspec
 
-from dflash_backend.core.kv.events import KVEventLog
+from dflash_backend.core.kv.block_pool import KVEventLog
 from dflash_backend.core.kv.groups import KVGroup, Outlet
-from dflash_backend.core.kv.record_slots import RecordSlots
-from dflash_backend.core.kv.tier import KVTier
+from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
 from dflash_backend.core.kv.transfer import KeptForOthers, OfferedRecords, RemoteTier
 from dflash_backend.core.moves import DEVICE, MEDIUMS, REMOTE, KVMover, Move, Moved, Peer, Record
 from dflash_backend.core.request import Request

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dflash_backend.core.kv.groups import KVGroup
-from dflash_backend.core.kv.record_slots import RecordSlots
-from dflash_backend.core.kv.tier import KVTier
+from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
 from dflash_backend.core.moves import REMOTE, Kept, KVSender, Peer, Record
 from dflash_backend.core.request import Request
 from dflash_backend.messages import KVTransferParams, TransferStats
