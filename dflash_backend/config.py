@@ -1,8 +1,8 @@
 """Every setting of the server, declared once: parsing, validation, help and the docs table come from the declaration.
 
-Settings reach us as strings from three places, the later winning: `parameters` in `config.pbtxt`, the
-environment (`DFLASH_<NAME>`), and `dflash-triton serve --set name=value` (which the launcher passes on as
-environment). `dflash_backend.LLM` passes Python values through the same declarations.
+Settings reach us from four sources, the later winning: `parameters` in `config.pbtxt`, the model.json of a model of
+Triton's vLLM backend, the environment (`DFLASH_<NAME>`), and `dflash-triton serve --set name=value` (which the launcher
+passes on as environment). `dflash_backend.LLM` passes Python values through the same declarations.
 """
 
 from __future__ import annotations

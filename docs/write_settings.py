@@ -23,11 +23,12 @@ TEXT = """# Settings
 
 <!-- Written by `make docs` from dflash_backend/config.py; edit the declarations there, not this page. -->
 
-A setting can be given in three places, the later winning:
+A setting can be given in four ways, the later winning:
 
 1. `parameters` in the model's `config.pbtxt`, each a `string_value`;
-2. the environment of the server: `DFLASH_` and the name in capitals, as in `DFLASH_KV_BLOCK_SIZE=32`;
-3. the command line: `dflash-triton serve --set kv_block_size=32`.
+2. the `model.json` of a model of Triton's vLLM backend, by vLLM's names;
+3. the environment of the server: `DFLASH_` and the name in capitals, as in `DFLASH_KV_BLOCK_SIZE=32`;
+4. the command line: `dflash-triton serve --set kv_block_size=32`.
 
 An unknown name or a value that is not allowed stops the load, with a message that says what is allowed.
 

@@ -54,10 +54,19 @@ OUTPUTS: dict[str, tuple[str, int]] = {
 }
 
 # Arguments of vLLM's engine in a model.json that are settings here, by the same names and by others.
-_SAME_NAMES = (
-    *("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    *("enable_prefix_caching", "quantization", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size"),
-)
+_SAME_NAMES = [
+    "dtype",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "quantization",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "data_parallel_size",
+]
 _SETTINGS = {name: name for name in _SAME_NAMES} | {
     "model": "target_model",
     "revision": "target_revision",

@@ -156,8 +156,9 @@ class Step:
     `accept` fills in `results`, int64 `[R, k + 3]`: of each row its accepted drafts, its verified ones, then its new
     tokens: the accepted drafts and the token that follows, then 0, all 0 for a row that does not sample.
 
-    `draft` fills in `drafts`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is of the
-    drafts of each row (the bits of float32). On a CPU the latter are left out where the step does not ask for them.
+    `draft` fills in `draft_report`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is
+    of the drafts of each row (the bits of float32). On a CPU the latter are left out where the step does not ask for
+    them.
     """
 
     batch: DeviceBatch
@@ -185,7 +186,7 @@ class Step:
     target_tokens: torch.Tensor = field(init=False)
     states: StateRows | None = field(init=False, default=None)
     results: torch.Tensor = field(init=False)
-    drafts: torch.Tensor = field(init=False)
+    draft_report: torch.Tensor = field(init=False)
 
     @property
     def num_accepted(self) -> torch.Tensor:

@@ -81,7 +81,7 @@ class StepRunner(Protocol):
         """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
 
     def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
-        """Queue injecting and drafting: `Step.drafts` is valid on the device from here on."""
+        """Queue injecting and drafting: `Step.draft_report` is valid on the device from here on."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class CapturedStep:
         # Without what only the graphs read: they share their memory.
         self._step = replace(inputs)
         self._step.logits, self._step.target_tokens = borrowed(step.logits), step.target_tokens
-        self._step.results, self._step.drafts = step.results, step.drafts
+        self._step.results, self._step.draft_report = step.results, step.draft_report
 
     def verify(self, *_: object) -> Step:
         self._replay(0)
@@ -480,7 +480,7 @@ def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[Padd
         times = []
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-            times.append(step.unpacked_drafts(each.run().drafts.cpu().numpy())[0])
+            times.append(step.unpacked_report(each.run().draft_report.cpu().numpy())[0])
         target_s = min(sum(seconds[:-1]) for seconds in times)
         draft_s = min(seconds[-1] for seconds in times)
         found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, inputs.draft_width, target_s, draft_s))

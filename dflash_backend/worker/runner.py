@@ -66,8 +66,8 @@ class PartInFlight:
     """Rows of a step that run together: `step`, padding included, run by `runner`.
 
     copies: as of `ModelStep.draft`. waits: the rest of the step follows the target's forward only when the step before
-    it has drafted. results: on their way once drafts are accepted; drafts, once they are proposed. proposed: int64
-    `[R, k]`, the drafts themselves, where a grammar asks for them.
+    it has drafted. results: on their way once drafts are accepted; draft_report, once they are proposed. proposed:
+    int64 `[R, k]`, the drafts themselves, where a grammar asks for them.
     """
 
     rows: Sequence[ScheduledRequest]
@@ -81,7 +81,7 @@ class PartInFlight:
     waits: bool = False
     results: Download | None = None
     logprobs: PendingLogprobs | None = None
-    drafts: Download | None = None
+    draft_report: Download | None = None
     proposed: Download | None = None
 
 
@@ -123,7 +123,7 @@ class ModelRunner:
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
         self._max_padded_rows = max(1, min(num_rows, max_tokens // step.width))
-        self._results, self._drafts = (
+        self._results, self._draft_reports = (
             Downloader(size, self.device) for size in step.result_sizes(self.layouts.max_rows)
         )
         self._in_flight: deque[BatchInFlight] = deque()
@@ -297,8 +297,8 @@ class ModelRunner:
                     part.step.traits = replace(part.step.traits, drafts=bool(num_next_draft.any()))
                 self.threads.run(self._draft_part, step.parts, step.plan.num_tokens, drafts=True)
             for part in step.parts:
-                assert part.drafts is not None
-                seconds, numbers = self.step.unpacked_drafts(part.drafts.wait())
+                assert part.draft_report is not None
+                seconds, numbers = self.step.unpacked_report(part.draft_report.wait())
                 # Parts run side by side: the phases of the slowest one add up to no more than the step.
                 if sum(seconds) > sum(phases.values()):
                     phases = dict(zip(PHASES, seconds, strict=True))
@@ -401,8 +401,8 @@ class ModelRunner:
         return part
 
     def _accept_and_draft(self, part: PartInFlight) -> None:
-        """Queue what follows the target's forward; waits for the masks of grammars. Where memory does not suffice, the
-        requests' state is as it was before."""
+        """Queue what follows the target's forward, after a wait for the masks of grammars. On a CPU drafting comes
+        later, with `collect_drafts`. Where memory does not suffice, the requests' state is as it was before."""
         if part.special is not None:
             part.special.choose(part.step, self.step.ops)
         if part.special is not None and self.overlaps:
@@ -423,8 +423,8 @@ class ModelRunner:
 
     def _draft_part(self, part: PartInFlight) -> None:
         part.runner.draft(part.step, part.guard, part.copies)
-        drafts = part.step.drafts
-        part.drafts = self._drafts.begin(drafts) if self.overlaps else Download(drafts, None)
+        report = part.step.draft_report
+        part.draft_report = self._draft_reports.begin(report) if self.overlaps else Download(report, None)
         if part.grammars is not None:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 

@@ -171,11 +171,11 @@ class ModelStep:
         if step.states is not None:
             self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)
-        step.drafts = torch.as_tensor(step.timestamps)
+        step.draft_report = torch.as_tensor(step.timestamps)
         # A captured step has the same numbers each time.
         if (asked and step.traits.drafts) or not self.ops.on_host:
             confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
-            step.drafts = torch.cat([step.drafts, confidence.view(torch.int32).flatten().long()])
+            step.draft_report = torch.cat([step.draft_report, confidence.view(torch.int32).flatten().long()])
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: StateCopies) -> None:
@@ -188,12 +188,12 @@ class ModelStep:
             raise RuntimeError(f"no memory to bring recurrent states up to date: {first_line(error)}") from None
 
     def result_sizes(self, num_rows: int) -> tuple[int, int]:
-        """Numbers in `Step.results` and in `Step.drafts` of that many rows, padding rows included, at most."""
+        """Numbers in `Step.results` and in `Step.draft_report` of that many rows, padding rows included, at most."""
         return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
 
-    def unpacked_drafts(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
-        """The parts of `Step.drafts` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`; none
-        of a step on a CPU that drafts nothing."""
+    def unpacked_report(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
+        """The parts of `Step.draft_report` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`;
+        none of a step on a CPU that drafts nothing."""
         times = numbers[:NUM_TIMESTAMPS].tolist()
         seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]
         if len(numbers) == NUM_TIMESTAMPS:

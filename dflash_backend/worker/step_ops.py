@@ -359,7 +359,8 @@ class HostStepOps(CommonStepOps):
 
 
 class ReferenceStepOps(CommonStepOps):
-    """What `DeviceStepOps` does, by torch on any device: the reference of its kernels."""
+    """What `DeviceStepOps` does, by the references of its kernels, in the host's memory: for tests, which run the steps
+    of a GPU by it."""
 
     on_host = False
 

@@ -196,7 +196,7 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
 
     def draft(step: Step) -> None:
         events.append("draft")
-        step.drafts = torch.zeros(2)
+        step.draft_report = torch.zeros(2)
 
     model: Any = SimpleNamespace(
         target=SimpleNamespace(peers=SimpleNamespace(capturing=capturing)),

@@ -1,8 +1,8 @@
 """Which KV block is held by how many requests, which are free, and which still hold something worth finding again.
 
 A block id is a number from 0 to `num_blocks - 1`; it names the same positions in every target layer and every drafter
-layer (TOGETHER), so this file counts for both models at once. Every operation costs O(1) per block, however full the
-prefix cache is.
+layer (TOGETHER), so one pool counts for both models at once; layers with a window may have a pool of their own. Every
+operation costs O(1) per block, however full the prefix cache is.
 """
 
 from __future__ import annotations
