@@ -104,7 +104,7 @@ def test_a_bad_value_in_the_file_is_an_error_also_where_the_environment_override
 
 def test_the_shipped_config_has_every_setting_with_its_default_and_a_comment() -> None:
     text = asset_path("model_repository", "dflash", "config.pbtxt").read_text(encoding="utf-8")
-    _, begin, written = text.partition("# Settings with their defaults, written by `make docs`")
+    _, begin, written = text.partition("# Settings with their defaults. Change the values here")
     assert begin
     assert written.partition("\n")[2] == config_parameters(SETTINGS) + "\n", "run `make docs`"
     found = re.findall(r'(?m)^# \S.*\nparameters { key: "(\w+)" value { string_value: "(.*)" } }$', written)
