@@ -48,7 +48,9 @@ def test_no_kernel_spills_and_products_of_a_prompt_run_beside_its_softmax(arch: 
     assert len(shared[0]) == 8
     assert all(shared[1][kernel] < kib for kernel, kib in shared[0].items())
     if arch == 90:
-        assert done.stdout.count("| 1, 2 | 1, 0 |") == 4
+        # A Hopper has one loop for bfloat16 but of wide heads (`Tiling.loop`): the rest has no overlapped one.
+        loops = [line.split(" | ")[1:] for line in done.stdout.splitlines() if line.endswith(" | 1, 0 |")]
+        assert loops == [["-", "1, 0 |"]] * 3 + [["1, 2", "1, 0 |"]]
 
 
 def shared_by_kernel(tables: str, arch: int) -> dict[tuple[str, str], float]:

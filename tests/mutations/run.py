@@ -13,11 +13,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from tests.mutations.forked_pytest import run_pytest
 from tests.mutations.mutant import Mutant, occurrences
@@ -45,7 +47,11 @@ COPIED = (
 )
 LINKED = ("demo", "model_repository", "backends", "docs")  # large, and no mutant touches them
 TIMEOUT_S = 240
+BASELINE_TIMEOUT_S = 1200  # all tests of a file, none of which stops the run
 PYTEST_FAILED = 1  # pytest's exit status when tests ran and some failed; below 0 when a signal ended it
+
+
+T = TypeVar("T")
 
 
 class MutantError(Exception):
@@ -140,20 +146,16 @@ def _word(status: int | None) -> str:
     return "killed" if status == PYTEST_FAILED else "crashed"
 
 
-def check_copies(folders: Sequence[Path], mutants: Sequence[Mutant]) -> None:
-    """Raise MutantError unless the tests of `mutants` pass in the copies as they are, each copy running a part of them:
-    else a failure would show nothing."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    tests = [test for test in tests if test == test.partition("::")[0] or test.partition("::")[0] not in tests]
-    parts = [part for part in (tests[index :: len(folders)] for index in range(len(folders))) if part]
+def why_not(test: str, folder: Path) -> str:
+    """What pytest printed where `test` fails in the copy as it is, else nothing. Its failure would show nothing."""
+    status, output = run_tests(folder, [test], BASELINE_TIMEOUT_S)
+    return "" if status == 0 else f"{test} fails without any mutant, so it can show nothing:\n{output}"
 
-    def check(folder: Path, part: list[str]) -> tuple[int | None, str]:
-        return run_tests(folder, part, TIMEOUT_S * len(part))
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        for status, output in pool.map(check, folders, parts):
-            if status != 0:
-                raise MutantError(f"tests fail without any mutant, so they can show nothing:\n{output}")
+def tests_of(mutants: Sequence[Mutant]) -> list[str]:
+    """The tests of `mutants`, each once: none beside the whole file that it is in."""
+    tests = {test for mutant in mutants for test in mutant.tests}
+    return sorted(test for test in tests if "::" not in test or test.partition("::")[0] not in tests)
 
 
 def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
@@ -168,18 +170,29 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
             make_copy(folder)
             copies.put(folder)
 
-        def attempt(mutant: Mutant) -> Verdict:
+        def in_a_copy(work: Callable[[Path], T]) -> T:
             folder = copies.get()
             try:
-                verdict = try_mutant(mutant, folder)
+                return work(folder)
             finally:
                 copies.put(folder)
+
+        def attempt(mutant: Mutant) -> Verdict:
+            verdict = in_a_copy(partial(try_mutant, mutant))
             print(f"{verdict.word:9} {verdict.seconds:5.1f} s  {mutant.name}", flush=True)
             return verdict
 
-        check_copies(folders, mutants)
+        def check(test: str) -> str:
+            return in_a_copy(partial(why_not, test))
+
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(attempt, mutants))
+            try:
+                # A file at a time, and the next to whichever job is free.
+                if failed := [why for why in pool.map(check, tests_of(mutants)) if why]:
+                    raise MutantError("\n".join(failed))
+                return list(pool.map(attempt, mutants))
+            finally:
+                pool.shutdown(cancel_futures=True)
 
 
 def main() -> None:
