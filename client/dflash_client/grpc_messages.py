@@ -28,9 +28,13 @@ from dflash_client.errors import (
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
+UNCONFIRMED_S = 20.0  # for how long a machine may confirm nothing of what it was sent
+
 # No bound on message sizes, which the server sets anyway; no proxy, which would swallow calls to a server of one's own.
 # gRPC's default pause between attempts to connect grows to two minutes: a server that came back would wait for it. Its
-# least pause is also how long it tries to connect.
+# least pause is also how long it tries to connect. A machine that vanishes says nothing more: a connection ends that
+# has something unconfirmed (TCP_USER_TIMEOUT, which gRPC sets where it pings), else its requests wait for all of their
+# time, and so do those after them. Triton takes pings more often than each five minutes for an attack.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -38,6 +42,8 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
+    ("grpc.keepalive_time_ms", 360_000),
+    ("grpc.keepalive_timeout_ms", int(UNCONFIRMED_S * 1000)),
 ]
 # How gRPC's core words an UNAVAILABLE that comes from the connection and not from the server.
 _NO_SUCH_HOST = ("dns resolution failed", "name resolution", "address lookup", "domain name")

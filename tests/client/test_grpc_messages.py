@@ -1,12 +1,20 @@
-"""Outputs in Triton's gRPC messages."""
+"""Outputs in Triton's gRPC messages, and how gRPC is told to carry them."""
 
 from __future__ import annotations
 
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from dflash_client.grpc_messages import decode
+from dflash_client import DFlashClient
+from dflash_client.grpc_messages import UNCONFIRMED_S, decode
 
 
 @pytest.mark.parametrize("dtype", ["i4", "i8", "u4", "u8", "f4", "f8"])
@@ -21,3 +29,28 @@ def test_numbers_of_each_type_are_read_in_any_number(dtype: str, count: int) -> 
     found = decode(message)["numbers"]
     assert found == values.tolist()
     assert all(type(value) is (float if dtype[0] == "f" else int) for value in found)
+
+
+def test_what_a_vanished_machine_does_not_confirm_ends_its_connection() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with DFlashClient(f"127.0.0.1:{port}") as client:
+            client.probe(5)
+            assert unconfirmed_ms(port) == [UNCONFIRMED_S * 1000]
+    finally:
+        server.stop(0)
+
+
+def unconfirmed_ms(port: int) -> list[int]:
+    """TCP_USER_TIMEOUT of each of this process's sockets that are connected to `port`."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not os.readlink(Path("/proc/self/fd", name)).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connected:
+                if connected.family in (socket.AF_INET, socket.AF_INET6) and connected.getpeername()[1] == port:
+                    found.append(connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return found

@@ -467,5 +467,6 @@ FRONT_END_MUTANTS = (
             "struct.Struct(letter)",
             'struct.Struct(letter.replace("<", ">"))',
         ),
+        ("a vanished machine keeps its connection", '    ("grpc.keepalive_time_ms", 360_000),\n', ""),
     ),
 )
