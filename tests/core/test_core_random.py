@@ -231,7 +231,7 @@ def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap
         num_hits += engine.core.stats().prefix_cache_hits
         num_copied += len(engine.worker.snapshots)
         seed += 2
-    assert num_hits > num_steps // 30
+    assert num_hits > num_steps // (30 if NUM_SNAPSHOT_STEPS >= 12_000 else 60)  # half of few engines find none
     assert num_copied >= num_steps // 200 > 0
 
 
@@ -250,7 +250,7 @@ def test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic(
         num_evicted += engine.window_pool.num_evicted
         num_hidden += engine.worker.num_hidden_blocks
         seed += 2
-    assert num_hits > num_steps // 30
+    assert num_hits > num_steps // (30 if NUM_SNAPSHOT_STEPS >= 12_000 else 60)  # half of few engines find none
     assert num_preemptions > num_steps // 200
     assert num_evicted > num_steps // 30
     assert num_hidden > num_steps
