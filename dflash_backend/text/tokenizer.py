@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import (
     ChatText,
@@ -103,6 +104,26 @@ def tokenizer_json(directory: Path) -> str:
     return str(Tokenizer.load(directory)._fast.to_str())
 
 
+def _bare_config(directory: Path) -> Any:
+    """What `AutoTokenizer` reads of a model's config where the tokenizer's own names its class, else None. Left to
+    itself it makes the config of the model's architecture, and so imports what transformers' models need: seconds, and
+    120 MB where there is torch."""
+    from transformers import PretrainedConfig
+
+    path = directory / "config.json"
+    if not (path.is_file() and (directory / "tokenizer_config.json").is_file()):
+        return None
+    tokenizer = JsonReader.load(directory / "tokenizer_config.json").data
+    if "auto_map" in tokenizer or not isinstance(tokenizer.get("tokenizer_class"), str):
+        return None
+    config = PretrainedConfig()
+    config.name_or_path = str(directory)
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(value := JsonReader.load(path).data.get(name), str):
+            setattr(config, name, value)
+    return config
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with its chat template.
 
@@ -137,7 +158,9 @@ class Tokenizer:
             # transformers would make an empty tokenizer of the config's model type.
             raise CheckpointError(f"{directory}: there is no tokenizer in it; it needs {NEEDED}")
         try:
-            template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            template = AutoTokenizer.from_pretrained(
+                str(directory), config=_bare_config(directory), local_files_only=True, trust_remote_code=False
+            )
         except _ENDINGS:
             raise
         except BaseException as error:

@@ -112,7 +112,7 @@ def make_copy(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
+def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
     """pytest's exit status for `tests` in the copy, None when they took too long, and the end of what it printed. It
     stops at the first failure."""
     status, output = run_pytest(folder, ["-x", "-q", "-p", "no:cacheprovider", *tests], timeout_s)
@@ -123,7 +123,7 @@ def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) 
     return status, output[-3000:]
 
 
-def try_mutant(mutant: Mutant, folder: Path) -> Verdict:
+def try_mutant(mutant: Mutant, timeout_s: float, folder: Path) -> Verdict:
     """Put the defect into the copy, run its tests, and put the file back."""
     mutated = mutate(mutant, folder)
     originals = {file: (folder / file).read_text() for file in mutated}
@@ -131,7 +131,7 @@ def try_mutant(mutant: Mutant, folder: Path) -> Verdict:
     try:
         for file, text in mutated.items():
             (folder / file).write_text(text)
-        status, _ = run_tests(folder, mutant.tests)
+        status, _ = run_tests(folder, mutant.tests, timeout_s)
     finally:
         for file, text in originals.items():
             (folder / file).write_text(text)
@@ -150,6 +150,13 @@ def why_not(test: str, folder: Path) -> str:
     """What pytest printed where `test` fails in the copy as it is, else nothing. Its failure would show nothing."""
     status, output = run_tests(folder, [test], BASELINE_TIMEOUT_S)
     return "" if status == 0 else f"{test} fails without any mutant, so it can show nothing:\n{output}"
+
+
+def allowed_s(mutant: Mutant, seconds: Mapping[str, float]) -> float:
+    """How long the tests of a mutant may take, by how long each test, or the whole file that it is in, takes without:
+    one that waits for ever is not to keep a job for minutes."""
+    usual = sum(seconds.get(test) or seconds[test.partition("::")[0]] for test in mutant.tests)
+    return min(TIMEOUT_S, 30 + 5 * usual)
 
 
 def tests_of(mutants: Sequence[Mutant]) -> list[str]:
@@ -178,12 +185,17 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
                 copies.put(folder)
 
         def attempt(mutant: Mutant) -> Verdict:
-            verdict = in_a_copy(partial(try_mutant, mutant))
+            verdict = in_a_copy(partial(try_mutant, mutant, allowed_s(mutant, seconds)))
             print(f"{verdict.word:9} {verdict.seconds:5.1f} s  {mutant.name}", flush=True)
             return verdict
 
+        seconds: dict[str, float] = {}
+
         def check(test: str) -> str:
-            return in_a_copy(partial(why_not, test))
+            started = time.monotonic()
+            why = in_a_copy(partial(why_not, test))
+            seconds[test] = time.monotonic() - started
+            return why
 
         with ThreadPoolExecutor(jobs) as pool:
             try:

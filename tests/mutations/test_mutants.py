@@ -9,7 +9,17 @@ import pytest
 from tests.mutations.forked_pytest import run_pytest
 from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS, SMOKE
-from tests.mutations.run import ROOT, MutantError, check_compiles, make_copy, mutate, run, try_mutant
+from tests.mutations.run import (
+    ROOT,
+    TIMEOUT_S,
+    MutantError,
+    allowed_s,
+    check_compiles,
+    make_copy,
+    mutate,
+    run,
+    try_mutant,
+)
 
 # Compiling takes most of the time of applying: one in so many here, and each that the runner tries.
 COMPILED = 10
@@ -76,6 +86,13 @@ def test_a_text_that_is_gone_is_an_error_that_says_where() -> None:
         mutate(gone, ROOT)
 
 
+def test_a_mutant_may_take_some_times_as_long_as_its_tests_do_without_it() -> None:
+    mutant = Mutant("slow", "a.py", "a", "b", ("tests/test_a.py::test_it", "tests/test_b.py"))
+    assert allowed_s(mutant, {"tests/test_a.py": 2.0, "tests/test_b.py": 1.0}) == 30 + 5 * 3
+    assert allowed_s(mutant, {"tests/test_a.py::test_it": 0.5, "tests/test_b.py": 1.0}) == 30 + 5 * 1.5
+    assert allowed_s(mutant, {"tests/test_a.py": 2.0, "tests/test_b.py": 1000.0}) == TIMEOUT_S
+
+
 @pytest.fixture(scope="module")
 def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
@@ -86,7 +103,7 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMOKE)
 def test_the_tests_notice(name: str, source_copy: Path) -> None:
-    assert try_mutant(BY_NAME[name], source_copy).killed
+    assert try_mutant(BY_NAME[name], TIMEOUT_S, source_copy).killed
 
 
 @pytest.mark.slow
@@ -116,4 +133,4 @@ def test_a_change_that_does_no_harm_survives(source_copy: Path) -> None:
         "self._num_blocks = num_blocks  # as before",
         ("tests/core/test_prefix_cache.py",),
     )
-    assert not try_mutant(harmless, source_copy).killed
+    assert not try_mutant(harmless, TIMEOUT_S, source_copy).killed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checks.byte_tokenizer import EOS, START, write_byte_tokenizer
 from dflash_backend.checkpoints import CheckpointError
@@ -78,6 +78,38 @@ def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path, name: str, content: st
     (tmp_path / name).write_text(content, errors="surrogateescape")
     with pytest.raises(CheckpointError, match="no tokenizer can be read from it"):
         Tokenizer.load(tmp_path)
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "unheard_of")
+CLASSES = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "LlamaTokenizerFast",
+    "Qwen2Tokenizer",
+    "GemmaTokenizer",
+    None,
+)
+
+
+@pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, family: str, named: str | None) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": EOS}))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    loaded = Tokenizer.load(tmp_path)
+    assert type(loaded._template) is type(own)
+    assert loaded._fast.to_str() == Tokenizer(own, ())._fast.to_str()
+
+
+def test_a_tokenizer_that_names_its_class_imports_no_models(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    load = "import sys; from pathlib import Path; from dflash_backend.text.tokenizer import Tokenizer; "
+    load += "Tokenizer.load(Path(sys.argv[1])); sys.exit('transformers.models.llama' in sys.modules)"
+    subprocess.run([sys.executable, "-c", load, str(tmp_path)], check=True)
 
 
 @pytest.fixture(scope="module")
