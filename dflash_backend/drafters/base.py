@@ -48,18 +48,18 @@ class DraftQueries:
     """What a drafter's model runs: for each row that drafts a query at its anchor, the last token of the request, and
     one at the position of each of its drafts; the rows behind one another, on the device.
 
-    token_ids, positions, slots: int64 `[num_queries]`. layout: the rows as attention runs them. width: queries of each
-    row where all have the same number. draft_index: int64 `[num_drafts]`, the queries that drafts come from; None where
-    each row has `width` queries, of which all but the first are. padded: whether queries may be padding, with slots of
-    -1. from_anchor: a row has no query at its last draft, and each draft comes from the query before it, the first from
-    the anchor's; with `draft_index` of None drafts then come from all queries.
+    token_ids, positions, slots: int64 `[num_queries]`. layout: the rows as attention runs them. query_len: queries of
+    each row where all have the same number. draft_index: int64 `[num_drafts]`, the queries that drafts come from; None
+    where each row has `query_len` queries, of which all but the first are. padded: whether queries may be padding, with
+    slots of -1. from_anchor: a row has no query at its last draft, and each draft comes from the query before it, the
+    first from the anchor's; with `draft_index` of None drafts then come from all queries.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     layout: AttentionBatch
-    width: int
+    query_len: int
     draft_index: torch.Tensor | None = None
     padded: bool = False
     from_anchor: bool = False
@@ -75,7 +75,7 @@ class DraftQueries:
             return values
         if self.draft_index is not None:
             return values.index_select(0, self.draft_index)
-        return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
+        return values.unflatten(0, (-1, self.query_len))[:, 1:].flatten(0, 1)
 
     def draft_positions(self) -> torch.Tensor:
         """The position of each draft: int64 `[num_drafts]`."""
@@ -84,15 +84,15 @@ class DraftQueries:
     def row_starts(self) -> torch.Tensor:
         """The first query of each row, its anchor's, and the number of all queries: int64 `[R + 1]`."""
         if self.draft_index is None:
-            return torch.arange(0, len(self.token_ids) + 1, self.width, device=self.token_ids.device)
+            return torch.arange(0, len(self.token_ids) + 1, self.query_len, device=self.token_ids.device)
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.layout.query_lens, dtype=np.int64)]))
 
     def draft_steps(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
         """The drafts of all rows from place to place: with the drafts at one place (int64 `[m]`, their indices among
         all), the rows that they are of, as indices among the rows of the place before, or None for all of these."""
         if self.draft_index is None:
-            num_drafts = self.width - self.queries_beside_drafts
-            end = len(self.token_ids) // self.width * num_drafts
+            num_drafts = self.query_len - self.queries_beside_drafts
+            end = len(self.token_ids) // self.query_len * num_drafts
             for place in range(num_drafts):
                 yield None, torch.arange(place, end, num_drafts, device=self.token_ids.device)
             return
@@ -126,13 +126,15 @@ class DraftQueries:
         index = torch.arange(len(anchors), dtype=torch.int32, device=anchors.device)
         lengths = DeviceLengths(index, (ends > 0).int(), ends.int())
         # The bounds are those of the row's last query.
-        return AttentionBatch(ones, self.layout.seq_lens, tables, lengths, self.layout.max_overestimate + self.width)
+        return AttentionBatch(
+            ones, self.layout.seq_lens, tables, lengths, self.layout.max_overestimate + self.query_len
+        )
 
     def block_index(self) -> torch.Tensor:
         """The place of each query in its row, 0 for an anchor's: int64 `[num_queries]`."""
         every = torch.arange(len(self.token_ids), device=self.token_ids.device)
         if self.draft_index is None:
-            return every % self.width
+            return every % self.query_len
         return every - self.row_starts()[:-1].repeat_interleave(torch.from_numpy(self.layout.query_lens))
 
 

@@ -400,7 +400,7 @@ class GraphRunner:
         batch, budget = self._layouts.padded(num_rows, num_tokens)
         nowhere: torch.Tensor | None = None
         if mixed:  # where logits lie is decided on the device; this says how many there may be
-            nowhere = torch.zeros(num_rows * step.width, dtype=torch.int32, device=step.device)
+            nowhere = torch.zeros(num_rows * step.decode_query_len, dtype=torch.int32, device=step.device)
         return Step(
             batch=batch,
             logits_token=nowhere,
@@ -437,13 +437,13 @@ MAX_MIXED_ROWS = 64
 MOST_PADDING = 1.3
 
 
-def mixed_shapes(max_rows: int, max_tokens: int, width: int) -> list[tuple[int, int]]:
+def mixed_shapes(max_rows: int, max_tokens: int, decode_query_len: int) -> list[tuple[int, int]]:
     """Rows and tokens of each mixed step, of an engine whose steps have at most that many, and whose decode rows have
-    `width` tokens: as many rows as have tokens when all of them decode."""
+    `decode_query_len` tokens: as many rows as have tokens when all of them decode."""
     return [
-        (max(1, min(max_rows, tokens // width, MAX_MIXED_ROWS)), tokens)
+        (max(1, min(max_rows, tokens // decode_query_len, MAX_MIXED_ROWS)), tokens)
         for tokens in MIXED_TOKENS
-        if tokens <= max_tokens and tokens >= 2 * width
+        if tokens <= max_tokens and tokens >= 2 * decode_query_len
     ]
 
 

@@ -186,7 +186,7 @@ class WriteGuard:
         queries = torch.where(num_next_draft > 0, num_next_draft + draft.queries_beside_drafts, 0)
         expected = torch.where(num_next_draft > 0, num_next_draft + lookahead_base, 0)
         rows = torch.arange(len(num_next_draft), dtype=torch.int32, device=num_next_draft.device)
-        per_row = queries if draft.layout.device is None else torch.full_like(queries, draft.width)
+        per_row = queries if draft.layout.device is None else torch.full_like(queries, draft.query_len)
         self.check("draft", rows.repeat_interleave(per_row), draft.slots, expected)
 
     def _fail(self, phase: str, what: str) -> None:

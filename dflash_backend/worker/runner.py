@@ -115,14 +115,14 @@ class ModelRunner:
         self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(
-            num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device, step.kv.block_size
+            num_rows, max(max_tokens, num_rows * step.decode_query_len), step.state.k, self.device, step.kv.block_size
         )
         self.graphs = GraphRunner(step, self.layouts)
         self.captured = False
         """Whether steps are captured in graphs."""
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
-        self._max_padded_rows = max(1, min(num_rows, max_tokens // step.width))
+        self._max_padded_rows = max(1, min(num_rows, max_tokens // step.decode_query_len))
         self._results, self._draft_reports = (
             Downloader(size, self.device) for size in step.result_sizes(self.layouts.max_rows)
         )
@@ -154,8 +154,8 @@ class ModelRunner:
         if self.step.ops.on_host:
             return
         # With many shapes for each number of rows, their numbers of tokens lie close enough, but for the largest.
-        finest = capture_sizes(self._max_padded_rows, self.step.width) if shapes and sizes is None else ()
-        sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.step.width)
+        finest = capture_sizes(self._max_padded_rows, self.step.decode_query_len) if shapes and sizes is None else ()
+        sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.step.decode_query_len)
         if self.device.type == "cuda" and serves:
             progress("compiling kernels", 0.0)
             warm_up(self.step, self.layouts, self._max_tokens, [width for _, width in shapes])
@@ -187,7 +187,7 @@ class ModelRunner:
         attention in pieces of fixed positions."""
         if self.step.pool is not None or not self.step.backend.capabilities.shares_work:
             return []
-        return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.width)
+        return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.decode_query_len)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
@@ -257,7 +257,7 @@ class ModelRunner:
             for part in step.parts:
                 assert part.results is not None, "the step before completes this one"
                 # Lists, since after a step's products each call of numpy takes some microseconds.
-                numbers = part.results.wait().reshape(-1, self.step.width + 2).tolist()[: len(part.rows)]
+                numbers = part.results.wait().reshape(-1, self.step.decode_query_len + 2).tolist()[: len(part.rows)]
                 self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
                 new_tokens = [
                     ids[: num_accepted + 1] if row.sample else []

@@ -61,7 +61,7 @@ class ModelStep:
         if self.drafter is not None:
             self.pending = self.ops.pending_context(self.state)
         self.device = self.state.tokens.device
-        self.width = self.state.k + 1
+        self.decode_query_len = self.state.k + 1
         """Tokens of a decode row: the last known one and k drafts."""
 
     def run(self, step: Step) -> Step:

@@ -81,8 +81,8 @@ DFLASH2_MUTANTS = (
     Mutant(
         "places in the blocks of padded rows count the anchor as 1",
         BASE,
-        "return every % self.width",
-        "return every % self.width + 1",
+        "return every % self.query_len",
+        "return every % self.query_len + 1",
         PADDED,
     ),
     Mutant(

@@ -22,13 +22,13 @@ MIXED_STEP_MUTANTS = (
         TESTS,
         (
             "a mixed step has a row's logits for one token",
-            "torch.zeros(num_rows * step.width, dtype",
+            "torch.zeros(num_rows * step.decode_query_len, dtype",
             "torch.zeros(num_rows, dtype",
         ),
         (
             "rows of prompts have the bound of decode rows",
             "most = num_tokens if mixed",
-            "most = step.width if mixed",
+            "most = step.decode_query_len if mixed",
         ),
         ("a mixed step drafts where none of its rows does", "and inputs.traits.drafts == drafts", ""),
         ("a mixed step is padded to any size", "<= inputs.num_tokens <= most\n", "<= inputs.num_tokens\n"),

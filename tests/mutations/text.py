@@ -50,6 +50,16 @@ TEXT_MUTANTS = (
     *mutants_of(
         f"{TEXT}/tokenizer.py",
         TOKENIZER,
+        ("a tokenizer makes the config of its model's family", "config=_bare_config(directory), ", ""),
+        (
+            "a tokenizer that names no class has no config to be told by",
+            'if "auto_map" in tokenizer or',
+            "if False and",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/tokenizer.py",
+        TOKENIZER,
         (
             "a panic of the tokenizer is no error of the request",
             'raise _failed("turn this text into tokens", error) from None',

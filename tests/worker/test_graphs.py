@@ -203,7 +203,7 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
 ) -> None:
     monkeypatch.setattr(graphs, "CHEAP_TOKENS", 64)
     runner, rows = decoding(pair, a={"k": 0}, b={"k": 0}, c={"k": 0})
-    assert runner.step.width == 8
+    assert runner.step.decode_query_len == 8
     assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
     assert runner.graphs.find(rows_like(runner, rows, 9)) is None
 

@@ -249,7 +249,7 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
     queries = ops.prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
     found = queries.layout.device
     assert found is not None
-    assert (queries.width, queries.from_anchor) == (width, lookahead_base == 0)
+    assert (queries.query_len, queries.from_anchor) == (width, lookahead_base == 0)
     assert found.query_start.tolist() == [r * width for r in range(len(rows.req_idx))]
     draft_positions = queries.draft_positions().view(-1, k)
     for r, (req_idx, num_next_draft) in enumerate(
