@@ -105,7 +105,8 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         port = settle_ports(HOST, {"--port": 0})["--port"]
         frontend = FrontendProcess(HOST, port, ["--model-name", server.model_name])
         try:
-            frontend.start(server.grpc_url, server.metrics_url)
+            frontend.launch(server.grpc_url, server.metrics_url)
+            frontend.start()
             yield server.grpc_url, frontend.url
         finally:
             frontend.stop()

@@ -105,7 +105,8 @@ def running_front_end(
         if keys is not None:
             environ["DFLASH_API_KEYS"] = keys
         process = FrontendProcess(HOST, port, options, environ)
-        process.start(server.grpc_url, server.metrics_url)
+        process.launch(server.grpc_url, server.metrics_url)
+        process.start()
         try:
             yield RunningFrontEnd(server, process, port)
         finally:

@@ -168,9 +168,9 @@ def test_in_a_terminal_lines_are_edited_and_kept_for_their_owner_alone(toy: Trit
 # The chat as it is, but for the message's role, which would stand before the toy's special prompt.
 TERMINAL = """
 import sys
-import dflash_cli.commands.chat as chat
-build = chat.DFlashClient.stream
-chat.DFlashClient.stream = lambda self, messages, **sampling: build(self, messages[-1]["content"], **sampling)
+import dflash_client
+build = dflash_client.DFlashClient.stream
+dflash_client.DFlashClient.stream = lambda self, messages, **sampling: build(self, messages[-1]["content"], **sampling)
 from dflash_cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

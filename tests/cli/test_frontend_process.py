@@ -25,6 +25,7 @@ from tests.support.waiting import eventually
 
 HOST = "127.0.0.1"
 HANG_S = 3.0
+WAITS_S = 4.0  # longer than one takes that does not wait
 # A pipe of one page holds some 30 lines about requests.
 PIPE_BYTES, NUM_REQUESTS = 4096, 300
 F_SETPIPE_SZ = 1031
@@ -45,7 +46,8 @@ def frontend(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Front
     monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.1)
     frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append, hang_timeout_s=HANG_S)
-    frontend.start(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+    frontend.launch(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+    frontend.start()
     yield frontend
     frontend.stop()
 
@@ -123,8 +125,27 @@ def test_a_log_that_nobody_reads_holds_no_request_up() -> None:
 
 def test_one_that_ends_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     frontend = FrontendProcess(HOST, free_port(), ["--model-name"], clean_environ())
+    frontend.launch(f"{HOST}:1", f"{HOST}:2")
     with pytest.raises(LauncherError, match="did not start"):
-        frontend.start(f"{HOST}:1", f"{HOST}:2")
+        frontend.start()
+    assert frontend.pid is None
+
+
+def test_it_listens_only_once_it_is_started_and_can_be_stopped_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.0)
+    frontend = FrontendProcess(HOST, free_port(), [], clean_environ())
+    try:
+        for _ in range(2):
+            frontend.launch(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+            frontend.stop()
+        frontend.launch(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+        time.sleep(WAITS_S)
+        assert status(frontend) is None
+        assert frontend.pid is not None
+        frontend.start()
+        assert eventually(lambda: status(frontend) == 503)
+    finally:
+        frontend.stop()
     assert frontend.pid is None
 
 
@@ -133,7 +154,8 @@ def test_it_is_not_waited_for_while_the_server_is_in_trouble(said: list[str]) ->
     frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append)
     looks = iter([None, "dead"])
     try:
-        frontend.start(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}", lambda: next(looks))
+        frontend.launch(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+        frontend.start(lambda: next(looks))
         assert frontend.pid is not None
         assert said == []
     finally:

@@ -114,6 +114,7 @@ OPENAI: dict[str, tuple[list[str], Found]] = {
     "--request-timeout": (["21"], {"config.request_timeout_s": 21.0}),
     "--drain-timeout": (["22"], {"config.drain_timeout_s": 22.0}),
     "--heartbeat-fd": (["23"], {"config.heartbeat_fd": 23}),
+    "--start-fd": (["24"], {"start_fd": 24}),
 }
 # With these the front end is left out, which cannot reach an encrypted server.
 GRPC_TLS: dict[str, tuple[list[str], Found]] = {
@@ -161,6 +162,7 @@ class Parts:
             "launcher.triton_install.find_triton": lambda environ: SimpleNamespace(is_embedded=False),
             "commands.serve.ServeLog": self._log,
             "commands.openai._tracer": lambda endpoint: endpoint,
+            "commands.openai._wait_for_start": lambda fd: self.found.update(start_fd=fd),
         }.items():
             monkeypatch.setattr(f"dflash_cli.{place}", stand_in)
         monkeypatch.setattr("dflash_openai.app.create_app", self._app)
@@ -171,14 +173,16 @@ class Parts:
             given.pop(name)
         self.found |= {f"setting.{name}": value for name, value in settings.items()}
         self.found |= {f"server.{name}": value for name, value in given.items()}
-        return SimpleNamespace(serves_demo_pair=not settings, stop=lambda: None)
+        settled = {"settle_ports": lambda: None, "grpc_url": "", "metrics_url": ""}
+        return SimpleNamespace(serves_demo_pair=not settings, stop=lambda: None, **settled)
 
     def _process(
         self, host: str, port: int, options: list[str], environ: dict[str, str], say: Any, tls: Any, hang_s: float
     ) -> Any:
         self.found |= {"front_end.host": host, "front_end.port": port, "front_end.hang_timeout_s": hang_s}
         self._front_end = ["--host", host, "--port", "0", *options], environ
-        return SimpleNamespace(ready_url="ready", keep=None, drain=lambda: None, stop=lambda: None)
+        started = {"launch": lambda grpc_url, metrics_url: None, "drain": lambda: None, "stop": lambda: None}
+        return SimpleNamespace(ready_url="ready", keep=None, **started)
 
     def _keeper(self, server: Any, **given: Any) -> Any:
         self.found |= {f"keeper.{name}": given[name] for name in ("restart", "hang_timeout_s")}
@@ -333,7 +337,7 @@ def test_an_option_of_a_client_becomes_its_argument_and_no_other(
         found.update(more)
         raise ValueError("as far as this")
 
-    monkeypatch.setattr("dflash_cli.commands.client_options.DFlashClient", client)
+    monkeypatch.setattr("dflash_client.DFlashClient", client)
     monkeypatch.delenv("DFLASH_API_KEY", raising=False)
     found: Found = {}
     prompt = ["Hi"] if command == "generate" else []

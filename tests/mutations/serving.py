@@ -123,6 +123,13 @@ SERVING_MUTANTS = (
         ("tests/cli/test_frontend_process.py",),
     ),
     Mutant(
+        "the front end listens before the model has loaded",
+        "cli/dflash_cli/launcher/frontend.py",
+        'else ([go], ["--start-fd", str(go)])',
+        "else ([go], [])",
+        ("tests/cli/test_frontend_process.py",),
+    ),
+    Mutant(
         "clients learn that an engine is gone before the metrics say so",
         f"{TRITON}/service.py",
         "            self._reporter.reset_engine(lost.index)\n            self._requests.fail_all_lost(lost)\n",

@@ -19,7 +19,8 @@ def local_frontend(server: TritonServer, *options: str) -> Iterator[FrontendProc
     port = settle_ports(HOST, {"--port": 0})["--port"]
     frontend = FrontendProcess(HOST, port, ["--model-name", server.model_name, *options], clean_environ())
     try:
-        frontend.start(server.grpc_url, server.metrics_url)
+        frontend.launch(server.grpc_url, server.metrics_url)
+        frontend.start()
         yield frontend
     finally:
         frontend.stop()

@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.client_options import add_client_options, client_of, sampling_of
 from dflash_cli.commands.console import fail, remark, say, write
 from dflash_cli.commands.line_editor import typed_lines
 from dflash_cli.commands.timing import Report, TimedStream
-from dflash_client.client import DFlashClient
 from dflash_client.errors import ClientError, ConnectionFailed, InvalidArgument
+
+if TYPE_CHECKING:
+    from dflash_client import DFlashClient
 
 MAX_TOKENS = 256
 PROMPT = "> "

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
     COUNT,
@@ -20,8 +20,10 @@ from dflash_cli.commands.arguments import (
     parameter,
     whole_number,
 )
-from dflash_client.client import DFlashClient
 from dflash_client.sampling import Sampling
+
+if TYPE_CHECKING:
+    from dflash_client import DFlashClient
 
 INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
@@ -107,6 +109,8 @@ def add_client_options(parser: argparse.ArgumentParser, max_tokens: int | None =
 
 def client_of(arguments: argparse.Namespace) -> DFlashClient:
     """The client that the options describe. Raises `ValueError`."""
+    from dflash_client import DFlashClient  # gRPC and httpx take a second, which a server is not to wait for
+
     return DFlashClient(
         arguments.url,
         arguments.protocol,

@@ -88,8 +88,10 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="what running requests have to finish at a stop (%(default)g); a second Ctrl-C does not wait",
     )
-    # For `serve`: a pipe on which it sees that the front end does not hang.
+    # For `serve`: a pipe on which it sees that the front end does not hang, and one that it closes once the model has
+    # loaded, for which the front end waits when it has imported what it needs.
     add("--heartbeat-fd", type=non_negative_int, help=argparse.SUPPRESS)
+    add("--start-fd", type=non_negative_int, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dflash_openai.config import FrontendConfig
     from dflash_openai.server import serve
 
+    if arguments.start_fd is not None:
+        _wait_for_start(arguments.start_fd)
     try:
         local = is_loopback(arguments.host)
         security = security_config(arguments, local)
@@ -138,6 +142,13 @@ def run(arguments: argparse.Namespace) -> int:
     serve(app, config, on_ready)
     lines.flush()
     return 0
+
+
+def _wait_for_start(fd: int) -> None:
+    """Until the pipe's other end is closed. What takes long to import is there then."""
+    from transformers import AutoTokenizer  # noqa: F401 - with it a model's tokenizer is read
+
+    os.read(fd, 1)
 
 
 def _tracer(endpoint: str | None) -> Any:

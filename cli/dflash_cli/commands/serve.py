@@ -83,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     with _signals_stop(keeper):
         try:
+            if frontend is not None:
+                server.settle_ports()
+                frontend.launch(server.grpc_url, server.metrics_url)
             keeper.run(on_ready)
         except LauncherError as error:
             lines.say(str(error))
@@ -101,11 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start_before(server: TritonServer, frontend: FrontendProcess, hang_timeout_s: float) -> None:
-    """Start the front end. A server that is in trouble ends the wait for it: the keeper looks after the server next."""
+    """Let the front end listen. A server that is in trouble ends the wait for it: the keeper looks after it next."""
     from dflash_cli.launcher.watch import Watch
 
     with closing(Watch(server, hang_timeout_s)) as watch:
-        frontend.start(server.grpc_url, server.metrics_url, watch.trouble)
+        frontend.start(watch.trouble)
 
 
 def _server(arguments: argparse.Namespace, log: ServeLog, ready_url: str | None) -> TritonServer:

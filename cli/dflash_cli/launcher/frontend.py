@@ -58,6 +58,8 @@ class FrontendProcess:
         self._hang_timeout_s = hang_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        # What it waits for once it has imported what it needs; None where it does not wait, or not any more.
+        self._go: int | None = None
         # What its event loop writes once a second, from when it listens.
         self._heartbeats: io.FileIO | None = None
         self._has_beaten = False
@@ -81,12 +83,20 @@ class FrontendProcess:
         """Its process; None when it does not run."""
         return None if self._process is None else self._process.pid
 
-    def start(self, grpc_url: str, metrics_url: str, trouble: Callable[[], str | None] = lambda: None) -> None:
-        """Start it before the server at these addresses, and wait for a while until it can answer requests: not while
-        the server is in `trouble`, since it is never ready before one that is dead. Raises `LauncherError` when it
-        ends."""
+    def launch(self, grpc_url: str, metrics_url: str) -> None:
+        """Start the process, which is to be before the server at these addresses, and let it import what it needs: it
+        listens from `start` on."""
         self._options += ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
-        self._spawn()
+        go, self._go = os.pipe()
+        try:
+            self._spawn(go)
+        finally:
+            os.close(go)
+
+    def start(self, trouble: Callable[[], str | None] = lambda: None) -> None:
+        """Let it listen, and wait for a while until it can answer requests: not while the server is in `trouble`, since
+        it is never ready before one that is dead. Raises `LauncherError` when it ends."""
+        self._close_go()
         deadline = time.monotonic() + READY_TIMEOUT_S
         while (why := self._why_not_ready()) is not None:
             if self._process is None or self._process.poll() is not None:
@@ -128,6 +138,7 @@ class FrontendProcess:
         """End it now. Does nothing when it does not run."""
         process, self._process = self._process, None
         self._restart_at = None
+        self._close_go()
         if self._heartbeats is not None:
             self._heartbeats.close()
         if process is None:
@@ -163,8 +174,15 @@ class FrontendProcess:
             return str(error)
         return None if answer.is_success else answer.text
 
-    def _spawn(self) -> None:
+    def _close_go(self) -> None:
+        if self._go is not None:
+            os.close(self._go)
+        self._go = None
+
+    def _spawn(self, go: int | None = None) -> None:
+        """Start the process. It waits until the other end of the pipe `go` is closed, where there is one."""
         command = [sys.executable, "-m", "dflash_cli.main", "openai", "--host", self._host, "--port", str(self._port)]
+        fds, waits = ([], []) if go is None else ([go], ["--start-fd", str(go)])
         self._started_at = self._looked_at = time.monotonic()
         if self._heartbeats is not None:
             self._heartbeats.close()
@@ -173,9 +191,9 @@ class FrontendProcess:
         self._heartbeats, self._has_beaten, self._silence = io.FileIO(reader), False, Silence()
         try:
             self._process = subprocess.Popen(
-                with_death_signal([*command, "--heartbeat-fd", str(writer), *self._options]),
+                with_death_signal([*command, "--heartbeat-fd", str(writer), *waits, *self._options]),
                 env=self._environ,
-                pass_fds=[writer],
+                pass_fds=[writer, *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # A Ctrl-C in the terminal reaches the launcher alone, which then stops it.

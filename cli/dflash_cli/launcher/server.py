@@ -173,15 +173,15 @@ class TritonServer:
         """Start the server and wait until the model is ready. Whatever stops this, nothing is left running."""
         self._hurry.clear()
         install = find_triton(self._environ)
-        self._settle_ports()
+        self.settle_ports()
         try:
             self._launch(install)
         except BaseException:
             self.stop()
             raise
 
-    def _settle_ports(self) -> None:
-        """Find free ones for those that are 0. Raises `LauncherError` for one that is taken."""
+    def settle_ports(self) -> None:
+        """Find free ports for those that are 0. Raises `LauncherError` for one that is taken."""
         wanted, metrics = {"--http-port": self.http_port, "--grpc-port": self.grpc_port}, "--metrics-port"
         if self.metrics_host == self.host:
             settled = settle_ports(self.host, wanted | {metrics: self.metrics_port})
