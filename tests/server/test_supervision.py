@@ -25,6 +25,7 @@ from tests.server.conftest import new_server
 from tests.support.scale import scaled
 from tests.support.waiting import eventually
 
+USUAL_TMP = tempfile.gettempdir()  # `one` has another, for as long as its server runs
 ROUNDS = scaled(1)  # an engine of each; `checks.chaos` has 20 in `make nightly`
 STORY = "Tell me a story."
 
@@ -32,7 +33,7 @@ STORY = "Tell me a story."
 @pytest.fixture
 def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A temporary directory for the launcher and its server alone; short, since sockets lie in it."""
-    with tempfile.TemporaryDirectory(prefix="left-") as directory:
+    with tempfile.TemporaryDirectory(prefix="left-", dir=USUAL_TMP) as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         monkeypatch.setenv("TMPDIR", directory)
         yield directory

@@ -157,7 +157,7 @@ def test_which_steps_run_without_a_graph(
 
 
 def test_the_shapes_of_an_engine() -> None:
-    shapes = mixed_shapes(max_rows=256, max_tokens=8192, width=16)
+    shapes = mixed_shapes(max_rows=256, max_tokens=8192, decode_query_len=16)
     assert [tokens for _, tokens in shapes] == list(MIXED_TOKENS)
     assert shapes[0] == (4, 64)
     assert shapes[-1] == (32, 512)
@@ -170,7 +170,7 @@ def test_the_shapes_of_an_engine() -> None:
 def test_up_to_the_last_size_every_number_of_tokens_has_a_step() -> None:
     steps: Any = [
         SimpleNamespace(num_rows=rows, num_tokens=tokens, traits=SimpleNamespace(drafts=True))
-        for rows, tokens in mixed_shapes(max_rows=256, max_tokens=8192, width=16)
+        for rows, tokens in mixed_shapes(max_rows=256, max_tokens=8192, decode_query_len=16)
     ]
     found = []
     for tokens in range(1, 514):
