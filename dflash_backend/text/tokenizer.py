@@ -116,10 +116,10 @@ def _bare_config(directory: Path) -> Any:
     tokenizer = JsonReader.load(directory / "tokenizer_config.json").data
     if "auto_map" in tokenizer or not isinstance(tokenizer.get("tokenizer_class"), str):
         return None
-    config = PretrainedConfig()
+    config, fields = PretrainedConfig(), JsonReader.load(path).data
     config.name_or_path = str(directory)
     for name in ("model_type", "model_name", "tokenizer_class"):
-        if isinstance(value := JsonReader.load(path).data.get(name), str):
+        if isinstance(value := fields.get(name), str):
             setattr(config, name, value)
     return config
 

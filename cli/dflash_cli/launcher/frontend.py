@@ -52,6 +52,7 @@ class FrontendProcess:
         settle_ports(host, {"--port": port})
         self._host, self._port = host, port
         self._options = list(options)
+        self._addresses: list[str] = []  # those of the server behind it, as options
         self._environ = dict(os.environ if environ is None else environ)
         self._say = say
         self._tls = tls
@@ -86,7 +87,7 @@ class FrontendProcess:
     def launch(self, grpc_url: str, metrics_url: str) -> None:
         """Start the process, which is to be before the server at these addresses, and let it import what it needs: it
         listens from `start` on."""
-        self._options += ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
+        self._addresses = ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
         go, self._go = os.pipe()
         try:
             self._spawn(go)
@@ -191,7 +192,7 @@ class FrontendProcess:
         self._heartbeats, self._has_beaten, self._silence = io.FileIO(reader), False, Silence()
         try:
             self._process = subprocess.Popen(
-                with_death_signal([*command, "--heartbeat-fd", str(writer), *waits, *self._options]),
+                with_death_signal([*command, "--heartbeat-fd", str(writer), *waits, *self._options, *self._addresses]),
                 env=self._environ,
                 pass_fds=[writer, *fds],
                 stdin=subprocess.DEVNULL,
