@@ -1,9 +1,10 @@
 """`python -m benchmarks.peers`: this engine, vLLM's CPU build, llama.cpp's server and transformers, side by side.
 
 Same weights, prompts, lengths and threads; each system in a process of its own, which waits while another runs. Systems
-that are not installed are skipped with a sentence; benchmarks/README.md says how to install each. The exit status is 1
-when a system failed in some round, when a round had other numbers of tokens than asked for, or when this engine's
-drafts changed its text in float32.
+that are not installed are skipped with a sentence; benchmarks/README.md says how to install each. With `--out` each run
+is written as it ends, and `--resume` goes on with a benchmark that was stopped. The exit status is 1 when a system
+failed in some round, when a round had other numbers of tokens than asked for, or when this engine's drafts changed its
+text in float32.
 """
 
 from __future__ import annotations
@@ -14,28 +15,33 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import report
-from benchmarks.peers.figures import Cell, Results, equal_share, fault
+from benchmarks.peers.figures import Cell, Results, Sample, equal_share, fault
 from benchmarks.peers.pairs import DFLASH, LONG, NGRAM, NONE, PAIRS, SHORT, Pair, find_pair, prompts
 from benchmarks.peers.process import Side, SideError
+from benchmarks.peers.run_log import RunLog, processor, tree
 from benchmarks.peers.systems import LOAD_TIMEOUT_S, OURS, OURS_HTTP, SYSTEMS, Context, System
 from benchmarks.quiet import MOST_OTHERS
 from dflash_backend.checkpoints import CheckpointError
 
-# Tokens of a warm-up's answers, and prompts of a run with one stream.
-WARM_UP_TOKENS, PROMPTS_ALONE = 8, 3
+# Tokens of a warm-up's answers and its prompts at most, and prompts of a run with one stream.
+WARM_UP_TOKENS, WARM_UP_PROMPTS, PROMPTS_ALONE = 8, 8, 3
+# Rounds of a cell that takes its time, at least.
+LEAST_ROUNDS = 2
 # Runs that other processes disturb are made again, so often at most.
 MAX_REPEATS = 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of the program measures. max_tokens: of each answer."""
+    """What one run of the program measures. max_tokens: of each answer. answer_s: of one run, at most. cell_s: a
+    cell that has taken so long has no further rounds."""
 
     systems: tuple[str, ...]
     drafts: tuple[str, ...]
@@ -44,39 +50,70 @@ class Work:
     rounds: int
     max_tokens: int
     answer_s: float
+    cell_s: float
 
     def num_prompts(self, streams: int) -> int:
         """Of a run."""
         return max(streams, PROMPTS_ALONE)
 
+    def cells(self, pair: Pair, drafts: str) -> list[Cell]:
+        """What is measured of a pair with such drafts."""
+        return [Cell(pair.name, drafts, kind, streams) for kind in self.kinds for streams in self.streams]
+
 
 class Bench:
-    """Measures pair by pair. skips: sentences on what was not measured."""
+    """Measures pair by pair. results: what was measured before, if anything. skips: sentences on what was not
+    measured."""
 
-    def __init__(self, context: Context, work: Work) -> None:
-        self.results, self.skips = Results(), list[str]()
-        self._context, self._work = context, work
+    def __init__(self, context: Context, work: Work, log: RunLog, results: Results) -> None:
+        self.results, self.skips = results, list[str]()
+        self._context, self._work, self._log = context, work, log
 
     def measure(self, pair: Pair) -> None:
         """All cells of a pair."""
         for drafts in self._work.drafts:
-            sides = self._start(pair, drafts)
+            able = [name for name in self._work.systems if self._is_able(name, pair, drafts)]
+            cells = {
+                cell: [name for name in able if self._takes(name, cell)] for cell in self._work.cells(pair, drafts)
+            }
+            left = {cell: names for cell, names in cells.items() if not self._is_done(cell, names)}
+            sides = self._start(pair, drafts, [name for name in able if any(name in each for each in left.values())])
             try:
-                for kind in self._work.kinds:
-                    for streams in self._work.streams:
-                        self._cell(pair, Cell(pair.name, drafts, kind, streams), sides)
+                for cell, names in left.items():
+                    self._cell(pair, cell, [name for name in names if name in sides], sides)
             finally:
                 for side in sides.values():
                     side.close()
             self._compare(pair, drafts)
 
-    def _start(self, pair: Pair, drafts: str) -> dict[str, Side]:
+    def _is_able(self, name: str, pair: Pair, drafts: str) -> bool:
+        system = SYSTEMS[name]
+        if reason := system.missing(self._context, pair, drafts):
+            self._skip(f"{system.title}, {pair.name}, drafts {drafts}: {reason}")
+        return not reason
+
+    def _takes(self, name: str, cell: Cell) -> bool:
+        system = SYSTEMS[name]
+        if cell.streams > 1 and cell.drafts in system.only_one_stream:
+            self._skip(f"{system.title}, {cell}: it takes such drafts with one request at a time")
+            return False
+        return True
+
+    def _num_rounds(self, cell: Cell, name: str) -> int:
+        return len(self.results.samples.get(cell, {}).get(name, []))
+
+    def _is_done(self, cell: Cell, names: list[str]) -> bool:
+        """Whether each of these systems has its rounds: all, or some in a cell that has had its time."""
+        done = {self._num_rounds(cell, name) for name in names}
+        samples = [one for each in self.results.samples.get(cell, {}).values() for one in each if one is not None]
+        had_its_time = sum(sample.seconds for sample in samples) >= self._work.cell_s
+        least = min(self._work.rounds, LEAST_ROUNDS) if had_its_time else self._work.rounds
+        return not done or (min(done) >= least and (len(done) == 1 or min(done) >= self._work.rounds))
+
+    def _start(self, pair: Pair, drafts: str, names: list[str]) -> dict[str, Side]:
         sides: dict[str, Side] = {}
-        for name in self._work.systems:
+        for name in names:
             system = SYSTEMS[name]
-            if reason := system.missing(self._context, pair, drafts):
-                self._skip(f"{system.title}, {pair.name}, drafts {drafts}: {reason}")
-                continue
             _say(f"{pair.name}, drafts {drafts}: {system.title} loads")
             side = None
             try:
@@ -91,48 +128,60 @@ class Bench:
             sides[name] = side
         return sides
 
-    def _cell(self, pair: Pair, cell: Cell, sides: dict[str, Side]) -> None:
+    def _cell(self, pair: Pair, cell: Cell, takes: list[str], sides: dict[str, Side]) -> None:
         asked = prompts(pair, cell.prompts, self._work.num_prompts(cell.streams))
-        takes = [name for name in sides if self._takes(name, cell)]
-        for name in list(takes):
-            try:
-                sides[name].run(asked[: cell.streams], cell.streams, WARM_UP_TOKENS)
-            except SideError as error:
-                self._drop(cell, name, error, sides)
-                takes.remove(name)
-        for number in range(self._work.rounds):
-            order = takes[number % len(takes) :] + takes[: number % len(takes)] if takes else []
-            for name in order:
-                if name in sides:
+        takes = [name for name in takes if self._warm_up(cell, name, asked, sides)]
+        number = min((self._num_rounds(cell, name) for name in takes), default=0)
+        while not self._is_done(cell, takes):
+            for name in takes[number % len(takes) :] + takes[: number % len(takes)]:
+                if self._num_rounds(cell, name) == number:
                     self._run(cell, name, asked, sides)
-                else:
-                    self.results.add(cell, name, None)
+            number += 1
         for name in takes:
             rates = [f"{one.tokens_per_s:.0f}" for one in self.results.samples[cell][name] if one is not None]
             _say(f"{cell}: {SYSTEMS[name].title} {', '.join(rates)} tokens/s")
 
-    def _takes(self, name: str, cell: Cell) -> bool:
-        system = SYSTEMS[name]
-        if cell.streams > 1 and cell.drafts in system.only_one_stream:
-            self._skip(f"{system.title}, {cell}: it takes such drafts with one request at a time")
-            return False
-        return True
-
-    def _run(self, cell: Cell, name: str, asked: list[list[int]], sides: dict[str, Side]) -> None:
+    def _warm_up(self, cell: Cell, name: str, asked: list[list[int]], sides: dict[str, Side]) -> bool:
+        """Let a system answer some prompts that do not count; whether it is fast enough to be measured."""
+        first = asked[: min(cell.streams, WARM_UP_PROMPTS)]
+        started = time.perf_counter()
         try:
-            sample = sides[name].run(asked, cell.streams, self._work.max_tokens)
-            for _ in range(MAX_REPEATS):
-                if sample.others <= MOST_OTHERS:
-                    break
-                again = sides[name].run(asked, cell.streams, self._work.max_tokens)
-                sample = min(sample, again, key=lambda each: each.others)
+            sides[name].run(first, cell.streams, WARM_UP_TOKENS)
         except SideError as error:
             self._drop(cell, name, error, sides)
-            self.results.add(cell, name, None)
-            return
-        self.results.add(cell, name, sample)
-        if (wrong := fault(sample, len(asked), self._work.max_tokens)) is not None:
+            return False
+        seconds = time.perf_counter() - started
+        if (expected := seconds * len(asked) / len(first)) <= self._work.answer_s:
+            return True
+        self._skip(
+            f"{SYSTEMS[name].title}, {cell}: a run would take {expected:.0f} s or more and may take "
+            f"{self._work.answer_s:.0f} (--answer-timeout); {WARM_UP_TOKENS} tokens for each of {len(first)} prompts "
+            f"took {seconds:.0f} s"
+        )
+        return False
+
+    def _run(self, cell: Cell, name: str, asked: list[list[int]], sides: dict[str, Side]) -> None:
+        before, sample = len(self.results.failures), None
+        if name in sides:
+            try:
+                sample = self._sample(cell, sides[name], asked)
+            except SideError as error:
+                self._drop(cell, name, error, sides)
+        if sample is not None and (wrong := fault(sample, len(asked), self._work.max_tokens)) is not None:
             self._fail(f"{SYSTEMS[name].title}, {cell}: {wrong}")
+        self.results.add(cell, name, sample)
+        failures = self.results.failures[before:]
+        self._log.add(cell, name, self.results.versions.get(name, ""), sample, failures)
+
+    def _sample(self, cell: Cell, side: Side, asked: list[list[int]]) -> Sample:
+        """Of the runs that others disturb, the one that they disturb least."""
+        sample = side.run(asked, cell.streams, self._work.max_tokens)
+        for _ in range(MAX_REPEATS):
+            if sample.others <= MOST_OTHERS:
+                break
+            again = side.run(asked, cell.streams, self._work.max_tokens)
+            sample = min(sample, again, key=lambda each: each.others)
+        return sample
 
     def _drop(self, cell: Cell, name: str, error: SideError, sides: dict[str, Side]) -> None:
         self._fail(f"{SYSTEMS[name].title}, {cell}: {error}")
@@ -214,8 +263,22 @@ def parser() -> argparse.ArgumentParser:
         default=Path(os.environ.get("PEERS_DIR", ".peers")),
         help="where vLLM and llama.cpp are installed (%(default)s, or PEERS_DIR; benchmarks/README.md)",
     )
-    options.add_argument("--answer-timeout", type=float, default=900.0, help="seconds for one run (%(default)s)")
+    options.add_argument(
+        "--answer-timeout",
+        type=float,
+        default=900.0,
+        help="seconds for one run; a system that would need more is left out of the cell (%(default)s)",
+    )
+    options.add_argument(
+        "--cell-minutes",
+        type=float,
+        default=30.0,
+        help="after so long a cell has no further rounds; two it has (%(default)s)",
+    )
     options.add_argument("--out", type=Path, help="where peers.md, peers.json and peers.png are written; else printed")
+    options.add_argument(
+        "--resume", action="store_true", help="go on with a benchmark that was stopped, whose runs are in --out"
+    )
     return options
 
 
@@ -232,7 +295,24 @@ def work_of(args: argparse.Namespace) -> Work:
         rounds=args.rounds or (2 if args.quick else 5),
         max_tokens=args.max_tokens or (32 if args.quick else 96),
         answer_s=args.answer_timeout,
+        cell_s=args.cell_minutes * 60,
     )
+
+
+def first_results(args: argparse.Namespace, work: Work) -> tuple[RunLog, Results]:
+    """Where runs are written, and those that are there already. Raises `ValueError` for those of something else."""
+    log = RunLog(args.out)
+    asked = {
+        "max_tokens": work.max_tokens,
+        "threads": args.threads,
+        "drafter": args.drafter,
+        "processor": processor(),
+        "tree": tree(),
+    }
+    if args.resume:
+        return log, log.resume(asked)
+    log.begin(asked)
+    return log, Results()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,10 +321,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.drafter and len(args.pair) != 1:
         options.error("--drafter is for one pair: name it with --pair")
+    if args.resume and args.out is None:
+        options.error("--resume goes on with the runs in --out: name it")
     work = work_of(args)
+    try:
+        log, results = first_results(args, work)
+    except ValueError as error:
+        options.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         context = Context(args.peers.absolute(), Path(folder), args.threads, max(work.streams))
-        bench = Bench(context, work)
+        bench = Bench(context, work, log, results)
         for name in args.pair:
             try:
                 pair = find_pair(name, args.drafter)
@@ -257,7 +343,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": args.threads,
         "max_tokens": work.max_tokens,
         "cores": os.cpu_count(),
-        "command": re.sub(r" ?--(out|peers)[ =]\S+", "", " ".join(argv if argv is not None else sys.argv[1:])),
+        "processor": processor(),
+        "tree": tree(),
+        "command": re.sub(r" ?--((out|peers)[ =]\S+|resume)", "", " ".join(argv if argv is not None else sys.argv[1:])),
     }
     print(report.page(bench.results, bench.skips, settings))
     if args.out is not None:

@@ -91,9 +91,10 @@ def find_pair(name: str, drafter: str = "") -> Pair:
         return Pair(name, folder / "target", Path(drafter or folder / "draft").absolute(), "float32", 15)
     from dflash_backend.checkpoints.gguf.convert import converted
     from dflash_backend.checkpoints.named import named_file
+    from dflash_backend.drafters.resolve import find_drafter
 
-    file, own = named_file(name), Path(drafter).absolute() if drafter else None
-    config = {} if own is None else json.loads((own / "config.json").read_text(encoding="utf-8"))
+    file, own = named_file(name), Path(drafter).absolute() if drafter else find_drafter(name, "--drafter")
+    config = json.loads((own / "config.json").read_text(encoding="utf-8"))
     return Pair(name, converted(file, plain=True), own, "bfloat16", config.get("block_size", 16) - 1, file)
 
 

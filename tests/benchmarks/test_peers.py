@@ -300,6 +300,59 @@ def test_a_pair_that_is_not_installed_is_skipped(
     assert "- smollm2: `make smollm2` installs it" in capsys.readouterr().out
 
 
+def test_a_stopped_benchmark_goes_on_where_it_stopped(judged: Judged, tmp_path: Path) -> None:
+    """It is stopped in the midst of a round, and a line is cut off."""
+    out, asked = tmp_path / "out", ("--drafts", "none", "--out", str(tmp_path / "out"))
+    with pytest.raises(StopIteration):
+        judged({"ours": [7], "transformers": [7, 7]}, *asked)
+    runs = out / "peers-runs.jsonl"
+    lines = runs.read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    runs.write_text("".join(lines) + lines[-1][:-9])
+    status, said, sides = judged({"ours": [7, 7], "transformers": [7]}, *asked, "--resume")
+    assert (status, set(sides)) == (0, {"ours", "transformers"})
+    assert "Medians of 3 rounds" in said
+    assert "| none | short | 1 | transformers | 6 | 1.00 (1.00 to 1.00) |" in said
+    again, same, none = judged({"ours": [], "transformers": []}, *asked, "--resume")
+    assert (again, same, none) == (0, said, {})
+    assert len(runs.read_text().splitlines()) == 7
+
+
+def test_a_benchmark_is_resumed_with_its_failures_and_only_as_it_was_asked(
+    judged: Judged, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--drafts", "none", "--out", str(tmp_path))
+    assert judged({"ours": [7] * 3, "transformers": [7, "no memory"]}, *asked)[0] == 1
+    status, said, sides = judged({"ours": [], "transformers": []}, *asked, "--resume")
+    assert (status, sides) == (1, {})
+    assert said.count("1 streams: no memory") == 1
+    for options, words in (
+        ((*asked, "--resume", "--max-tokens", "3"), "something else (max_tokens 2 and now 3): give another --out"),
+        (("--resume",), "--resume goes on with the runs in --out: name it"),
+    ):
+        with pytest.raises(SystemExit):
+            judged({"ours": []}, *options)
+        assert words in capsys.readouterr().err
+    assert judged({"ours": [7] * 3}, *asked)[0] == 0, "without --resume it begins anew"
+    assert len((tmp_path / "peers-runs.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_cell_that_has_had_its_time_ends_with_two_rounds_of_each(judged: Judged) -> None:
+    status, said, _ = judged({"ours": [7] * 2, "transformers": [7] * 2}, "--drafts", "none", "--cell-minutes", "0.05")
+    assert status == 0
+    assert "Medians of 2 rounds" in said
+
+
+def test_a_system_that_is_too_slow_is_left_out_of_a_cell(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: next(clock))
+    runs = {"ours": [7] * 3, "transformers": list[Any]()}
+    assert judged({"ours": [7] * 3}, "--drafts", "none", "--answer-timeout", "15")[0] == 0
+    status, said, _ = judged(runs, "--drafts", "none", "--streams", "1", "--answer-timeout", "14")
+    assert status == 0
+    assert "- transformers, demo, drafts none, short prompts, 1 streams: a run would take 15 s or more" in said
+
+
 def test_quick_is_less_of_everything_and_options_win() -> None:
     def work(*options: str) -> peers.Work:
         return peers.work_of(peers.parser().parse_args(options))
@@ -319,7 +372,7 @@ def test_disturbed_runs_are_said() -> None:
     results = Results()
     for others in (0.0, 0.5):
         results.add(CELL, "ours", replace(SAMPLE, others=others))
-    assert "In 1 of 2 runs other processes" in report.page(results, [], {"rounds": 2, "threads": 2})
+    assert "In 1 of 2 runs other processes" in report.page(results, [], {"threads": 2, "processor": "Z", "tree": "1"})
 
 
 def test_a_process_that_ends_or_hangs_says_so(tmp_path: Path) -> None:
