@@ -246,6 +246,8 @@ def _load_models(
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
+    if config.enable_coarse_head:
+        target.add_coarse_head()
     make_drafter, options = None, None
     if pair.draft is not None:
         options = LoadOptions(

@@ -28,6 +28,7 @@ from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
+from dflash_kernels.cpu_head import CoarseHead
 from dflash_kernels.cpu_ops import PackedWeight
 
 AnyLayerWeights = LayerWeights | DeltaNetLayerWeights | Gemma4LayerWeights
@@ -89,6 +90,12 @@ class LayeredTarget(TargetModel, ABC):
         if packed and spec.tie_word_embeddings:
             self.embedding = table_of(self._head)
         self.patterns = target_patterns(spec)
+        self.coarse_head: CoarseHead | None = None
+
+    def add_coarse_head(self) -> None:
+        head = self._head
+        if isinstance(head, PackedLinear) and head.bias is None and CoarseHead.fits(head.packed):
+            self.coarse_head = CoarseHead(head.packed)
 
     @abstractmethod
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
@@ -124,6 +131,11 @@ class LayeredTarget(TargetModel, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self.coarse_head is None:
+            return None
+        return self.coarse_head.likeliest(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+
 
 class DecoderTarget(LayeredTarget):
     """A target of any family but Gemma 4."""
@@ -138,6 +150,11 @@ class DecoderTarget(LayeredTarget):
         self.stack = LayerStack.of(self.layers, self.ops)
         if self.stack is not None and isinstance(self._head, PackedLinear):
             self.stack.end_with(self._head.packed)
+
+    def add_coarse_head(self) -> None:
+        super().add_coarse_head()
+        if self.stack is not None and self.coarse_head is not None:
+            self.stack.order[-1].precede(self.coarse_head.data)
 
     def _run_at_once(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
@@ -212,6 +229,11 @@ class Gemma4Target(LayeredTarget):
         for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
             hidden = layer.forward(hidden, context, cache, rotations[kind])
             yield hidden
+
+    def add_coarse_head(self) -> None:
+        """None under a soft cap, which may make logits equal that are not."""
+        if self.softcap is None:
+            super().add_coarse_head()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().logits(hidden)

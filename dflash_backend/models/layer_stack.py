@@ -33,12 +33,12 @@ class LayerStack:
         self.order = [linear.packed for layer in layers for linear in _linears(layer)]
         """The weights in the order of their products."""
         for weight, following in itertools.pairwise(self.order):
-            weight.precede(following)
+            weight.precede(following.data)
 
     def end_with(self, head: PackedWeight) -> None:
         """A product by `head` follows the last layer, and the next step that."""
-        self.order[-1].precede(head)
-        head.precede(self.order[0])
+        self.order[-1].precede(head.data)
+        head.precede(self.order[0].data)
 
     @classmethod
     def of(cls, layers: Sequence[object], ops: LayerOps) -> LayerStack | None:

@@ -143,12 +143,13 @@ class Step:
     it: `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as
     `batch` says. draft_width: drafts that a row proposes at most. shared: rows that read a prefix together; None for
     none. chosen_later: no token is chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
-    prepared: what the target runs is there already, so `verify` does not ask for it.
+    prepared: what the target runs is there already, so `verify` does not ask for it. greedy: of the logits only which
+    is the largest is looked at, so they need not be there.
 
     `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
     padding), `attention` (the rows as attention runs them), `padded` (whether slots may be -1), `windows` (where the KV
     of layers with a window lies, if these have block ids of their own); and what it gave: features `[T, L * hidden]`
-    (None without a drafter that reads any), logits `[D, vocab]` (None where no row chooses tokens), target_tokens int64
+    (None without a drafter that reads any), logits `[D, vocab]` (None where nothing looks at them), target_tokens int64
     `[D]`, the target's own token for each row of logits, and `states`, what was kept for recurrent layers. A padding
     token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and position 0.
     `seq_lens` never goes past a row's blocks either.
@@ -171,6 +172,7 @@ class Step:
     shared: SharedPrefixes | None = None
     chosen_later: bool = False
     prepared: bool = False
+    greedy: bool = False
 
     token_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)

@@ -104,11 +104,13 @@ class ModelStep:
         hidden, step.features = output.hidden, output.features
         if prompt_logprobs is not None:
             prompt_logprobs.compute(hidden, self.target, self.state.tokens)
+        tokens = None
         if step.traits.chooses:
             if step.logits_token is not None:
                 hidden = hidden.index_select(0, step.logits_token)
-            step.logits = self.target.logits(hidden)
-        step.target_tokens = self.ops.target_tokens(step, self.state)
+            tokens = self.target.likeliest(hidden) if step.greedy else None
+            step.logits = self.target.logits(hidden) if tokens is None else None
+        step.target_tokens = self.ops.target_tokens(step, self.state) if tokens is None else tokens
         record(step.timestamps, 1)
         return step
 

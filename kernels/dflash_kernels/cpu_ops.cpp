@@ -1,6 +1,6 @@
 // The operations of a decoder on a CPU, as Python calls them: products by weights that are laid out once
 // (`cpu_products.h`), norms, gates and rotation (`cpu_layers.h`), attention (`cpu_attention.h`), the choice of tokens
-// (`cpu_choice.h`), and what a step does around them (`cpu_step.h`). `cpu_ops.py` calls them; each has a torch reference beside its Triton kernel.
+// (`cpu_choice.h`, `cpu_head.h`), and what a step does around them (`cpu_step.h`). `cpu_ops.py` calls them; each has a torch reference beside its Triton kernel.
 //
 // A row's result never depends on how many rows there are: sums run in one order for every number of rows and threads.
 // Numbers are float32 or bfloat16; sums are float32, and results are rounded where the references round.
@@ -8,6 +8,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_choice.h"
+#include "cpu_head.h"
 #include "cpu_layers.h"
 #include "cpu_step.h"
 
@@ -250,6 +251,12 @@ void dflash_store_drafts(const State* state, const int32_t* requests, const int3
                          const float* confidence, int64_t width, float* sure, int64_t k) {
   store_drafts(*state, requests, num_next, rows, drafts, confidence, width, sure, k);
 }
+// As `likeliest`, of rows that are normed.
+int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weight* weight, const CoarseHead* head, int64_t rows, int64_t* ids) {
+  Product p{x, weight, nullptr, nullptr, rows, weight->n, weight->k, x_step};
+  return dtype_of(weight) == 0 ? likeliest<float>(p, *head, threads, ids) : likeliest<bf16>(p, *head, threads, ids);
+}
+int64_t dflash_coarse_rows_at_most(int64_t dtype) { return coarse_rows_at_most(dtype == 0); }
 // Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.
 int64_t dflash_has_pairs() { return HAS_PAIRS; }
 // Runs on a processor for the first time: 0 where it does what it should.

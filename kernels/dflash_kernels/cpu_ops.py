@@ -67,10 +67,15 @@ class PackedWeight:
         self.described = np.array([kind, *shape, self.data.data_ptr(), 0, 0], np.int64)
         self.address = self.described.ctypes.data
 
-    def precede(self, following: PackedWeight) -> None:
-        """Products by `following` come after those by this weight, as a rule, so that its first numbers are fetched
-        meanwhile."""
-        self.described[4:] = following.data.data_ptr(), following.data.nbytes
+    def precede(self, following: torch.Tensor) -> None:
+        """Products by what `following` holds come after those by this weight, as a rule, so that its beginning is
+        fetched meanwhile."""
+        self.described[4:] = following.data_ptr(), following.nbytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds numbers, not codes on grids."""
+        return int(self.described[0]) in DTYPES.values()
 
     @property
     def device(self) -> torch.device:
@@ -391,6 +396,27 @@ def argmax(values: torch.Tensor) -> torch.Tensor:
     if values.dtype not in DTYPES or values.dim() != 2 or not values.shape[1] or values.stride(1) != 1:
         return argmax_reference(values)
     return _chosen(values)
+
+
+def coarse_rows_at_most(dtype: int) -> int:
+    """Rows up to which `likeliest` is faster than a product, by the number of their dtype; 0 where it cannot run."""
+    return 0 if _library is None else int(_library.dflash_coarse_rows_at_most(dtype))
+
+
+def likeliest(x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor) -> int:
+    """The columns of the largest logits of `x` `[n, in_features]`, to `ids`, int64 `[n]`. codes: `struct CoarseHead` of
+    `cpu_head.h`, int64. Returns how many units of 16 to 64 columns were computed; below 0 where `ids` are not there."""
+    return int(
+        _library.dflash_likeliest(
+            torch.get_num_threads(),
+            x.data_ptr(),
+            x.stride(0),
+            packed.address,
+            codes.ctypes.data,
+            len(x),
+            ids.data_ptr(),
+        )
+    )
 
 
 def sample(

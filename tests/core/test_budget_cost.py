@@ -92,9 +92,16 @@ def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: floa
 
 
 @pytest.mark.parametrize("longer", [1.0, 2.0])
-def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> None:
+def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(0.01)
     engine.worker.target_s = lambda plan: (0.004 + 0.0005 * plan.num_tokens) * (longer if plan.budget else 1.0)
+    observe, times = UnevenDrafts.observe, list[float]()
+
+    def observed(uneven: UnevenDrafts, seconds: float, expected_s: float) -> None:
+        observe(uneven, seconds, expected_s)
+        times.append(seconds / expected_s)
+
+    monkeypatch.setattr(UnevenDrafts, "observe", observed)
     seeds = [1, 2, 3, 4]  # they end at about the same time
     # Those that are given up are 16 of the first 300 steps, and one of the next 200.
     tokens = 300 if longer == 1.0 else 500
@@ -102,6 +109,8 @@ def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float) -> No
     stats = engine.core.stats().speculation
     share = stats.num_budgeted_steps / stats.num_steps
     assert share > 0.25 if longer == 1.0 else share < 0.05
+    assert len(times) >= 0.9 * stats.num_budgeted_steps, "but for the last ones, of one row"
+    assert sorted(times)[len(times) // 2] == pytest.approx(longer, rel=0.2)
 
 
 @pytest.mark.parametrize(("cost", "num_requests"), [(0.0, 4), (0.1, 4), (0.1, 1)])

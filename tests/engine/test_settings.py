@@ -78,6 +78,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
 # Settings that do not reach the engine, or not here, and the tests in which each is seen to work.
 ELSEWHERE = {
     "admin_key_file": "tests/triton/test_drafter_swaps.py",
+    "enable_coarse_head": "tests/worker/test_coarse_head.py",
     "target_revision": "tests/checkpoints/test_hub.py",
     "draft_revision": "tests/checkpoints/test_hub.py",
     "device": "tests/gpu/test_engine.py",

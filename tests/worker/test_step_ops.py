@@ -11,6 +11,7 @@ from dflash_backend.worker.batch import DeviceBatch, Step, spans
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
+from dflash_kernels.prepare_draft import store_drafts_reference
 from tests.kernels.test_sampling import by_hand
 from tests.worker.engines import ReferenceStepOps
 from tests.worker.random_steps import (
@@ -23,6 +24,13 @@ from tests.worker.random_steps import (
     random_step,
     random_target,
 )
+
+
+class References(ReferenceStepOps):
+    """The reference of what `ReferenceStepOps` calls C++ for."""
+
+    _store_drafts = staticmethod(store_drafts_reference)
+
 
 # The references are a CPU's.
 OPS: list[StepOps] = [DeviceStepOps()] if torch.cuda.is_available() else [ReferenceStepOps(), DeviceStepOps()]
@@ -276,6 +284,9 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
             assert tuple(int(value) for value in got) == expected
 
 
+@pytest.mark.parametrize(
+    "ops", OPS if torch.cuda.is_available() else [*OPS, References()], ids=lambda ops: type(ops).__name__
+)
 @pytest.mark.parametrize(("seed", "k"), GRID[:-1])
 def test_drafts_lie_behind_the_anchor(ops: StepOps, seed: int, k: int) -> None:
     step = random_step(seed, k)

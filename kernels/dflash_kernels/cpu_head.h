@@ -1,0 +1,164 @@
+// The token of the largest logit without the whole product by the head: codes of 8 bits say of each logit between which bounds it
+// lies, and only those that may be the largest are computed, by the head's own numbers.
+
+#pragma once
+#include "cpu_products.h"
+
+// codes: int8 `[n / 16][k / 2][16][2]`, n rounded up to 16 and k to 2; their numbers are theirs times an output's step. Of each output, n
+// rounded up: step, the norm of what the codes miss, and that of the head's numbers or the codes', whichever is larger.
+struct CoarseHead { int64_t n, k; const int8_t* codes; const float *steps, *errors, *norms; };
+
+#if defined(__AVX2__) && defined(__FMA__)
+// Rows up to which this is faster than the whole product: all where that multiplies 8 numbers at once, else those that wait for memory.
+static int64_t coarse_rows_at_most(bool is_float) {
+#if defined(__AMX_BF16__)
+  if (!is_float && has_tiles) return 4;
+#endif
+  return REGISTER_BYTES == 64 ? 8 : INT64_MAX;
+}
+constexpr int COARSE_ROWS = 4;  // whose sums registers hold
+constexpr long FEW_OF = 8;      // one unit of so many may be computed by itself; the whole product is faster than more
+
+// Rows of x as numbers of 16 bits, few enough that no sum of them times codes leaves 32.
+struct CoarseRows {
+  long deep;  // k, rounded up
+  std::vector<int16_t> numbers;
+  std::vector<float> steps, norms, errors;  // of each row
+};
+template <class T> static bool coarse_rows(const Product& p, CoarseRows& rows) {
+  long k = p.k, deep = rows.deep = rounded_up(k, 2);
+  float most = std::min(32767.0f, std::floor(2147483392.0f / (127.0f * float(deep))));
+  rows.numbers.assign(p.m * deep, 0), rows.steps.resize(p.m), rows.norms.resize(p.m), rows.errors.resize(p.m);
+  for (long r = 0; r < p.m; r++) {
+    const T* x = (const T*)p.x + r * p.x_step;
+    float largest = 0.0f;
+    double norm = 0.0, missed = 0.0;
+    for (long c = 0; c < k; c++) {
+      float number = to_float(x[c]);
+      largest = std::max(largest, std::fabs(number)), norm += double(number) * number;
+    }
+    if (!(norm < 1e30)) return false;
+    float step = std::max(largest / most, 1e-30f), by = 1.0f / step;
+    for (long c = 0; c < k; c++) {
+      float number = to_float(x[c]);
+      long code = std::lrintf(number * by);
+      double miss = double(number) - double(code) * step;
+      rows.numbers[r * deep + c] = int16_t(code), missed += miss * miss;
+    }
+    // Sums in float32 are off by some of their last bits, the head's and these.
+    rows.steps[r] = step, rows.norms[r] = float(std::sqrt(norm) * 1.0001);
+    rows.errors[r] = float(std::sqrt(missed) * 1.0001 + std::sqrt(norm) * double(deep + 32) * 6e-8);
+  }
+  return true;
+}
+// Sums of 8 lanes and the products of two numbers of each.
+static inline __m256i added_products(__m256i sums, __m256i a, __m256i b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpwssd_epi32(sums, a, b);
+#else
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+#endif
+}
+static inline float most_of(__m256 x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+// Of ROWS rows and a panel: the least that the largest of its logits can be, and the most.
+template <int ROWS> static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
+  __m256i sums[ROWS][2];
+  for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+  const int8_t* codes = head.codes + panel * LANES * rows.deep;
+  const int16_t* x = rows.numbers.data() + row * rows.deep;
+  for (long c = 0; c < rows.deep; c += 2, codes += 2 * LANES) {
+    __builtin_prefetch(codes + 2048, 0, 2);
+    __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
+    __m256i upper = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + LANES)));
+    for (int r = 0; r < ROWS; r++) {
+      int32_t two;
+      std::memcpy(&two, x + r * rows.deep + c, 4);
+      __m256i both = _mm256_set1_epi32(two);
+      sums[r][0] = added_products(sums[r][0], both, lower);
+      sums[r][1] = added_products(sums[r][1], both, upper);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    __m256 of_least = _mm256_set1_ps(-INFINITY), of_most = of_least;
+    for (int half = 0; half < 2; half++) {
+      long first = panel * LANES + half * 8;
+      __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row + r])));
+      __m256 off = _mm256_mul_ps(_mm256_loadu_ps(head.errors + first), _mm256_set1_ps(rows.norms[row + r]));
+      off = _mm256_fmadd_ps(_mm256_loadu_ps(head.norms + first), _mm256_set1_ps(rows.errors[row + r]), off);
+      __m256 below = _mm256_sub_ps(about, off), above = _mm256_add_ps(about, off);
+      if (first + 8 > head.n) {
+        __m256 lane = _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), none = _mm256_cmp_ps(lane, _mm256_set1_ps(float(head.n - first)), _CMP_GE_OQ);
+        below = _mm256_blendv_ps(below, _mm256_set1_ps(-INFINITY), none), above = _mm256_blendv_ps(above, _mm256_set1_ps(-INFINITY), none);
+      }
+      of_least = _mm256_max_ps(of_least, below), of_most = _mm256_max_ps(of_most, above);
+    }
+    least[r] = most_of(of_least), most[r] = most_of(of_most);
+  }
+}
+// The outputs of `unit` that a row may have to compute.
+struct Candidate { long row, unit; float best; long place; };
+
+// ids: of each row of x the place of its largest logit, the first of equals. Returns how many units of the head were computed, of
+// rows * units; -1 without ids where too many would be, or for rows that are not finite.
+template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, int threads, int64_t* ids) {
+  CoarseRows rows;
+  if (!coarse_rows<T>(p, rows)) return -1;
+  long panels = rounded_up(head.n, LANES) / LANES, of_unit = outputs_together(p.weight->kind), m = p.m;
+  float *least = scratch(2 * panels * m, BETWEEN), *most = least + panels * m;
+  share(threads, panels, 16, [&](long first, long last) {
+    for (long panel = first; panel < last; panel++)
+      for (long row = 0; row < m;) {
+        long passes = (m - row + COARSE_ROWS - 1) / COARSE_ROWS, now = (m - row + passes - 1) / passes;
+        float *low = least + panel * m + row, *high = most + panel * m + row;
+        switch (now) {
+          case 1: panel_bounds<1>(head, rows, row, panel, low, high); break;
+          case 2: panel_bounds<2>(head, rows, row, panel, low, high); break;
+          case 3: panel_bounds<3>(head, rows, row, panel, low, high); break;
+          default: panel_bounds<COARSE_ROWS>(head, rows, row, panel, low, high);
+        }
+        row += now;
+      }
+  });
+  std::vector<float> lowest(m, -INFINITY);
+  for (long panel = 0; panel < panels; panel++)
+    for (long row = 0; row < m; row++) lowest[row] = std::max(lowest[row], least[panel * m + row]);
+  // Two logits that differ by less may be rounded to one number of bfloat16.
+  for (float& low : lowest) low -= std::is_same<T, float>::value ? 0.0f : std::fabs(low) / 64;
+  std::vector<Candidate> candidates;
+  long together = of_unit / LANES, units = (panels + together - 1) / together;
+  for (long unit = 0; unit < units; unit++)
+    for (long row = 0; row < m; row++) {
+      bool may_be = false;
+      for (long panel = unit * together; panel < std::min(panels, (unit + 1) * together); panel++) may_be |= most[panel * m + row] >= lowest[row];
+      if (may_be) candidates.push_back(Candidate{row, unit, 0.0f, 0});
+    }
+  if (long(candidates.size()) * FEW_OF > units * m) return -1;
+  long unit_bytes = packed_bytes(p.weight->kind, of_unit, p.k);
+  share(threads, long(candidates.size()), 1, [&](long first, long last) {
+    for (long i = first; i < last; i++) {
+      Candidate& each = candidates[i];
+      long begin = each.unit * of_unit, count = std::min(of_unit, p.n - begin);
+      Weight part{p.weight->kind, count, p.k, (const char*)p.weight->numbers + each.unit * unit_bytes, nullptr, 0};
+      T logits[VECTORS * LANES];
+      Product own{(const T*)p.x + each.row * p.x_step, &part, nullptr, logits, 1, count, p.k, p.x_step};
+      if constexpr (std::is_same<T, float>::value) linear_panels<float>(own, 1);
+      else linear_bf16(own, 1);
+      each.best = -INFINITY, each.place = begin;
+      for (long j = 0; j < count; j++)
+        if (float logit = to_float(logits[j]); logit > each.best) each.best = logit, each.place = begin + j;
+    }
+  });
+  std::vector<float> best(m, -INFINITY);
+  for (long row = 0; row < m; row++) ids[row] = 0;
+  for (const Candidate& each : candidates)
+    if (each.best > best[each.row]) best[each.row] = each.best, ids[each.row] = each.place;
+  return int64_t(candidates.size());
+}
+#else
+static int64_t coarse_rows_at_most(bool) { return 0; }
+template <class T> static int64_t likeliest(const Product&, const CoarseHead&, int, int64_t*) { return -1; }
+#endif
