@@ -94,8 +94,8 @@ class LayeredTarget(TargetModel, ABC):
 
     def add_coarse_head(self) -> None:
         head = self._head
-        if isinstance(head, PackedLinear) and head.bias is None and CoarseHead.fits(head.packed):
-            self.coarse_head = CoarseHead(head.packed)
+        if self.coarse_head is None and isinstance(head, PackedLinear) and head.bias is None:
+            self.coarse_head = CoarseHead.of(head.packed)
 
     @abstractmethod
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:

@@ -28,7 +28,6 @@ class CoarseHead:
     """Codes of `weight`, a byte for each of its numbers, beside it."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        """weight: one that `fits`."""
         n, k = weight.shape
         padded, deep = -(-n // LANES) * LANES, -(-k // 2) * 2
         self._weight = weight
@@ -53,10 +52,13 @@ class CoarseHead:
         self._described = np.array([n, k, *addresses], np.int64)
         self._pause = self._left_out = 0
 
-    @staticmethod
-    def fits(weight: PackedWeight) -> bool:
-        """Whether codes beside `weight` gain time."""
-        return weight.shape[0] >= LEAST_OUTPUTS and MAX_ROWS[weight.dtype] > 0
+    @classmethod
+    def of(cls, weight: PackedWeight) -> CoarseHead | None:
+        """Codes beside `weight`; None where they would gain no time, or a number of it is not finite."""
+        if weight.shape[0] < LEAST_OUTPUTS or not MAX_ROWS[weight.dtype]:
+            return None
+        head = cls(weight)
+        return head if bool(head._facts.isfinite().all()) else None
 
     @property
     def num_bytes(self) -> int:

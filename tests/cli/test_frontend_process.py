@@ -131,6 +131,15 @@ def test_one_that_ends_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert frontend.pid is None
 
 
+@pytest.mark.parametrize("ports", [(0, 2), (1, 0)])
+def test_the_server_has_its_ports_before_the_front_end_begins(ports: tuple[int, int]) -> None:
+    """Else it would look for a server that nobody can find, until its time is over."""
+    frontend = FrontendProcess(HOST, free_port(), [], clean_environ())
+    with pytest.raises(ValueError, match=f"the port of {HOST}:0 is not settled"):
+        frontend.launch(*(f"{HOST}:{port}" for port in ports))
+    assert frontend.pid is None
+
+
 def test_it_listens_only_once_it_is_started_and_can_be_stopped_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.0)
     frontend = FrontendProcess(HOST, free_port(), [], clean_environ())

@@ -187,8 +187,18 @@ def test_outputs_that_fill_up_a_panel_are_never_the_largest(dtype: torch.dtype) 
 
 @needs_library
 def test_small_heads_have_none() -> None:
-    assert not CoarseHead.fits(PackedWeight(random(cpu_head.LEAST_OUTPUTS - 1, 8)))
-    assert CoarseHead.fits(PackedWeight(random(cpu_head.LEAST_OUTPUTS, 8))) == (cpu_head.MAX_ROWS[torch.float32] > 0)
+    assert CoarseHead.of(PackedWeight(random(cpu_head.LEAST_OUTPUTS - 1, 8))) is None
+    made = CoarseHead.of(PackedWeight(random(cpu_head.LEAST_OUTPUTS, 8)))
+    assert (made is not None) == (cpu_head.MAX_ROWS[torch.float32] > 0)
+
+
+@needs_codes
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_with_a_number_that_is_not_finite_has_none(odd: float, dtype: torch.dtype) -> None:
+    weight = random(4096, 64).to(dtype)
+    weight[70, 3] = odd
+    assert CoarseHead.of(PackedWeight(weight)) is None
 
 
 @needs_codes

@@ -86,7 +86,11 @@ class FrontendProcess:
 
     def launch(self, grpc_url: str, metrics_url: str) -> None:
         """Start the process, which is to be before the server at these addresses, and let it import what it needs: it
-        listens from `start` on."""
+        listens from `start` on. Raises `ValueError` for ports that are still 0: the server's `settle_ports` comes
+        first."""
+        for url in (grpc_url, metrics_url):
+            if url.endswith(":0"):
+                raise ValueError(f"the port of {url} is not settled")
         self._addresses = ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
         go, self._go = os.pipe()
         try:
