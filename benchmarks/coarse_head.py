@@ -1,7 +1,7 @@
 """What coarse codes of the LM head gain on a CPU (`enable_coarse_head`): an engine with and without them, in turn.
 
 `python -m benchmarks.coarse_head` serves `--target`, without drafts or with those of `--draft`, to some numbers of
-streams, greedily, and prints tokens a second with codes and without, and the ratio of each round. Exits with 1 when a
+streams, and prints tokens a second with codes and without, and the ratio of each round. Exits with 1 when a
 text with codes is another than without, or the target has none.
 """
 
@@ -24,9 +24,11 @@ MAX_MODEL_LEN = 2048
 HEADER = ("streams", "tokens/s with codes", "without", "with over without")
 
 
-def answer(built: BuiltEngine, asked: Sequence[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
+def answer(
+    built: BuiltEngine, asked: Sequence[list[int]], max_tokens: int, temperature: float
+) -> tuple[float, list[list[int]]]:
     """Tokens a second, and the answers, of these prompts together."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=7, ignore_eos=True)
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
     started = time.perf_counter()
     for name, prompt in zip(answers, asked, strict=True):
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="1 8 32")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all requests, without filters (%(default)s)")
     args = parser.parse_args(arguments)
     pair = find_pair("smollm2" if args.target == "smollm2" else "demo")
     values = {
@@ -66,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, same = [], True
     for streams in args.streams:
         asked = prompts(pair, SHORT, streams)
-        answer(built, asked, args.max_tokens)
+        answer(built, asked, args.max_tokens, args.temperature)
         rates: dict[bool, list[float]] = {True: [], False: []}
         for number in range(args.rounds):
             texts = {}
             for codes in (True, False)[:: -1 if number % 2 else 1]:
                 target.coarse_head = head if codes else None
-                rate, texts[codes] = answer(built, asked, args.max_tokens)
+                rate, texts[codes] = answer(built, asked, args.max_tokens, args.temperature)
                 rates[codes].append(rate)
             same &= texts[True] == texts[False]
         ratios = [one / other for one, other in zip(rates[True], rates[False], strict=True)]

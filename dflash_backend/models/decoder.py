@@ -90,7 +90,6 @@ class LayeredTarget(TargetModel, ABC):
         if packed and spec.tie_word_embeddings:
             self.embedding = table_of(self._head)
         self.patterns = target_patterns(spec)
-        self.coarse_head: CoarseHead | None = None
 
     def add_coarse_head(self) -> None:
         head = self._head
@@ -131,10 +130,10 @@ class LayeredTarget(TargetModel, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def likeliest(self, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
         if self.coarse_head is None:
             return None
-        return self.coarse_head.likeliest(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+        return self.coarse_head.likeliest(self.ops.rms_norm(hidden, self.final_norm, self.eps), *noise)
 
 
 class DecoderTarget(LayeredTarget):

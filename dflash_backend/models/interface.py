@@ -12,6 +12,7 @@ from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.peers import ALONE, Peers
 from dflash_backend.models.recurrent_state import StateRows
+from dflash_kernels.cpu_head import CoarseHead
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,13 @@ class TargetModel(Protocol):
         """Keep coarse codes beside the LM head where they make `likeliest` faster: a byte for each of its numbers."""
         return
 
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The token of the largest of the `logits` of each row, the first of equals, where that takes less time than
-        they do: int64 `[n]`; None where it does not."""
+    coarse_head: CoarseHead | None = None
+    """What finds tokens without logits, where there is any."""
+
+    def likeliest(self, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
+        """The token of the largest of the `logits` of each row, the first of equals; with `noise` what `sample` gives
+        for them without filters: int64 `[n]`. None where that takes no less time than the logits do. noise:
+        temperature float32, seeds and positions int64, `[n]`."""
         return None
 
 

@@ -143,8 +143,8 @@ class Step:
     it: `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as
     `batch` says. draft_width: drafts that a row proposes at most. shared: rows that read a prefix together; None for
     none. chosen_later: no token is chosen by the logits alone, so `verify` chooses none (`logits.SpecialRows`).
-    prepared: what the target runs is there already, so `verify` does not ask for it. greedy: of the logits only which
-    is the largest is looked at, so they need not be there.
+    prepared: what the target runs is there already, so `verify` does not ask for it. needs_logits: whether they are
+    looked at by others than what chooses tokens (`logits.SpecialRows`).
 
     `verify` fills in what the target ran: token_ids, positions, slots int64 `[T]`, starts, seq_lens int32 `[R]` (0 for
     padding), `attention` (the rows as attention runs them), `padded` (whether slots may be -1), `windows` (where the KV
@@ -172,7 +172,7 @@ class Step:
     shared: SharedPrefixes | None = None
     chosen_later: bool = False
     prepared: bool = False
-    greedy: bool = False
+    needs_logits: bool = True
 
     token_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)

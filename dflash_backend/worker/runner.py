@@ -393,7 +393,7 @@ class ModelRunner:
         else:
             step = self.step.ops.step_of(batch, self.step.state, self.layouts)
             step.chosen_later = special is not None and special.replaces_all
-            step.greedy = special is None and not step.traits.sampled
+            step.needs_logits = special is not None
         step = runner.verify(step, guard, of_prompt)
         waits = grammars is not None and grammars.waits
         part = PartInFlight(rows, runner, step, guard, copies, special, of_prompt, grammars, waits)

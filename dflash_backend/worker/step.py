@@ -108,7 +108,8 @@ class ModelStep:
         if step.traits.chooses:
             if step.logits_token is not None:
                 hidden = hidden.index_select(0, step.logits_token)
-            tokens = self.target.likeliest(hidden) if step.greedy else None
+            if not step.needs_logits:
+                tokens = self.ops.tokens_without_logits(step, self.state, self.target, hidden)
             step.logits = self.target.logits(hidden) if tokens is None else None
         step.target_tokens = self.ops.target_tokens(step, self.state) if tokens is None else tokens
         record(step.timestamps, 1)

@@ -24,6 +24,7 @@ import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler
+from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import (
     DeviceBatch,
     HostBatch,
@@ -208,12 +209,35 @@ class CommonStepOps:
             return torch.zeros(len(step.logits_row), dtype=torch.int64, device=state.tokens.device)
         if not step.traits.sampled:
             return self.argmax(step.logits)
+        return self.chosen_tokens(step.logits, *self._choices(step), state, sampled=True)
+
+    def tokens_without_logits(
+        self, step: Step, state: StateTensors, target: TargetModel, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As `target_tokens`, by the coarse codes of the target's head, for `hidden` `[D, hidden_size]`; None where it
+        has none, or a row filters its logits."""
+        if target.coarse_head is None:
+            return None
+        if not step.traits.sampled:
+            return target.likeliest(hidden)
+        index, positions = self._choices(step)
+        temperature, top_k, top_p, min_p, seeds = (
+            each.index_select(0, index)
+            for each in (state.temperature, state.top_k, state.top_p, state.min_p, state.seeds)
+        )
+        filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+        if bool((filters & (temperature > 0.0)).any()):
+            return None
+        return target.likeliest(hidden, temperature, seeds, positions)
+
+    @staticmethod
+    def _choices(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of logits the index of its request, and the position of the token that it decides."""
         # After position p a row of logits decides p + 1.
         positions = step.positions + 1
         if step.logits_token is not None:
             positions = positions.index_select(0, step.logits_token)
-        req_idx = step.batch.req_idx.index_select(0, step.logits_row.clamp(min=0))
-        return self.chosen_tokens(step.logits, req_idx, positions, state, sampled=True)
+        return step.batch.req_idx.index_select(0, step.logits_row.clamp(min=0)), positions
 
     def chosen_tokens(
         self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool

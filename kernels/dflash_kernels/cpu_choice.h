@@ -32,6 +32,9 @@ static inline Floats vlog(Floats x) {  // Cephes, of normal positive numbers
   y = y * m * z + e * -2.12194440e-4f - 0.5f * z;
   return m + y + e * 0.693359375f;
 }
+static inline uint64_t noise_key(int64_t seed, int64_t position) {
+  return mix(mix(uint64_t(seed) + 0x9E3779B97F4A7C15u) + (uint64_t(position) + 1) * 0x9E3779B97F4A7C15u);
+}
 // `gumbel` of gumbel_noise.py, of 16 ids.
 static inline Floats gumbel(uint64_t key, const int64_t* ids) {
   uint32_t high[LANES];
@@ -55,7 +58,7 @@ template <class T> static void best_of(const Choice& p, long row, long first, lo
   const T* logits = (const T*)p.logits + row * p.step;
   float temperature = p.temperature ? p.temperature[row] : 0.0f;
   uint64_t key = 0;
-  if (temperature != 0.0f) key = mix(mix(uint64_t(p.seeds[row]) + 0x9E3779B97F4A7C15u) + (uint64_t(p.positions[row]) + 1) * 0x9E3779B97F4A7C15u);
+  if (temperature != 0.0f) key = noise_key(p.seeds[row], p.positions[row]);
   Floats most = all(-INFINITY);
   Ints lane = lanes(), where = lane + int(first), odd{};
   for (long c = first; c < last; c += LANES) {

@@ -1,12 +1,16 @@
-// The token of the largest logit without the whole product by the head: codes of 8 bits say of each logit between which bounds it
-// lies, and only those that may be the largest are computed, by the head's own numbers.
+// The token that a request chooses, by argmax, with its noise or without, without the whole product by the head: codes of 8 bits say of
+// each score between which bounds it lies, and only those that may be the largest are computed, by the head's own numbers.
 
 #pragma once
+#include "cpu_choice.h"
 #include "cpu_products.h"
 
 // codes: int8 `[n / 16][k / 2][16][2]`, n rounded up to 16 and k to 2; their numbers are theirs times an output's step. Of each output, n
 // rounded up: step, the norm of what the codes miss, and that of the head's numbers or the codes', whichever is larger.
 struct CoarseHead { int64_t n, k; const int8_t* codes; const float *steps, *errors, *norms; };
+
+// Of each row: its temperature, seed and the position of its token, as of `Choice`; null where no row has a temperature.
+struct Noise { const float* temperature; const int64_t *seeds, *positions; };
 
 #if defined(__AVX2__) && defined(__FMA__)
 // Rows up to which this is faster than the whole product: all where that multiplies 8 numbers at once, else those that wait for memory.
@@ -19,13 +23,17 @@ static int64_t coarse_rows_at_most(bool is_float) {
 constexpr int COARSE_ROWS = 4;  // whose sums registers hold
 constexpr long FEW_OF = 8;      // one unit of so many may be computed by itself; the whole product is faster than more
 
-// Rows of x as numbers of 16 bits, few enough that no sum of them times codes leaves 32.
+// Rows of x as numbers of 16 bits, few enough that no sum of them times codes leaves 32. rounding: what logits are rounded by, of
+// their size.
 struct CoarseRows {
   long deep;  // k, rounded up
+  float rounding;
+  Noise noise;
   std::vector<int16_t> numbers;
   std::vector<float> steps, norms, errors;  // of each row
 };
 template <class T> static bool coarse_rows(const Product& p, CoarseRows& rows) {
+  rows.rounding = std::is_same<T, float>::value ? 0.0f : 1.0f / 256;
   long k = p.k, deep = rows.deep = rounded_up(k, 2);
   float most = std::min(32767.0f, std::floor(2147483392.0f / (127.0f * float(deep))));
   rows.numbers.assign(p.m * deep, 0), rows.steps.resize(p.m), rows.norms.resize(p.m), rows.errors.resize(p.m);
@@ -64,7 +72,12 @@ static inline float most_of(__m256 x) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
-// Of ROWS rows and a panel: the least that the largest of its logits can be, and the most.
+static void panel_noise(const Noise& noise, long row, long panel, float* out) {
+  int64_t ids[LANES];
+  for (int i = 0; i < LANES; i++) ids[i] = panel * LANES + i;
+  store(out, gumbel(noise_key(noise.seeds[row], noise.positions[row]), ids));
+}
+// Of ROWS rows and a panel: the least that the largest of its scores can be, and the most.
 template <int ROWS> static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
   __m256i sums[ROWS][2];
   for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
@@ -83,12 +96,22 @@ template <int ROWS> static void panel_bounds(const CoarseHead& head, const Coars
     }
   }
   for (int r = 0; r < ROWS; r++) {
+    float temperature = rows.noise.temperature ? rows.noise.temperature[row + r] : 0.0f, noise[LANES];
+    if (temperature != 0.0f) panel_noise(rows.noise, row + r, panel, noise);
     __m256 of_least = _mm256_set1_ps(-INFINITY), of_most = of_least;
     for (int half = 0; half < 2; half++) {
       long first = panel * LANES + half * 8;
       __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row + r])));
       __m256 off = _mm256_mul_ps(_mm256_loadu_ps(head.errors + first), _mm256_set1_ps(rows.norms[row + r]));
       off = _mm256_fmadd_ps(_mm256_loadu_ps(head.norms + first), _mm256_set1_ps(rows.errors[row + r]), off);
+      if (temperature != 0.0f) {
+        // A score is off by the roundings of the logit, of its quotient and of the sum too.
+        const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), by = _mm256_set1_ps(1.0f / temperature);
+        __m256 size = _mm256_and_ps(about, no_sign), added = _mm256_loadu_ps(noise + half * 8);
+        off = _mm256_mul_ps(_mm256_fmadd_ps(_mm256_add_ps(size, off), _mm256_set1_ps(rows.rounding + 1e-6f), off), by);
+        off = _mm256_fmadd_ps(_mm256_and_ps(added, no_sign), _mm256_set1_ps(1e-6f), off);
+        about = _mm256_fmadd_ps(about, by, added);
+      }
       __m256 below = _mm256_sub_ps(about, off), above = _mm256_add_ps(about, off);
       if (first + 8 > head.n) {
         __m256 lane = _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), none = _mm256_cmp_ps(lane, _mm256_set1_ps(float(head.n - first)), _CMP_GE_OQ);
@@ -102,10 +125,10 @@ template <int ROWS> static void panel_bounds(const CoarseHead& head, const Coars
 // The outputs of `unit` that a row may have to compute.
 struct Candidate { long row, unit; float best; long place; };
 
-// ids: of each row of x the place of its largest logit, the first of equals. Returns how many units of the head were computed, of
+// ids: of each row of x what `choose` gives for its logits without filters. Returns how many units of the head were computed, of
 // rows * units; -1 without ids where too many would be, or for rows that are not finite.
-template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, int threads, int64_t* ids) {
-  CoarseRows rows;
+template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, const Noise& noise, int threads, int64_t* ids) {
+  CoarseRows rows{0, 0.0f, noise, {}, {}, {}, {}};
   if (!coarse_rows<T>(p, rows)) return -1;
   long panels = rounded_up(head.n, LANES) / LANES, of_unit = outputs_together(p.weight->kind), m = p.m;
   float *least = scratch(2 * panels * m, BETWEEN), *most = least + panels * m;
@@ -126,8 +149,8 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
   std::vector<float> lowest(m, -INFINITY);
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0; row < m; row++) lowest[row] = std::max(lowest[row], least[panel * m + row]);
-  // Two logits that differ by less may be rounded to one number of bfloat16.
-  for (float& low : lowest) low -= std::is_same<T, float>::value ? 0.0f : std::fabs(low) / 64;
+  // Two logits that differ by less may be rounded to one number.
+  for (float& low : lowest) low -= std::fabs(low) * rows.rounding * 4;
   std::vector<Candidate> candidates;
   long together = of_unit / LANES, units = (panels + together - 1) / together;
   for (long unit = 0; unit < units; unit++)
@@ -147,9 +170,13 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
       Product own{(const T*)p.x + each.row * p.x_step, &part, nullptr, logits, 1, count, p.k, p.x_step};
       if constexpr (std::is_same<T, float>::value) linear_panels<float>(own, 1);
       else linear_bf16(own, 1);
-      each.best = -INFINITY, each.place = begin;
-      for (long j = 0; j < count; j++)
-        if (float logit = to_float(logits[j]); logit > each.best) each.best = logit, each.place = begin + j;
+      int64_t tokens[VECTORS * LANES], place = 0;
+      for (long j = 0; j < count; j++) tokens[j] = begin + j;
+      const Noise& n = rows.noise;
+      Choice choice{logits, 1, count, count, n.temperature, n.seeds, n.positions, nullptr, tokens};
+      if (n.temperature) choice.temperature += each.row, choice.seeds += each.row, choice.positions += each.row;
+      best_of<T>(choice, 0, 0, count, each.best, place);
+      each.place = begin + place;
     }
   });
   std::vector<float> best(m, -INFINITY);
@@ -160,5 +187,5 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
 }
 #else
 static int64_t coarse_rows_at_most(bool) { return 0; }
-template <class T> static int64_t likeliest(const Product&, const CoarseHead&, int, int64_t*) { return -1; }
+template <class T> static int64_t likeliest(const Product&, const CoarseHead&, const Noise&, int, int64_t*) { return -1; }
 #endif

@@ -186,7 +186,7 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_layers": [I, P, P, P],
     "dflash_lay_out": [P, P, L, L, L, P, P],
     "dflash_take_context": [P, L, P, P, L, L, P, P, P, P, L],
-    "dflash_likeliest": [I, P, L, P, P, L, P],
+    "dflash_likeliest": [I, P, L, P, P, P, P, P, L, P],
     "dflash_coarse_rows_at_most": [L],
     "dflash_has_pairs": [],
 }

@@ -252,9 +252,11 @@ void dflash_store_drafts(const State* state, const int32_t* requests, const int3
   store_drafts(*state, requests, num_next, rows, drafts, confidence, width, sure, k);
 }
 // As `likeliest`, of rows that are normed.
-int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weight* weight, const CoarseHead* head, int64_t rows, int64_t* ids) {
+int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weight* weight, const CoarseHead* head, const float* temperature,
+                         const int64_t* seeds, const int64_t* positions, int64_t rows, int64_t* ids) {
   Product p{x, weight, nullptr, nullptr, rows, weight->n, weight->k, x_step};
-  return dtype_of(weight) == 0 ? likeliest<float>(p, *head, threads, ids) : likeliest<bf16>(p, *head, threads, ids);
+  Noise noise{temperature, seeds, positions};
+  return dtype_of(weight) == 0 ? likeliest<float>(p, *head, noise, threads, ids) : likeliest<bf16>(p, *head, noise, threads, ids);
 }
 int64_t dflash_coarse_rows_at_most(int64_t dtype) { return coarse_rows_at_most(dtype == 0); }
 // Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.

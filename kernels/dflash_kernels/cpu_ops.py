@@ -403,20 +403,16 @@ def coarse_rows_at_most(dtype: int) -> int:
     return 0 if _library is None else int(_library.dflash_coarse_rows_at_most(dtype))
 
 
-def likeliest(x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor) -> int:
-    """The columns of the largest logits of `x` `[n, in_features]`, to `ids`, int64 `[n]`. codes: `struct CoarseHead` of
-    `cpu_head.h`, int64. Returns how many units of 16 to 64 columns were computed; below 0 where `ids` are not there."""
-    return int(
-        _library.dflash_likeliest(
-            torch.get_num_threads(),
-            x.data_ptr(),
-            x.stride(0),
-            packed.address,
-            codes.ctypes.data,
-            len(x),
-            ids.data_ptr(),
-        )
-    )
+def likeliest(x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *noise: torch.Tensor) -> int:
+    """What `argmax` gives for the logits of `x` `[n, in_features]`, or `sample` with `noise`, its temperature, seeds
+    and positions: to `ids`, int64 `[n]`. codes: `struct CoarseHead` of `cpu_head.h`, int64. Returns how many units of
+    16 to 64 columns were computed; below 0 where `ids` are not there."""
+    held = [each.contiguous() for each in noise]
+    num_units = _library.dflash_likeliest(
+        torch.get_num_threads(), x.data_ptr(), x.stride(0), packed.address, codes.ctypes.data,
+        *([each.data_ptr() for each in held] or (0, 0, 0)), len(x), ids.data_ptr(),
+    )  # fmt: skip
+    return int(num_units)
 
 
 def sample(

@@ -124,8 +124,10 @@ def test_rows_that_bounds_say_little_of_are_left_to_the_product_and_more_rarely_
     head = CoarseHead(PackedWeight(weight))
     flat, real, asked = torch.ones((2, 64)), cpu_ops.likeliest, list[int]()
 
-    def counted(x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor) -> int:
-        asked.append(real(x, packed, codes, ids))
+    def counted(
+        x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *noise: torch.Tensor
+    ) -> int:
+        asked.append(real(x, packed, codes, ids, *noise))
         return asked[-1]
 
     monkeypatch.setattr(cpu_ops, "likeliest", counted)
@@ -142,6 +144,30 @@ def test_rows_that_bounds_say_little_of_are_left_to_the_product_and_more_rarely_
     other._pause = 31
     assert other.likeliest(rows_for(random(4096, 64), 1)) is not None
     assert other._pause == 0
+
+
+@needs_codes
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_with_noise_are_those_that_are_sampled_from_all_logits(dtype: torch.dtype) -> None:
+    """Greedy rows beside others, cold ones and hot ones, logits of any size."""
+    rng = torch.Generator().manual_seed(5)
+    temperature = torch.tensor([0.0, 0.05, 0.7, 1.0, 1.0, 1.3, 2.0, 0.0, 1.0])
+    num_found, differ = 0, 0
+    for seed in range(40):
+        weight = (random(4113, 96, seed=seed) * 4.0 ** (seed % 5 - 3)).to(dtype)
+        packed, x = PackedWeight(weight), (rows_for(weight, 9, seed) / (1 + seed % 3)).to(dtype)
+        seeds, positions = (torch.randint(-(2**62), 2**62, (9,), generator=rng) for _ in range(2))
+        logits, noise = packed.product(x), (temperature, seeds, positions.abs())
+        expected = cpu_ops.sample(logits, *noise)
+        if (found := CoarseHead(packed).likeliest(x, *noise)) is not None:
+            num_found += 1
+            assert found.tolist() == expected.tolist()
+            differ += int((expected != argmax_reference(logits)).sum())
+        for row in (3, 5):
+            one = CoarseHead(packed).likeliest(x[row : row + 1], *(each[row : row + 1] for each in noise))
+            assert one is None or one.tolist() == expected[row : row + 1].tolist()
+    assert num_found > 20
+    assert differ > 20, "noise decides some"
 
 
 @needs_codes

@@ -200,11 +200,18 @@ CPU_OPS_MUTANTS = (
             "_mm256_set1_ps(rows.norms[row + r])",
             "_mm256_setzero_ps()",
         ),
-        ("logits that round to one number are not compared", "std::fabs(low) / 64", "0.0f"),
+        ("logits that round to one number are not compared", "std::fabs(low) * rows.rounding * 4", "0.0f"),
         ("what fills up a panel may be the largest", "first + 8 > head.n", "false"),
         ("the last of equal logits is chosen", "each.best > best[each.row]", "each.best >= best[each.row]"),
         ("logits close to one another are computed one by one", "* FEW_OF > units * m", "> units * m * FEW_OF"),
         ("rows that are not finite have bounds", "if (!(norm < 1e30)) return false;", ""),
+        ("the noise of a row is the first one's", "choice.seeds += each.row", "choice.seeds += 0"),
+        (
+            "bounds with noise leave out how logits round",
+            "_mm256_set1_ps(rows.rounding + 1e-6f)",
+            "_mm256_setzero_ps()",
+        ),
+        ("a panel's noise is that of the first ids", "ids[i] = panel * LANES + i", "ids[i] = i"),
         ("a row's candidates are those of the first", "p.x + each.row * p.x_step", "p.x"),
     ),
     *mutants_of(
@@ -217,13 +224,36 @@ CPU_OPS_MUTANTS = (
     *mutants_of(
         "dflash_backend/worker/step.py",
         ("tests/worker/test_coarse_head.py",),
-        ("steps that look at logits have none", "if step.greedy else None", "if True else None"),
+        ("steps that look at logits have none", "if not step.needs_logits:", "if True:"),
     ),
     *mutants_of(
         "dflash_backend/worker/runner.py",
         ("tests/worker/test_coarse_head.py",),
-        ("special rows have no logits", "special is None and not step.traits.sampled", "not step.traits.sampled"),
-        ("sampled tokens are the likeliest", "special is None and not step.traits.sampled", "special is None"),
+        ("special rows have no logits", "step.needs_logits = special is not None", "step.needs_logits = False"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/step_ops.py",
+        ("tests/worker/test_coarse_head.py",),
+        (
+            "sampled tokens are the likeliest",
+            "target.likeliest(hidden, temperature, seeds, positions)",
+            "target.likeliest(hidden)",
+        ),
+        (
+            "top_k is left out where codes choose",
+            "(top_k > 0) | (top_p < 1.0) | (min_p > 0.0)",
+            "(top_p < 1.0) | (min_p > 0.0)",
+        ),
+        (
+            "top_p is left out where codes choose",
+            "(top_k > 0) | (top_p < 1.0) | (min_p > 0.0)",
+            "(top_k > 0) | (min_p > 0.0)",
+        ),
+        (
+            "min_p is left out where codes choose",
+            "(top_k > 0) | (top_p < 1.0) | (min_p > 0.0)",
+            "(top_k > 0) | (top_p < 1.0)",
+        ),
     ),
     *mutants_of(
         "dflash_backend/models/decoder.py",

@@ -31,7 +31,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {7: 30.0}},
     "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(30, 90))},
     "allowed": {"allowed_token_ids": tuple(range(5, 40))},
-    "temperature": {"temperature": 0.9, "seed": 5},
+    "filters": {"temperature": 0.9, "seed": 5, "top_p": 0.9},
+    "one more filter": {"temperature": 0.9, "seed": 5, "top_k": 9},
+    "and another": {"temperature": 0.9, "seed": 5, "min_p": 0.1},
     "grammar": {"structured_outputs": StructuredOutputs("regex", "[a-z]{3,9}(-[0-9]{2}){1,3}")},
 }
 
@@ -55,8 +57,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     likeliest, verify = LayeredTarget.likeliest, ModelStep.verify
     found: list[bool] = []
 
-    def watched(self: LayeredTarget, hidden: torch.Tensor) -> torch.Tensor | None:
-        tokens = likeliest(self, hidden)
+    def watched(self: LayeredTarget, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
+        tokens = likeliest(self, hidden, *noise)
         found.append(tokens is not None)
         return tokens
 
@@ -73,15 +75,18 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("draft", ["", None, "ngram"])
-def test_greedy_texts_are_the_same_without_logits(draft: str | None, steps: list[tuple[bool, bool]]) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_the_same_without_logits(
+    temperature: float, draft: str | None, steps: list[tuple[bool, bool]]
+) -> None:
     settings: dict[str, Any] = {} if draft is None else {"target_model": str(TARGET), "draft_model": draft}
-    greedy = [GREEDY] * 3
-    texts = outputs_of(engine(**settings), prompts(), greedy).tokens
+    sampling = [GREEDY | {"temperature": temperature, "seed": i} for i in range(2)] + [GREEDY]
+    texts = outputs_of(engine(**settings), prompts(), sampling).tokens
     by_codes = [found for found, has_logits in steps if not has_logits]
     assert all(by_codes)
     assert len(by_codes) > len(steps) / 2
     steps.clear()
-    assert outputs_of(engine(enable_coarse_head=False, **settings), prompts(), greedy).tokens == texts
+    assert outputs_of(engine(enable_coarse_head=False, **settings), prompts(), sampling).tokens == texts
     assert set(steps) == {(False, True)}
 
 
