@@ -11,11 +11,23 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
 from dflash_cli.commands.version import package_version
+
+# What a command imports before it begins, which takes a second or more; what else it needs it imports on its way.
+IMPORTS = {
+    "serve": "dflash_cli.launcher.server",
+    "openai": "dflash_openai.app",
+    "generate": "dflash_client.client",
+    "chat": "dflash_client.client",
+    "swap-drafter": "dflash_client.client",
+    "eval": "dflash_backend.evaluation.measure",
+    "inspect": "dflash_backend.engine.inspection",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +70,9 @@ def _run(argv: Sequence[str] | None) -> int:
                 f"unrecognized arguments: {' '.join(unknown)}{hint(arguments.command, arguments.parser, unknown)}"
             )
         try:
+            with _imports_can_be_interrupted():
+                if arguments.command in IMPORTS:
+                    import_module(IMPORTS[arguments.command])
             status: int = arguments.run(arguments)
         except ImportError as error:
             if not is_missing_package(error):

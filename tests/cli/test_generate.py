@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.launcher.server import TritonServer
+from dflash_cli.main import IMPORTS
+from dflash_cli.main import parser as cli_parser
 from tests.client.conftest import one_more_cancellation, url_of
 
 GENERATE = [sys.executable, "-m", "dflash_cli.main", "generate"]
@@ -116,6 +118,17 @@ def test_ctrl_c_at_any_time_is_no_traceback(unused_address: str) -> None:
                 raise
         assert "Traceback" not in error
         assert (process.returncode, error) in ((130, "dflash-triton: cancelled\n"), (1, error), (-2, error))
+
+
+def test_what_a_command_imports_before_it_begins_is_all_that_takes_long() -> None:
+    """What it imports later Ctrl-C would meet in the middle of some library."""
+    commands = cli_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert commands.keys() >= IMPORTS.keys() == commands.keys() - {"dynamo", "train"}
+    code = f"import sys, importlib; importlib.import_module({IMPORTS['generate']!r}); old = set(sys.modules)\n"
+    code += "from dflash_cli.main import main; main(['generate', 'x', '--url', '127.0.0.1:1', '--timeout', '1'])\n"
+    code += "heavy = {'numpy', 'grpc', 'httpx', 'torch'}; print(sorted((set(sys.modules) - old) & heavy))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.endswith("[]\n")
 
 
 # As the installed program; the server that is not there is waited for long enough.
