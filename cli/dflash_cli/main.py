@@ -18,8 +18,8 @@ from typing import NoReturn
 from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
 from dflash_cli.commands.version import package_version
 
-# What a command imports before it begins, which takes a second or more; what else it needs it imports on its way. `openai`
-# is not among them: it leaves torch out before it imports anything.
+# What a command imports before it begins, which takes a second or more; what else it needs it imports on its way.
+# `openai` is not among them: it leaves torch out before it imports anything.
 IMPORTS = {
     "serve": "dflash_cli.launcher.server",
     "generate": "dflash_client.client",
