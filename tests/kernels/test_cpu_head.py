@@ -171,6 +171,26 @@ def test_tokens_with_noise_are_those_that_are_sampled_from_all_logits(dtype: tor
 
 
 @needs_codes
+def test_scores_with_noise_are_those_of_logits_that_are_rounded() -> None:
+    """Codes hold these numbers as they are, so that bounds are narrower than bfloat16 is fine."""
+    rng = torch.Generator().manual_seed(2)
+    weight = torch.randint(-127, 128, (4096, 64), generator=rng) / 128
+    weight[:, 0] = 127 / 128
+    packed = PackedWeight(weight.bfloat16())
+    head, logits_apart = CoarseHead(packed), 0
+    for seed in range(100):
+        x = torch.randn((4, 64), generator=rng).bfloat16()
+        seeds, positions = (torch.randint(0, 2**62, (4,), generator=rng) for _ in range(2))
+        noise = torch.ones(4), seeds, positions
+        expected = cpu_ops.sample(packed.product(x), *noise)
+        logits_apart += int((expected != cpu_ops.sample(PackedWeight(weight).product(x.float()), *noise)).sum())
+        found = head.likeliest(x, *noise)
+        assert found is not None
+        assert found.tolist() == expected.tolist(), seed
+    assert logits_apart
+
+
+@needs_codes
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 0.0, 1e38])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_not_finite_or_nothing_are_left_to_the_product(odd: float, dtype: torch.dtype) -> None:

@@ -206,11 +206,6 @@ CPU_OPS_MUTANTS = (
         ("logits close to one another are computed one by one", "* FEW_OF > units * m", "> units * m * FEW_OF"),
         ("rows that are not finite have bounds", "if (!(norm < 1e30)) return false;", ""),
         ("the noise of a row is the first one's", "choice.seeds += each.row", "choice.seeds += 0"),
-        (
-            "bounds with noise leave out how logits round",
-            "_mm256_set1_ps(rows.rounding + 1e-6f)",
-            "_mm256_setzero_ps()",
-        ),
         ("a panel's noise is that of the first ids", "ids[i] = panel * LANES + i", "ids[i] = i"),
         ("a row's candidates are those of the first", "p.x + each.row * p.x_step", "p.x"),
     ),
