@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.peers.pairs import SHORT, find_pair, prompts
 from dflash_backend.config import EngineConfig
@@ -25,10 +26,10 @@ HEADER = ("streams", "tokens/s with codes", "without", "with over without")
 
 
 def answer(
-    built: BuiltEngine, asked: Sequence[list[int]], max_tokens: int, temperature: float
+    built: BuiltEngine, asked: Sequence[list[int]], max_tokens: int, parameters: dict[str, Any]
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second, and the answers, of these prompts together."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=7, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True, **parameters)
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
     started = time.perf_counter()
     for name, prompt in zip(answers, asked, strict=True):
@@ -49,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="1 8 32")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of all requests, without filters (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all requests (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="with a temperature (%(default)s: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
     args = parser.parse_args(arguments)
     pair = find_pair("smollm2" if args.target == "smollm2" else "demo")
     values = {
@@ -61,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "max_model_len": MAX_MODEL_LEN,
         "enable_prefix_caching": False,
     }
+    parameters = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     built = build_engine(EngineConfig.from_values(values))
     target = built.runner.step.target
     if not isinstance(target, LayeredTarget) or (head := target.coarse_head) is None:
@@ -69,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, same = [], True
     for streams in args.streams:
         asked = prompts(pair, SHORT, streams)
-        answer(built, asked, args.max_tokens, args.temperature)
+        answer(built, asked, args.max_tokens, parameters)
         rates: dict[bool, list[float]] = {True: [], False: []}
         for number in range(args.rounds):
             texts = {}
             for codes in (True, False)[:: -1 if number % 2 else 1]:
                 target.coarse_head = head if codes else None
-                rate, texts[codes] = answer(built, asked, args.max_tokens, args.temperature)
+                rate, texts[codes] = answer(built, asked, args.max_tokens, parameters)
                 rates[codes].append(rate)
             same &= texts[True] == texts[False]
         ratios = [one / other for one, other in zip(rates[True], rates[False], strict=True)]

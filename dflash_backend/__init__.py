@@ -5,6 +5,7 @@ Nothing heavy is imported here: `dflash_backend.LLM` loads torch on first use.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
+
+# For torch, if it is not loaded yet: its OpenMP threads would spin for milliseconds after each operation, on the cores
+# that the engine's own threads then wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def __getattr__(name: str) -> Any:

@@ -355,7 +355,7 @@ class EngineConfig:
     enable_coarse_head: bool = setting(
         True,
         "on a CPU, keep codes of 8 bits beside the target's LM head, a byte for each of its numbers: a step whose "
-        "requests are greedy, or sample without filters, finds the same tokens by them in less time",
+        "requests are greedy, or sample with any filters but top-p alone, finds the same tokens by them in less time",
     )
     enable_overlap: bool = setting(True, "plan the next step while the device runs this one; takes effect on a GPU")
     record_traffic: str = setting(

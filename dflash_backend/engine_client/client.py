@@ -341,12 +341,11 @@ class EngineClient:
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment, with its import path: Triton's stub has entries that no variable names.
 
-    OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
-    server, the stub and often the clients, and a spinning thread keeps the one that it waits for from running. The
-    launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the default.
+    The launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the
+    default.
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environ |= more
     environ.pop("MALLOC_ARENA_MAX", None)
     return environ

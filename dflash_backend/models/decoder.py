@@ -130,10 +130,10 @@ class LayeredTarget(TargetModel, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
-    def likeliest(self, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
+    def likeliest(self, hidden: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor | None:
         if self.coarse_head is None:
             return None
-        return self.coarse_head.likeliest(self.ops.rms_norm(hidden, self.final_norm, self.eps), *noise)
+        return self.coarse_head.likeliest(self.ops.rms_norm(hidden, self.final_norm, self.eps), *sampling)
 
 
 class DecoderTarget(LayeredTarget):

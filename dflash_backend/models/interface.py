@@ -104,10 +104,10 @@ class TargetModel(Protocol):
     coarse_head: CoarseHead | None = None
     """What finds tokens without logits, where there is any."""
 
-    def likeliest(self, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
-        """The token of the largest of the `logits` of each row, the first of equals; with `noise` what `sample` gives
-        for them without filters: int64 `[n]`. None where that takes no less time than the logits do. noise:
-        temperature float32, seeds and positions int64, `[n]`."""
+    def likeliest(self, hidden: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor | None:
+        """The token of the largest of the `logits` of each row, the first of equals; with `sampling` what
+        `StepOps.chosen_tokens` gives for them: int64 `[n]`. None where that takes no less time than the logits do.
+        sampling: temperature float32, seeds, positions and top_k int64, top_p and min_p float32, `[n]`."""
         return None
 
 

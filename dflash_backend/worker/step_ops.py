@@ -159,7 +159,9 @@ class CommonStepOps:
     sample: Callable[..., torch.Tensor] = staticmethod(
         cpu_ops.sample if cpu_ops.HAS_CPU_OPS else sample.sample_reference
     )
-    _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept_reference)
+    _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(
+        cpu_ops.lowest_kept if cpu_ops.HAS_CPU_OPS else logits_filter.lowest_kept_reference
+    )
     _accept: Callable[..., torch.Tensor] = staticmethod(accept.accept_reference)
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise_reference)
@@ -215,20 +217,17 @@ class CommonStepOps:
         self, step: Step, state: StateTensors, target: TargetModel, hidden: torch.Tensor
     ) -> torch.Tensor | None:
         """As `target_tokens`, by the coarse codes of the target's head, for `hidden` `[D, hidden_size]`; None where it
-        has none, or a row filters its logits."""
+        has none."""
         if target.coarse_head is None:
             return None
         if not step.traits.sampled:
             return target.likeliest(hidden)
         index, positions = self._choices(step)
-        temperature, top_k, top_p, min_p, seeds = (
+        temperature, seeds, *filters = (
             each.index_select(0, index)
-            for each in (state.temperature, state.top_k, state.top_p, state.min_p, state.seeds)
+            for each in (state.temperature, state.seeds, state.top_k, state.top_p, state.min_p)
         )
-        filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
-        if bool((filters & (temperature > 0.0)).any()):
-            return None
-        return target.likeliest(hidden, temperature, seeds, positions)
+        return target.likeliest(hidden, temperature, seeds, positions, *filters)
 
     @staticmethod
     def _choices(step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
-// The choice of a token: argmax, with a request's noise or without.
+// The choice of a token: argmax, with a request's noise or without, and which tokens filters keep.
 
 #pragma once
+#include <functional>
 #include "cpu_numbers.h"
 
 constexpr long TILE = 8192;  // scores of a row that one thread looks through
@@ -64,6 +65,7 @@ template <class T> static void best_of(const Choice& p, long row, long first, lo
   for (long c = first; c < last; c += LANES) {
     int count = int(std::min<long>(LANES, last - c));
     Floats raw = load_some(logits + c, count), x = raw;
+    if (temperature != 0.0f && p.lowest && !any((raw < p.lowest[row]) ^ -1)) continue;  // all are hidden: no noise is made
     if (temperature != 0.0f) {
       int64_t ids[LANES];
       for (int i = 0; i < LANES; i++) ids[i] = p.ids ? p.ids[std::min(c + i, p.vocab - 1)] : c + i;
@@ -103,6 +105,81 @@ template <class T> static void choose(const Choice& p, int threads, int64_t* out
       if (best[i] > best[chosen] || best[i] != best[i]) chosen = i;
     out[row] = place[chosen];
   }
+}
+constexpr long GROUP = 64;  // logits that are passed over where their largest is too low
+struct Weighed { float logit, weight; };
+
+// The lowest of `some`, in any order, above which lies less weight than `target`; if none, the largest.
+static float last_within(std::vector<Weighed>& some, double target) {
+  size_t first = 0, end = some.size();
+  double above = 0.0;  // of those before `first`
+  while (end - first > 1) {
+    size_t middle = (first + end) / 2;
+    auto at = some.begin();
+    std::nth_element(at + first, at + middle, at + end, [](const Weighed& a, const Weighed& b) { return a.logit > b.logit; });
+    double more = above;
+    for (size_t i = first; i < middle; i++) more += some[i].weight;
+    if (more < target) first = middle, above = more;
+    else end = middle;
+  }
+  return some[first].logit;
+}
+// What min-p keeps is from here on.
+static inline float min_p_edge(float top, float temperature, float min_p) { return top + temperature * std::log(min_p); }
+// The lowest logit that a row keeps (`logits_filter.py`), -infinity where it filters nothing. It is looked for among those that are certain to hold it.
+template <class T> static float lowest_kept(const T* logits, long vocab, float temperature, int64_t top_k, float top_p, float min_p) {
+  bool by_rank = top_k > 0 && top_k < vocab;
+  if (temperature == 0.0f || !(by_rank || top_p < 1.0f || min_p > 0.0f)) return -INFINITY;
+  auto at = [&](long c) {
+    Floats x = load_some(logits + c, int(std::min<long>(LANES, vocab - c)));
+    return c + LANES <= vocab ? x : select(lanes() < int(vocab - c), x, all(-INFINITY));
+  };
+  long groups = (vocab + GROUP - 1) / GROUP;
+  std::vector<float> tops(groups);
+  for (long g = 0; g < groups; g++) {
+    Floats most = all(-INFINITY);
+    for (long c = g * GROUP; c < std::min(vocab, (g + 1) * GROUP); c += LANES) most = larger(at(c), most);
+    tops[g] = largest(most);
+  }
+  float top = *std::max_element(tops.begin(), tops.end()), by = 1.0f / temperature;
+  if (!std::isfinite(top)) return -INFINITY;
+  float lowest = min_p > 0.0f ? min_p_edge(top, temperature, min_p) : -INFINITY, from = lowest;
+  if (!by_rank && !(top_p < 1.0f)) return lowest;
+  double total = 0.0;
+  if (by_rank && top_k <= groups) {  // that many groups have one that is not below it
+    std::vector<float> ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + top_k - 1, ordered.end(), std::greater<float>());
+    from = std::max(from, ordered[top_k - 1]);
+  } else if (!by_rank) {
+    for (long g = 0; g < groups; g++) {
+      Floats weight{};
+      for (long c = g * GROUP; tops[g] >= lowest && c < std::min(vocab, (g + 1) * GROUP); c += LANES) {
+        Floats x = at(c);
+        weight += select(x >= lowest, vexp((x - top) * by), Floats{});
+      }
+      total += sum(weight);
+    }
+    // All below it together weigh less than what is left out.
+    double each = (1.0 - double(top_p)) * total / double(vocab);
+    from = std::max(from, top + temperature * float(std::log(each)) - 1e-3f * temperature);
+  }
+  std::vector<Weighed> some;
+  for (long g = 0; g < groups; g++)
+    for (long c = g * GROUP; tops[g] >= from && c < std::min(vocab, (g + 1) * GROUP); c += LANES) {
+      Floats x = at(c);
+      if (!any(x >= from)) continue;
+      float own[LANES], weights[LANES];
+      store(own, x), store(weights, vexp((x - top) * by));
+      for (int i = 0; i < LANES; i++)
+        if (own[i] >= from) some.push_back({own[i], by_rank ? 1.0f : weights[i]});
+    }
+  if (by_rank) {
+    lowest = std::max(lowest, last_within(some, double(top_k)));
+    if (!(top_p < 1.0f)) return lowest;
+    some.erase(std::remove_if(some.begin(), some.end(), [&](const Weighed& each) { return each.logit < lowest; }), some.end());
+    for (Weighed& each : some) each.weight = std::exp((each.logit - top) * by), total += each.weight;
+  }
+  return std::max(lowest, last_within(some, double(top_p) * total));
 }
 // The log-odds of a token's probability at temperature 1; NaN where a logit is.
 template <class T> static float log_odds_of(const T* logits, long vocab, long id) {

@@ -1,5 +1,5 @@
-// The token that a request chooses, by argmax, with its noise or without, without the whole product by the head: codes of 8 bits say of
-// each score between which bounds it lies, and only those that may be the largest are computed, by the head's own numbers.
+// The token that a request chooses, by argmax, with its noise and filters or without, without the whole product by the head: codes of 8
+// bits say of each logit between which bounds it lies, and only those that may be chosen are computed, by the head's own numbers.
 
 #pragma once
 #include "cpu_choice.h"
@@ -9,8 +9,15 @@
 // rounded up: step, the norm of what the codes miss, and that of the head's numbers or the codes', whichever is larger.
 struct CoarseHead { int64_t n, k; const int8_t* codes; const float *steps, *errors, *norms; };
 
-// Of each row: its temperature, seed and the position of its token, as of `Choice`; null where no row has a temperature.
-struct Noise { const float* temperature; const int64_t *seeds, *positions; };
+// Of each row: its temperature, seed and the position of its token, as of `Choice`, and what `lowest_kept` takes; null where no row
+// has a temperature, or filters.
+struct Sampling {
+  const float* temperature; const int64_t *seeds, *positions, *top_k; const float *top_p, *min_p;
+  bool by_rank(long row, long vocab) const { return top_k[row] > 0 && top_k[row] < vocab; }
+  bool filters(long row, long vocab) const {
+    return top_k && temperature[row] != 0.0f && (by_rank(row, vocab) || top_p[row] < 1.0f || min_p[row] > 0.0f);
+  }
+};
 
 #if defined(__AVX2__) && defined(__FMA__)
 // Rows up to which this is faster than the whole product: all where that multiplies 8 numbers at once, else those that wait for memory.
@@ -21,16 +28,17 @@ static int64_t coarse_rows_at_most(bool is_float) {
   return REGISTER_BYTES == 64 ? 8 : INT64_MAX;
 }
 constexpr int COARSE_ROWS = 4;  // whose sums registers hold
-constexpr long FEW_OF = 8;      // one unit of so many may be computed by itself; the whole product is faster than more
+constexpr long FEW_OF = 8;      // one unit of so many may be computed by itself, of a single row two; the whole product is faster than more
 
 // Rows of x as numbers of 16 bits, few enough that no sum of them times codes leaves 32. rounding: what logits are rounded by, of
 // their size.
 struct CoarseRows {
-  long deep;  // k, rounded up
-  float rounding;
-  Noise noise;
+  Sampling sampling;
+  long deep = 0;  // k, rounded up
+  float rounding = 0.0f;
   std::vector<int16_t> numbers;
   std::vector<float> steps, norms, errors;  // of each row
+  std::vector<bool> filters;                // whether a row does
 };
 template <class T> static bool coarse_rows(const Product& p, CoarseRows& rows) {
   rows.rounding = std::is_same<T, float>::value ? 0.0f : 1.0f / 256;
@@ -72,13 +80,14 @@ static inline float most_of(__m256 x) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
-static void panel_noise(const Noise& noise, long row, long panel, float* out) {
+static void panel_noise(const Sampling& sampling, long row, long panel, float* out) {
   int64_t ids[LANES];
   for (int i = 0; i < LANES; i++) ids[i] = panel * LANES + i;
-  store(out, gumbel(noise_key(noise.seeds[row], noise.positions[row]), ids));
+  store(out, gumbel(noise_key(sampling.seeds[row], sampling.positions[row]), ids));
 }
-// Of ROWS rows and a panel: the least that the largest of its scores can be, and the most.
-template <int ROWS> static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
+// Of ROWS rows and a panel: the least that the largest of its scores can be, and the most; of a row that filters, of its logits.
+template <int ROWS>
+static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
   __m256i sums[ROWS][2];
   for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
   const int8_t* codes = head.codes + panel * LANES * rows.deep;
@@ -96,20 +105,24 @@ template <int ROWS> static void panel_bounds(const CoarseHead& head, const Coars
     }
   }
   for (int r = 0; r < ROWS; r++) {
-    float temperature = rows.noise.temperature ? rows.noise.temperature[row + r] : 0.0f, noise[LANES];
-    if (temperature != 0.0f) panel_noise(rows.noise, row + r, panel, noise);
+    bool filters = rows.filters[row + r];
+    float temperature = rows.sampling.temperature && !filters ? rows.sampling.temperature[row + r] : 0.0f, noise[LANES];
+    if (temperature != 0.0f) panel_noise(rows.sampling, row + r, panel, noise);
     __m256 of_least = _mm256_set1_ps(-INFINITY), of_most = of_least;
     for (int half = 0; half < 2; half++) {
       long first = panel * LANES + half * 8;
-      __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row + r])));
+      __m256 steps = _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row + r]));
+      __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), steps);
       __m256 off = _mm256_mul_ps(_mm256_loadu_ps(head.errors + first), _mm256_set1_ps(rows.norms[row + r]));
       off = _mm256_fmadd_ps(_mm256_loadu_ps(head.norms + first), _mm256_set1_ps(rows.errors[row + r]), off);
+      const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+      // A logit is off by its rounding too.
+      const __m256 rounding = _mm256_set1_ps(rows.rounding + 1e-6f);
+      if (temperature != 0.0f || filters) off = _mm256_fmadd_ps(_mm256_add_ps(_mm256_and_ps(about, no_sign), off), rounding, off);
       if (temperature != 0.0f) {
-        // A score is off by the roundings of the logit, of its quotient and of the sum too.
-        const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), by = _mm256_set1_ps(1.0f / temperature);
-        __m256 size = _mm256_and_ps(about, no_sign), added = _mm256_loadu_ps(noise + half * 8);
-        off = _mm256_mul_ps(_mm256_fmadd_ps(_mm256_add_ps(size, off), _mm256_set1_ps(rows.rounding + 1e-6f), off), by);
-        off = _mm256_fmadd_ps(_mm256_and_ps(added, no_sign), _mm256_set1_ps(1e-6f), off);
+        // And a score by those of its quotient and of the sum.
+        __m256 by = _mm256_set1_ps(1.0f / temperature), added = _mm256_loadu_ps(noise + half * 8);
+        off = _mm256_fmadd_ps(_mm256_and_ps(added, no_sign), _mm256_set1_ps(1e-6f), _mm256_mul_ps(off, by));
         about = _mm256_fmadd_ps(about, by, added);
       }
       __m256 below = _mm256_sub_ps(about, off), above = _mm256_add_ps(about, off);
@@ -122,16 +135,36 @@ template <int ROWS> static void panel_bounds(const CoarseHead& head, const Coars
     least[r] = most_of(of_least), most[r] = most_of(of_most);
   }
 }
+// The least that a logit may have which a row's filters keep, by the least that the largest of each panel can be, `step` apart, and of
+// all; -infinity where they keep any, or top-p has to know what all weigh.
+static float kept_from(const Sampling& sampling, long row, long vocab, const float* least, long panels, long step, float least_top) {
+  float from = sampling.min_p[row] > 0.0f ? min_p_edge(least_top, sampling.temperature[row], sampling.min_p[row]) : -INFINITY;
+  if (!sampling.by_rank(row, vocab) || sampling.top_k[row] > panels) return from;
+  std::vector<float> ordered(panels);  // top_k of them have a logit that is not below the last
+  for (long i = 0; i < panels; i++) ordered[i] = least[i * step];
+  auto last = ordered.begin() + sampling.top_k[row] - 1;
+  std::nth_element(ordered.begin(), last, ordered.end(), std::greater<float>());
+  return std::max(from, *last);
+}
+// From which logit on a row keeps them, of `some`, among which are all that top-k or min-p keep. Twice, since the weights that top-p sums
+// are rounded: the lowest that it may be, and from which on all certainly are kept.
+static void kept_edges(const Sampling& sampling, long row, long vocab, std::vector<Weighed> some, float& may_be, float& is) {
+  float top = -INFINITY, temperature = sampling.temperature[row], top_p = sampling.top_p[row];
+  for (const Weighed& each : some) top = std::max(top, each.logit);
+  may_be = is = sampling.min_p[row] > 0.0f ? min_p_edge(top, temperature, sampling.min_p[row]) : -INFINITY;
+  if (sampling.by_rank(row, vocab)) may_be = is = std::max(is, last_within(some, double(sampling.top_k[row])));
+  if (!(top_p < 1.0f)) return;
+  double total = 0.0;
+  for (Weighed& each : some) total += each.weight = each.logit >= is ? std::exp((each.logit - top) / temperature) : 0.0f;
+  may_be = std::max(may_be, last_within(some, double(top_p) * total * (1 + 1e-5)));
+  is = std::max(is, last_within(some, double(top_p) * total * (1 - 1e-5)));
+}
 // The outputs of `unit` that a row may have to compute.
-struct Candidate { long row, unit; float best; long place; };
+struct Candidate { long row, unit; float best; int64_t place; };
 
-// ids: of each row of x what `choose` gives for its logits without filters. Returns how many units of the head were computed, of
-// rows * units; -1 without ids where too many would be, or for rows that are not finite.
-template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, const Noise& noise, int threads, int64_t* ids) {
-  CoarseRows rows{0, 0.0f, noise, {}, {}, {}, {}};
-  if (!coarse_rows<T>(p, rows)) return -1;
-  long panels = rounded_up(head.n, LANES) / LANES, of_unit = outputs_together(p.weight->kind), m = p.m;
-  float *least = scratch(2 * panels * m, BETWEEN), *most = least + panels * m;
+// Of each row the least and the most that the largest score of each panel can be, `[panels][rows]`.
+static void all_bounds(const CoarseHead& head, const CoarseRows& rows, long m, int threads, float* least, float* most) {
+  long panels = rounded_up(head.n, LANES) / LANES;
   share(threads, panels, 16, [&](long first, long last) {
     for (long panel = first; panel < last; panel++)
       for (long row = 0; row < m;) {
@@ -146,39 +179,98 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
         row += now;
       }
   });
+}
+// The logits of a unit for a row.
+template <class T> static long unit_logits(const Product& p, const Candidate& each, long of_unit, T* logits) {
+  long begin = each.unit * of_unit, count = std::min(of_unit, p.n - begin);
+  const char* numbers = (const char*)p.weight->numbers + each.unit * packed_bytes(p.weight->kind, of_unit, p.k);
+  Weight part{p.weight->kind, count, p.k, numbers, nullptr, 0};
+  Product own{(const T*)p.x + each.row * p.x_step, &part, nullptr, logits, 1, count, p.k, p.x_step};
+  if constexpr (std::is_same<T, float>::value) linear_panels<float>(own, 1);
+  else linear_bf16(own, 1);
+  return count;
+}
+// The best score of a unit's logits, and its output. lowest: that a row which filters keeps.
+template <class T>
+static void best_of_unit(const Sampling& sampling, const T* logits, long begin, long count, const float* lowest, Candidate& each) {
+  int64_t tokens[VECTORS * LANES], place = 0;
+  for (long j = 0; j < count; j++) tokens[j] = begin + j;
+  Choice choice{logits, 1, count, count, sampling.temperature, sampling.seeds, sampling.positions, lowest, tokens};
+  if (sampling.temperature) choice.temperature += each.row, choice.seeds += each.row, choice.positions += each.row;
+  best_of<T>(choice, 0, 0, count, each.best, place);
+  each.place = begin + place;
+}
+// Lets the candidates of a row that filters choose, by their logits, `of_unit` of each. Returns whether the row certainly keeps the best.
+template <class T>
+static bool choose_filtered(const Sampling& sampling, long vocab, long of_unit, const T* logits, Candidate* first, Candidate* last) {
+  std::vector<Weighed> some;
+  auto count = [&](const Candidate& each) { return std::min(of_unit, vocab - each.unit * of_unit); };
+  for (const Candidate* each = first; each < last; each++)
+    for (long j = 0; j < count(*each); j++) some.push_back({to_float(logits[(each - first) * of_unit + j]), 1.0f});
+  float may_be, is, best = -INFINITY, chosen = -INFINITY;
+  kept_edges(sampling, first->row, vocab, std::move(some), may_be, is);
+  for (Candidate* each = first; each < last; each++) {
+    const T* own = logits + (each - first) * of_unit;
+    best_of_unit<T>(sampling, own, each->unit * of_unit, count(*each), &may_be, *each);
+    if (each->best > best) best = each->best, chosen = to_float(own[each->place - each->unit * of_unit]);
+  }
+  return chosen >= is;
+}
+
+// ids: of each row of x what `choose` gives for its logits with what `lowest_kept` keeps. Returns how many units of the head were
+// computed, of rows * units. Without ids -1 where too many would be, a sum's rounding decides, or rows are not finite, and -2 where a row
+// has top-p alone, which has to know what all logits weigh.
+template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, const Sampling& sampling, int threads, int64_t* ids) {
+  CoarseRows rows{sampling};
+  long panels = rounded_up(head.n, LANES) / LANES, of_unit = outputs_together(p.weight->kind), m = p.m;
+  for (long row = 0; row < m; row++) {
+    rows.filters.push_back(sampling.filters(row, head.n));
+    if (rows.filters[row] && !sampling.by_rank(row, head.n) && !(sampling.min_p[row] > 0.0f)) return -2;
+  }
+  if (!coarse_rows<T>(p, rows)) return -1;
+  float *least = scratch(2 * panels * m, BETWEEN), *most = least + panels * m;
+  all_bounds(head, rows, m, threads, least, most);
   std::vector<float> lowest(m, -INFINITY);
   for (long panel = 0; panel < panels; panel++)
     for (long row = 0; row < m; row++) lowest[row] = std::max(lowest[row], least[panel * m + row]);
-  // Two logits that differ by less may be rounded to one number.
-  for (float& low : lowest) low -= std::fabs(low) * rows.rounding * 4;
-  std::vector<Candidate> candidates;
-  long together = of_unit / LANES, units = (panels + together - 1) / together;
-  for (long unit = 0; unit < units; unit++)
-    for (long row = 0; row < m; row++) {
-      bool may_be = false;
-      for (long panel = unit * together; panel < std::min(panels, (unit + 1) * together); panel++) may_be |= most[panel * m + row] >= lowest[row];
-      if (may_be) candidates.push_back(Candidate{row, unit, 0.0f, 0});
-    }
-  if (long(candidates.size()) * FEW_OF > units * m) return -1;
-  long unit_bytes = packed_bytes(p.weight->kind, of_unit, p.k);
-  share(threads, long(candidates.size()), 1, [&](long first, long last) {
-    for (long i = first; i < last; i++) {
-      Candidate& each = candidates[i];
-      long begin = each.unit * of_unit, count = std::min(of_unit, p.n - begin);
-      Weight part{p.weight->kind, count, p.k, (const char*)p.weight->numbers + each.unit * unit_bytes, nullptr, 0};
-      T logits[VECTORS * LANES];
-      Product own{(const T*)p.x + each.row * p.x_step, &part, nullptr, logits, 1, count, p.k, p.x_step};
-      if constexpr (std::is_same<T, float>::value) linear_panels<float>(own, 1);
-      else linear_bf16(own, 1);
-      int64_t tokens[VECTORS * LANES], place = 0;
-      for (long j = 0; j < count; j++) tokens[j] = begin + j;
-      const Noise& n = rows.noise;
-      Choice choice{logits, 1, count, count, n.temperature, n.seeds, n.positions, nullptr, tokens};
-      if (n.temperature) choice.temperature += each.row, choice.seeds += each.row, choice.positions += each.row;
-      best_of<T>(choice, 0, 0, count, each.best, place);
-      each.place = begin + place;
+  share(threads, m, 1, [&](long first, long last) {
+    for (long row = first; row < last; row++) {
+      if (rows.filters[row]) lowest[row] = kept_from(sampling, row, head.n, least + row, panels, m, lowest[row]);
+      // Two logits that differ by less may be rounded to one number.
+      else lowest[row] -= std::fabs(lowest[row]) * rows.rounding * 4;
     }
   });
+  std::vector<Candidate> candidates;
+  std::vector<long> begins;  // of each row, and behind the last
+  long together = of_unit / LANES, units = (panels + together - 1) / together;
+  for (long row = 0; row < m; row++) {
+    begins.push_back(long(candidates.size()));
+    for (long unit = 0; unit < units; unit++) {
+      bool may_be = false;
+      for (long panel = unit * together; panel < std::min(panels, (unit + 1) * together); panel++)
+        may_be |= most[panel * m + row] >= lowest[row];
+      if (may_be) candidates.push_back(Candidate{row, unit, 0.0f, 0});
+    }
+  }
+  begins.push_back(long(candidates.size()));
+  if (begins[m] * FEW_OF > units * std::max(m, 2L)) return -1;
+  std::vector<T> logits(sampling.temperature ? begins[m] * of_unit : 0);  // of rows that filter
+  share(threads, begins[m], 1, [&](long first, long last) {
+    for (long i = first; i < last; i++) {
+      Candidate& each = candidates[i];
+      T own[VECTORS * LANES], *out = rows.filters[each.row] ? logits.data() + i * of_unit : own;
+      long count = unit_logits<T>(p, each, of_unit, out);
+      if (out == own) best_of_unit<T>(sampling, own, each.unit * of_unit, count, nullptr, each);
+    }
+  });
+  std::atomic<bool> is_certain{true};
+  share(threads, m, 1, [&](long first, long last) {
+    for (long row = first; row < last; row++)
+      if (rows.filters[row] && !choose_filtered<T>(sampling, head.n, of_unit, logits.data() + begins[row] * of_unit,
+                                                   candidates.data() + begins[row], candidates.data() + begins[row + 1]))
+        is_certain = false;
+  });
+  if (!is_certain) return -1;
   std::vector<float> best(m, -INFINITY);
   for (long row = 0; row < m; row++) ids[row] = 0;
   for (const Candidate& each : candidates)
@@ -187,5 +279,5 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
 }
 #else
 static int64_t coarse_rows_at_most(bool) { return 0; }
-template <class T> static int64_t likeliest(const Product&, const CoarseHead&, const Noise&, int, int64_t*) { return -1; }
+template <class T> static int64_t likeliest(const Product&, const CoarseHead&, const Sampling&, int, int64_t*) { return -1; }
 #endif

@@ -1,9 +1,9 @@
 """The token that a request chooses by a head on a CPU, in less time than its product takes (`cpu_head.h`).
 
 Codes of 8 bits of the head's numbers, each output's with how far they are off, bound every logit of a row. The few that
-may be the largest, with the request's noise where it samples, are then computed by the head's own numbers, in the order
-of sums that a product has, so the token is that of the whole product, bit for bit. A head of bfloat16 is read at half
-its bytes, one of float32 at a quarter.
+may be chosen, with the request's noise and filters where it samples, are then computed by the head's own numbers, in
+the order of sums that a product has, so the token is that of the whole product, bit for bit. A head of bfloat16 is read
+at half its bytes, one of float32 at a quarter.
 """
 
 from __future__ import annotations
@@ -66,17 +66,20 @@ class CoarseHead:
         """What the codes take."""
         return self.data.nbytes + self._facts.nbytes
 
-    def likeliest(self, x: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
+    def likeliest(self, x: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor | None:
         """The first of the largest logits of each row of `x`, `[n, in_features]` in the head's dtype: int64 `[n]`; with
-        `noise`, temperature, seeds and positions as of `sample`, what that gives for them. None where the whole product
-        is faster: for many rows on a processor that multiplies them as fast, and for some calls after rows whose logits
-        are too close to one another, or not finite."""
+        `sampling`, temperature, seeds and positions as of `sample`, what that gives for them, and with top_k, top_p and
+        min_p too, what it gives for those that `lowest_kept` keeps. None where the whole product is faster: for many
+        rows on a processor that multiplies them as fast, for rows with top_p alone, and for some calls after rows whose
+        logits are too close to one another, or not finite."""
         if self._left_out or len(x) > MAX_ROWS[x.dtype]:
             self._left_out = max(0, self._left_out - 1)
             return None
         x = x if x.stride(1) == 1 else x.contiguous()
         ids = torch.empty(len(x), dtype=torch.int64)
-        num_units = cpu_ops.likeliest(x, self._weight, self._described, ids, *noise)
+        num_units = cpu_ops.likeliest(x, self._weight, self._described, ids, *sampling)
+        if num_units == -2:
+            return None
         if num_units < 0:
             self._pause = self._left_out = min(MAX_PAUSE, 2 * self._pause + 1)
             return None

@@ -171,6 +171,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "dflash_linear_norm": [I, I, P, L, P, P, P, P, P, P, L, F],
     "dflash_gated_mlp": [I, I, P, L, P, P, P, P, P, L],
     "dflash_choose": [I, I, P, L, L, L, P, P, P, P, P, P],
+    "dflash_lowest_kept": [I, I, P, L, L, L, P, P, P, P, P],
     "dflash_log_odds": [I, I, P, L, L, L, P, F, P],
     "dflash_accept": [P, P, L, P, L, P],
     "dflash_prepare_draft": [P, P, P, L, L, L, L, P, P, P],
@@ -186,7 +187,7 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_layers": [I, P, P, P],
     "dflash_lay_out": [P, P, L, L, L, P, P],
     "dflash_take_context": [P, L, P, P, L, L, P, P, P, P, L],
-    "dflash_likeliest": [I, P, L, P, P, P, P, P, L, P],
+    "dflash_likeliest": [I, P, L, P, P, P, L, P],
     "dflash_coarse_rows_at_most": [L],
     "dflash_has_pairs": [],
 }

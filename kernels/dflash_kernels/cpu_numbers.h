@@ -178,6 +178,9 @@ template <class T> static inline Floats rounded(Floats x) {
 static inline bool any(Ints x) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif defined(__AVX__)
+  __m256i both = (__m256i)x.lower | (__m256i)x.upper;
+  return !_mm256_testz_si256(both, both);
 #else
   int32_t lanes[LANES], found = 0;
   put(lanes, x);

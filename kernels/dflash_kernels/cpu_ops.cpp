@@ -149,6 +149,17 @@ void dflash_choose(int dtype, int threads, const void* logits, int64_t rows, int
   Choice p{logits, rows, vocab, step, temperature, seeds, positions, lowest, ids};
   if (dtype == 0) choose<float>(p, threads, out); else choose<bf16>(p, threads, out);
 }
+// out: of each row the lowest logit that its filters keep.
+void dflash_lowest_kept(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const float* temperature,
+                        const int64_t* top_k, const float* top_p, const float* min_p, float* out) {
+  share(threads, rows, 1, [&](long first, long last) {
+    for (long row = first; row < last; row++) {
+      const void* at = at_row(dtype, logits, row, step);
+      auto kept = [&](auto* logits) { return lowest_kept(logits, vocab, temperature[row], top_k[row], top_p[row], min_p[row]); };
+      out[row] = dtype == 0 ? kept((const float*)at) : kept((const bf16*)at);
+    }
+  });
+}
 // How sure each row of logits is of a column, within `most` of 0.
 void dflash_log_odds(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const int64_t* ids, float most,
                      float* out) {
@@ -252,11 +263,10 @@ void dflash_store_drafts(const State* state, const int32_t* requests, const int3
   store_drafts(*state, requests, num_next, rows, drafts, confidence, width, sure, k);
 }
 // As `likeliest`, of rows that are normed.
-int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weight* weight, const CoarseHead* head, const float* temperature,
-                         const int64_t* seeds, const int64_t* positions, int64_t rows, int64_t* ids) {
+int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weight* weight, const CoarseHead* head,
+                         const Sampling* sampling, int64_t rows, int64_t* ids) {
   Product p{x, weight, nullptr, nullptr, rows, weight->n, weight->k, x_step};
-  Noise noise{temperature, seeds, positions};
-  return dtype_of(weight) == 0 ? likeliest<float>(p, *head, noise, threads, ids) : likeliest<bf16>(p, *head, noise, threads, ids);
+  return dtype_of(weight) == 0 ? likeliest<float>(p, *head, *sampling, threads, ids) : likeliest<bf16>(p, *head, *sampling, threads, ids);
 }
 int64_t dflash_coarse_rows_at_most(int64_t dtype) { return coarse_rows_at_most(dtype == 0); }
 // Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.

@@ -18,6 +18,7 @@ from dflash_kernels.argmax import argmax_reference
 from dflash_kernels.context_write import context_write_reference
 from dflash_kernels.huge_pages import weight_memory
 from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
+from dflash_kernels.logits_filter import lowest_kept_reference
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from dflash_kernels.sample import sample_reference
@@ -403,14 +404,18 @@ def coarse_rows_at_most(dtype: int) -> int:
     return 0 if _library is None else int(_library.dflash_coarse_rows_at_most(dtype))
 
 
-def likeliest(x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *noise: torch.Tensor) -> int:
-    """What `argmax` gives for the logits of `x` `[n, in_features]`, or `sample` with `noise`, its temperature, seeds
-    and positions: to `ids`, int64 `[n]`. codes: `struct CoarseHead` of `cpu_head.h`, int64. Returns how many units of
-    16 to 64 columns were computed; below 0 where `ids` are not there."""
-    held = [each.contiguous() for each in noise]
+def likeliest(
+    x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *sampling: torch.Tensor
+) -> int:
+    """What `argmax` gives for the logits of `x` `[n, in_features]`, or `sample` with `sampling`, its temperature, seeds
+    and positions, and for top_k, top_p and min_p what `lowest_kept` keeps: to `ids`, int64 `[n]`. codes: `struct
+    CoarseHead` of `cpu_head.h`, int64. Returns how many units of 16 to 64 columns were computed; without `ids` -1, or
+    -2 where `sampling` is such that bounds never suffice."""
+    held = [each.contiguous() for each in sampling]
+    pointers = np.array([*(each.data_ptr() for each in held), *[0] * (6 - len(held))], np.int64)
     num_units = _library.dflash_likeliest(
-        torch.get_num_threads(), x.data_ptr(), x.stride(0), packed.address, codes.ctypes.data,
-        *([each.data_ptr() for each in held] or (0, 0, 0)), len(x), ids.data_ptr(),
+        torch.get_num_threads(), x.data_ptr(), x.stride(0), packed.address, codes.ctypes.data, pointers.ctypes.data,
+        len(x), ids.data_ptr(),
     )  # fmt: skip
     return int(num_units)
 
@@ -427,6 +432,24 @@ def sample(
     if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
         return sample_reference(logits, temperature, seeds, positions, lowest_kept, token_ids)
     return _chosen(logits, temperature, seeds, positions, lowest_kept, token_ids)
+
+
+def lowest_kept(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor | None:
+    """As `lowest_kept_reference`, up to the rounding of sums: a token on the edge of a filter may be kept or not."""
+    filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    if not (filters & (temperature > 0.0)).any():
+        return None
+    if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
+        return lowest_kept_reference(logits, temperature, top_k, top_p, min_p)
+    held = [each.contiguous() for each in (temperature, top_k, top_p, min_p)]
+    out = torch.empty(len(logits))
+    _library.dflash_lowest_kept(
+        DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0),
+        *(each.data_ptr() for each in held), out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ def test_both_ways_are_measured_and_a_text_that_differs_fails(
     monkeypatch.setattr(cpu_head, "LEAST_OUTPUTS", 1)
     likeliest = LayeredTarget.likeliest
 
-    def changed(self: LayeredTarget, hidden: torch.Tensor, *noise: torch.Tensor) -> Any:
-        tokens = likeliest(self, hidden, *noise)
+    def changed(self: LayeredTarget, hidden: torch.Tensor, *sampling: torch.Tensor) -> Any:
+        tokens = likeliest(self, hidden, *sampling)
         return None if tokens is None else (tokens + off_by) % 1536
 
     monkeypatch.setattr(LayeredTarget, "likeliest", changed)

@@ -79,6 +79,16 @@ def of_compare_trees(rounds: Rounds) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_sampling_parameters(rounds: Rounds) -> dict[str, Any]:
+    def rate(built: Any, asked: Any, max_tokens: int, parameters: dict[str, Any]) -> float:
+        return 100.0 if not parameters or max_tokens == 8 else 90.0 if next(rounds) else 40.0
+
+    return {
+        "find_pair": lambda name: SimpleNamespace(target=name), "prompts": lambda *_: [[1]],
+        "EngineConfig": SimpleNamespace(from_values=dict), "build_engine": dict, "tokens_per_second": rate,
+    }  # fmt: skip
+
+
 # The number of rounds of each, its options, and what stands in for its work.
 PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] = {
     "cpu_products": (4, [], of_cpu_products),
@@ -87,6 +97,11 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "router": (1, [], of_router),
     "scheduler": (1, [], of_scheduler),
     "ngram": (3, [], of_ngram),
+    "sampling_parameters": (
+        4,
+        ["--rounds", "1", "--streams", "1", "2", "--only", "top_p", "min_p", "--at-least", "0.8"],
+        of_sampling_parameters,
+    ),
     "compare_trees": (3, ["a", "b", "--at-least", "0.97"], of_compare_trees),
 }
 # Of these the verdict is seen in their own tests.

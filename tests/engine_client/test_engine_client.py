@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +27,15 @@ def environment(file: Path) -> dict[str, str]:
 
 def test_an_engine_waits_without_spinning(tmp_path: Path) -> None:
     assert environment(tmp_path / "environment")["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_so_does_an_engine_in_a_process_that_imports_it(given: dict[str, str], expected: str) -> None:
+    """torch reads it once, when it is loaded."""
+    program = "import sys, os, dflash_backend; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    said = subprocess.run([sys.executable, "-c", program], env=inherited | given, capture_output=True, check=True)
+    assert said.stdout.decode().split() == ["False", expected]
 
 
 def test_what_the_operator_says_of_threads_and_allocator_goes_before(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -125,9 +127,9 @@ def test_rows_that_bounds_say_little_of_are_left_to_the_product_and_more_rarely_
     flat, real, asked = torch.ones((2, 64)), cpu_ops.likeliest, list[int]()
 
     def counted(
-        x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *noise: torch.Tensor
+        x: torch.Tensor, packed: PackedWeight, codes: np.ndarray, ids: torch.Tensor, *sampling: torch.Tensor
     ) -> int:
-        asked.append(real(x, packed, codes, ids, *noise))
+        asked.append(real(x, packed, codes, ids, *sampling))
         return asked[-1]
 
     monkeypatch.setattr(cpu_ops, "likeliest", counted)
@@ -188,6 +190,72 @@ def test_scores_with_noise_are_those_of_logits_that_are_rounded() -> None:
         assert found is not None
         assert found.tolist() == expected.tolist(), seed
     assert logits_apart
+
+
+FILTERS = [(0, 1.0, 0.0), (3, 1.0, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.2), (20, 0.9, 0.0), (9, 0.5, 0.1), (0, 0.8, 0.02)]
+"""top_k, top_p and min_p."""
+
+
+@needs_codes
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filtered_tokens_are_those_that_are_sampled_from_what_filters_keep_of_all_logits(dtype: torch.dtype) -> None:
+    """Each row with filters of its own, cold ones and hot ones, beside others without and greedy ones."""
+    rng = torch.Generator().manual_seed(5)
+    temperature = torch.tensor([1.0, 0.7, 0.5, 1.0, 1.3, 2.0, 1.0, 0.0, 0.05])
+    num_found, differ = 0, torch.zeros(9, dtype=torch.int64)
+    for seed in range(40):
+        weight = (random(4113, 96, seed=seed) * 4.0 ** (seed % 5 - 3)).to(dtype)
+        packed, x = PackedWeight(weight), (rows_for(weight, 9, seed) / (1 + seed % 3)).to(dtype)
+        seeds, positions = (torch.randint(-(2**62), 2**62, (9,), generator=rng) for _ in range(2))
+        top_k, top_p, min_p = map(torch.tensor, zip(*[*FILTERS, FILTERS[4], FILTERS[2]], strict=True))
+        logits, noise, head = packed.product(x), (temperature, seeds, positions.abs()), CoarseHead(packed)
+        call = *noise, top_k, top_p, min_p
+        expected = cpu_ops.sample(logits, *noise, cpu_ops.lowest_kept(logits, temperature, *call[3:]))
+        differ += expected != cpu_ops.sample(logits, *noise)
+        for first, last in [(0, 9), *((row, row + 1) for row in range(9))]:
+            head._left_out = 0
+            found = head.likeliest(x[first:last], *(each[first:last] for each in call))
+            if found is not None:
+                num_found += last - first
+                assert found.tolist() == expected[first:last].tolist()
+    assert num_found > 400
+    assert (differ[1:7] > 1).all(), "filters decide some"
+
+
+@needs_codes
+def test_top_p_alone_is_left_to_the_product_and_the_next_call_is_not() -> None:
+    weight = random(4096, 64)
+    head, x = CoarseHead(PackedWeight(weight)), rows_for(weight, 2)
+    seeds = torch.arange(2)
+    at = torch.tensor([1.0, 1.0]), seeds, seeds
+    for top_k, min_p, is_left in ((0, 0.0, True), (9, 0.0, False), (0, 0.0, True), (0, 0.3, False), (4096, 0.0, True)):
+        filters = torch.tensor([5, top_k]), torch.tensor([1.0, 0.9]), torch.tensor([0.0, min_p])
+        assert (head.likeliest(x, *at, *filters) is None) == is_left
+    assert head.likeliest(x, torch.tensor([1.0, 0.0]), seeds, seeds, *filters) is not None, "a greedy row"
+
+
+@needs_codes
+def test_where_the_rounding_of_a_sum_decides_what_top_p_keeps_the_product_does() -> None:
+    """Weights of 1, 1 / e and 1 / e^2, and a top-p of just what the first has."""
+    weight = torch.zeros((4200, 64))
+    weight[[7, 900, 3000], 0] = torch.tensor([1.0, 0.5, 0.0]) * 127 / 128
+    weight[:, 1] = -127 / 128
+    weight[[7, 900, 3000], 1] = 0.0
+    packed, x = PackedWeight(weight), torch.zeros((1, 64))
+    x[0, :2] = torch.tensor([2 * 128 / 127, 40.0])
+    head, one, top_k, min_p = CoarseHead(packed), torch.ones(1), torch.tensor([3]), torch.zeros(1)
+    first = 1 / (1 + math.exp(-1) + math.exp(-2))
+    for top_p, may_be_left in ((first, True), (first - 1e-3, False), (first + 1e-3, False)):
+        left = 0
+        for seed in range(30):
+            noise, share = (one, torch.tensor([seed]), torch.tensor([1])), torch.tensor([top_p])
+            logits = packed.product(x)
+            expected = cpu_ops.sample(logits, *noise, cpu_ops.lowest_kept(logits, one, top_k, share, min_p))
+            head._left_out = 0
+            found = head.likeliest(x, *noise, top_k, share, min_p)
+            left += found is None
+            assert found is None or found.tolist() == expected.tolist()
+        assert bool(left) == may_be_left
 
 
 @needs_codes

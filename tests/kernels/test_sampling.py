@@ -116,7 +116,7 @@ def test_the_filters_see_the_probabilities_at_the_temperature(temperature: float
 def assert_same_filter(
     logits: torch.Tensor, parameters: list[torch.Tensor], on_device: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The tokens that the kernel keeps, bool `[n, vocab]`, which are those of the reference."""
+    """The tokens that the kernel keeps, bool `[n, vocab]`, which are those of the reference, and of the C++."""
     moved = logits.to(DEVICE) if on_device is None else on_device
     found = lowest_kept(moved, *(each.to(DEVICE) for each in parameters), TILE, GROUP, MOST_KEPT).cpu()
     expected = lowest_kept_reference(logits, *parameters)
@@ -124,6 +124,11 @@ def assert_same_filter(
     kept = allowed & (logits.float() >= found[:, None])
     reference = allowed if expected is None else allowed & (logits.float() >= expected[:, None])
     assert torch.equal(kept, reference)
+    if cpu_ops.HAS_CPU_OPS:
+        on_host = cpu_ops.lowest_kept(logits, *parameters)
+        assert (on_host is None) == (expected is None)
+        if on_host is not None:
+            assert torch.equal(allowed & (logits.float() >= on_host[:, None]), reference)
     return kept
 
 

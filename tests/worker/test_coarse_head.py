@@ -31,9 +31,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {7: 30.0}},
     "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(30, 90))},
     "allowed": {"allowed_token_ids": tuple(range(5, 40))},
-    "filters": {"temperature": 0.9, "seed": 5, "top_p": 0.9},
-    "one more filter": {"temperature": 0.9, "seed": 5, "top_k": 9},
-    "and another": {"temperature": 0.9, "seed": 5, "min_p": 0.1},
+    "top_p alone": {"temperature": 0.9, "seed": 5, "top_p": 0.9},
     "grammar": {"structured_outputs": StructuredOutputs("regex", "[a-z]{3,9}(-[0-9]{2}){1,3}")},
 }
 
@@ -57,8 +55,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     likeliest, verify = LayeredTarget.likeliest, ModelStep.verify
     found: list[bool] = []
 
-    def watched(self: LayeredTarget, hidden: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor | None:
-        tokens = likeliest(self, hidden, *noise)
+    def watched(self: LayeredTarget, hidden: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor | None:
+        tokens = likeliest(self, hidden, *sampling)
         found.append(tokens is not None)
         return tokens
 
@@ -75,12 +73,22 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("draft", ["", None, "ngram"])
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 2.0},
+        {"temperature": 9.0, "top_k": 2},
+        {"temperature": 9.0, "min_p": 0.35},
+        {"temperature": 9.0, "top_k": 3, "top_p": 0.7},
+    ],
+    ids=str,
+)
 def test_texts_are_the_same_without_logits(
-    temperature: float, draft: str | None, steps: list[tuple[bool, bool]]
+    changes: dict[str, Any], draft: str | None, steps: list[tuple[bool, bool]]
 ) -> None:
     settings: dict[str, Any] = {} if draft is None else {"target_model": str(TARGET), "draft_model": draft}
-    sampling = [GREEDY | {"temperature": temperature, "seed": i} for i in range(2)] + [GREEDY]
+    sampling = [GREEDY | changes | {"seed": i} for i in range(2)] + [GREEDY]
     texts = outputs_of(engine(**settings), prompts(), sampling).tokens
     by_codes = [found for found, has_logits in steps if not has_logits]
     assert all(by_codes)
@@ -88,7 +96,7 @@ def test_texts_are_the_same_without_logits(
     steps.clear()
     assert outputs_of(engine(enable_coarse_head=False, **settings), prompts(), sampling).tokens == texts
     assert set(steps) == {(False, True)}
-    if temperature:
+    if changes:
         greedy = outputs_of(engine(**settings), prompts(), [GREEDY] * 3).tokens
         assert (greedy["0"] != texts["0"], greedy["1"] != texts["1"], greedy["2"]) == (True, True, texts["2"])
 
