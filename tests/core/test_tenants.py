@@ -12,7 +12,9 @@ from collections import Counter
 import pytest
 
 from dflash_backend.core.engine import RequestError
-from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT
+from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler import PlanBuilder
+from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT, FairQueue, Tenant
 from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
 from tests.core.toy_engine import Engine, make_config, make_request
 from tests.core.toy_model import greedy_continuation
@@ -347,6 +349,19 @@ def test_a_prompt_of_several_steps_leaves_tokens_to_a_tenant_whose_turn_it_is() 
     counts = _tokens_by_tenant(engine)
     assert counts["other"] > 70
     assert all(plan.num_tokens == 24 for plan in engine.worker.plans[:7])
+
+
+def test_a_step_has_a_token_left_for_the_prompt_that_arrived_first_though_others_have_the_turn() -> None:
+    """It has its token anyway, so the others must not have them all."""
+    limits = make_config(max_num_batched_tokens=24, num_blocks=100, max_model_len=200)
+    queue, requests = FairQueue({}), []
+    for name, service, length in (("first", 9.0, 100), ("second", 1.0, 24)):
+        requests.append(Request.from_generation_request(_request(name, name, length), limits, 0, 0.0))
+        queue.tenants[name] = Tenant(name, 1.0, len(requests), service)
+    builder = PlanBuilder(limits)
+    builder.share_out(requests, queue)
+    assert set(builder.chunks) == {"first", "second"}
+    assert sum(builder.chunks.values()) <= 24
 
 
 @pytest.mark.parametrize("weights", [{}, {"t1": 10.0}])

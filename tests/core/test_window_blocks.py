@@ -10,6 +10,7 @@ import pytest
 from dflash_backend.core.admission import check_config
 from dflash_backend.core.kv import KVManager
 from dflash_backend.core.kv.groups import RecurrentStates, WindowBlocks
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig, WindowGroup
 from tests.core.toy_engine import Engine, fewest_window_blocks, make_config, make_request
@@ -153,3 +154,22 @@ def test_usage_is_that_of_the_pool_with_fewer_blocks_left() -> None:
     engine.step()
     assert engine.window_pool is not None
     assert engine.core.stats().kv_cache_usage == engine.window_pool.usage > engine.pool.usage > 0
+
+
+def test_a_table_grows_in_every_pool_or_in_none() -> None:
+    """Each pool in turn has a block less than a row needs."""
+    limits = config(num_blocks=64, max_model_len=200)
+    for index in (0, 1):
+        manager = KVManager(limits)
+        pools = [manager.pool, manager.groups[1].pool]  # type: ignore[attr-defined]
+        request = Request.from_generation_request(make_request("r", list(range(1, 34))), limits, 0, 0.0)
+        pools[index].allocate(pools[index].num_free - 1)
+        before = [pool.num_free for pool in pools]
+        row = ScheduledRequest("r", 0, 8, 0, False, 0, [], num_positions=8)
+        assert not manager.reserve(request, row)
+        assert [pool.num_free for pool in pools] == before
+        assert request.block_ids == []
+        assert row.new_block_ids == row.new_window_block_ids == []
+        row = ScheduledRequest("r", 0, 4, 0, False, 0, [], num_positions=4)
+        assert manager.reserve(request, row)
+        assert [pool.num_free for pool in pools] == [free - 1 for free in before]

@@ -144,7 +144,7 @@ DSPARK_MUTANTS = (
     ),
     *mutants_of(
         PREPARE,
-        EXACT,
+        QUERIES,
         (
             "a drafter that drafts from the anchor is given a query too many",
             "query_lens = np.where(drafts, lens + lookahead_base, 0)",

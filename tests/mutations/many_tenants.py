@@ -29,6 +29,10 @@ MANY_TENANTS_MUTANTS = (
         f"{CORE}/scheduler.py",
         ("tests/core/test_core_random.py",),
         ("the prompt that arrived first skips steps", " or request is in_prefill[0]:", ":"),
+    ),
+    *mutants_of(
+        f"{CORE}/scheduler.py",
+        ("tests/core/test_tenants.py",),
         ("nothing is kept for the prompt that arrived first", "kept = 1  # for the", "kept = 0  # for the"),
     ),
     *mutants_of(

@@ -11,7 +11,7 @@ from dflash_backend.worker.batch import DeviceBatch, Step, spans
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
-from dflash_kernels.prepare_draft import store_drafts_reference
+from dflash_kernels.prepare_draft import prepare_draft_reference, store_drafts_reference
 from tests.kernels.test_sampling import by_hand
 from tests.worker.engines import ReferenceStepOps
 from tests.worker.random_steps import (
@@ -27,13 +27,15 @@ from tests.worker.random_steps import (
 
 
 class References(ReferenceStepOps):
-    """The reference of what `ReferenceStepOps` calls C++ for."""
+    """The references of what `ReferenceStepOps` calls C++ for."""
 
+    _prepare_draft = staticmethod(prepare_draft_reference)
     _store_drafts = staticmethod(store_drafts_reference)
 
 
 # The references are a CPU's.
 OPS: list[StepOps] = [DeviceStepOps()] if torch.cuda.is_available() else [ReferenceStepOps(), DeviceStepOps()]
+OPS_AND_REFERENCES = OPS if torch.cuda.is_available() else [*OPS, References()]
 GRID = [(seed, k) for seed, k in enumerate([1, 2, 3, 7, 15, 4, 0])]
 
 
@@ -246,6 +248,7 @@ def test_context_of_positions_that_are_final_is_injected_and_no_other(ops: StepO
         assert int(slots[t]) == (int(prepared.slots[t]) if final else -1)
 
 
+@pytest.mark.parametrize("ops", OPS_AND_REFERENCES, ids=lambda ops: type(ops).__name__)
 @pytest.mark.parametrize(("seed", "k"), GRID[:-1])
 @pytest.mark.parametrize("lookahead_base", [1, 0])
 def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
@@ -284,9 +287,7 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
             assert tuple(int(value) for value in got) == expected
 
 
-@pytest.mark.parametrize(
-    "ops", OPS if torch.cuda.is_available() else [*OPS, References()], ids=lambda ops: type(ops).__name__
-)
+@pytest.mark.parametrize("ops", OPS_AND_REFERENCES, ids=lambda ops: type(ops).__name__)
 @pytest.mark.parametrize(("seed", "k"), GRID[:-1])
 def test_drafts_lie_behind_the_anchor(ops: StepOps, seed: int, k: int) -> None:
     step = random_step(seed, k)
