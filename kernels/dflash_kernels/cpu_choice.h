@@ -109,7 +109,7 @@ template <class T> static void choose(const Choice& p, int threads, int64_t* out
 constexpr long GROUP = 64;  // logits that are passed over where their largest is too low
 struct Weighed { float logit, weight; };
 
-// The lowest of `some`, in any order, above which lies less weight than `target`; if none, the largest.
+// The lowest of `some`, in any order, above which lies less weight than `target`; if none, the largest; -infinity of none.
 static float last_within(std::vector<Weighed>& some, double target) {
   size_t first = 0, end = some.size();
   double above = 0.0;  // of those before `first`
@@ -122,7 +122,7 @@ static float last_within(std::vector<Weighed>& some, double target) {
     if (more < target) first = middle, above = more;
     else end = middle;
   }
-  return some[first].logit;
+  return some.empty() ? -INFINITY : some[first].logit;
 }
 // What min-p keeps is from here on.
 static inline float min_p_edge(float top, float temperature, float min_p) { return top + temperature * std::log(min_p); }
