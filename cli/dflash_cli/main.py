@@ -15,11 +15,11 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
+from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
 from dflash_cli.commands.version import package_version
 
 # What a command imports before it begins, which takes a second or more; what else it needs it imports on its way.
-# `openai` is not among them: it leaves torch out before it imports anything.
 IMPORTS = {
     "serve": "dflash_cli.launcher.server",
     "generate": "dflash_client.client",
@@ -27,7 +27,11 @@ IMPORTS = {
     "swap-drafter": "dflash_client.client",
     "eval": "dflash_backend.evaluation.measure",
     "inspect": "dflash_backend.engine.inspection",
+    "openai": "dflash_openai.server",
+    "train": "dflash_backend.training.run",
 }
+# Those that leave torch out.
+WITHOUT_TORCH = frozenset({"openai"})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +75,8 @@ def _run(argv: Sequence[str] | None) -> int:
             )
         try:
             with _imports_can_be_interrupted():
+                if arguments.command in WITHOUT_TORCH:
+                    leave_torch_out()
                 if arguments.command in IMPORTS:
                     import_module(IMPORTS[arguments.command])
             status: int = arguments.run(arguments)

@@ -9,7 +9,6 @@ import logging
 import os
 from typing import Any
 
-from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.arguments import (
     PORT,
     REPEATED,
@@ -96,8 +95,6 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
-    leave_torch_out()
-
     from dflash_cli.launcher.ports import AddressError, is_loopback, reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
     from dflash_client.connection import Tls
