@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.peers.pairs import SHORT, find_pair, prompts
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
 from load_tests.markdown import markdown_table
 
 MAX_MODEL_LEN = 2048
@@ -37,6 +37,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 1024, "ignore_eos": False},
     "logprobs": {"logprobs": 0},
     "top_logprobs": {"logprobs": 5},
+    "structured_outputs": {"structured_outputs": StructuredOutputs("regex", "[a-zA-Z ,.]{900}")},
 }
 """Sampling parameters, each with what is usual for it; all greedy but for those with a temperature."""
 

@@ -164,7 +164,9 @@ class CommonStepOps:
     )
     _accept: Callable[..., torch.Tensor] = staticmethod(accept.accept_reference)
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
-    _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise_reference)
+    _penalise: Callable[..., None] = staticmethod(
+        cpu_ops.count_and_penalise if cpu_ops.HAS_CPU_OPS else penalties.count_and_penalise_reference
+    )
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft: Callable[..., Tensors] = staticmethod(
         cpu_step.prepare_draft if cpu_ops.HAS_CPU_OPS else prepare_draft.prepare_draft_reference

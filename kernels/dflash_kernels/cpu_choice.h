@@ -1,4 +1,4 @@
-// The choice of a token: argmax, with a request's noise or without, and which tokens filters keep.
+// The choice of a token: argmax, with a request's noise or without, which tokens filters keep, and penalties.
 
 #pragma once
 #include <functional>
@@ -197,4 +197,45 @@ template <class T> static float log_odds_of(const T* logits, long vocab, long id
   if (shift == -INFINITY) shift = 0.0f;
   for (long c = 0; c < vocab; c += LANES) total += vexp(others(c) - shift);
   return to_float(logits[id]) - shift - std::log(std::max(sum(total), 1e-30f));
+}
+// Rows whose requests have penalties, as `PenalisedRows` of `penalties.py` has them, and what all requests have of them.
+struct Penalties {
+  int32_t *counts, *num_counted; const int64_t* tokens; const float* penalties; const int64_t *numbers, *positions; int64_t rows, vocab, max_len;
+};
+constexpr int32_t IN_PROMPT = 1 << 30;
+
+static void penalise_line(float* logits, const int32_t* counts, long vocab, const float* penalties) {
+  float repetition = penalties[0], frequency = penalties[1], presence = penalties[2];
+  for (long c = 0; c < vocab; c += LANES) {
+    int count = int(std::min<long>(LANES, vocab - c));
+    int32_t some[LANES] = {};
+    if (count < LANES) std::memcpy(some, counts + c, count * 4);
+    Ints known = vector_at<Ints>(count < LANES ? some : counts + c);
+    if (!any(known)) continue;
+    Floats x = load_some(logits + c, count), times = converted<Floats>(known & (IN_PROMPT - 1));
+    x = select(known != 0, select(x > 0.0f, x / repetition, x * repetition), x);
+    x -= rounded_by_itself(frequency * times);
+    x -= rounded_by_itself(presence * select(times > 0.0f, all(1.0f), Floats{}));
+    store_some(logits + c, x, count);
+  }
+}
+// Counts the tokens of a row that are new, then penalises its logits, float32 `[lines, vocab]`.
+static void count_and_penalise(const Penalties& p, long row, float* logits) {
+  auto number = [&](int line) { return p.numbers[line * p.rows + row]; };
+  int64_t index = number(0), position = p.positions[number(1)], prompt_len = number(2), num_draft = number(3);
+  const int64_t* tokens = p.tokens + index * p.max_len;
+  int32_t* counts = p.counts + index * p.vocab;
+  int64_t begin = p.num_counted[index], end = std::min(position, p.max_len);
+  for (int64_t at = begin; at < end; at++) {
+    if (at < prompt_len) counts[tokens[at]] |= IN_PROMPT;
+    else counts[tokens[at]]++;
+  }
+  p.num_counted[index] = int32_t(std::max(begin, end));
+  // A draft counts for the logits behind it, and for no later step.
+  auto draft = [&](int64_t i) -> int32_t& { return counts[tokens[std::min(position + i, p.max_len - 1)]]; };
+  for (int64_t i = 0; i <= num_draft; i++) {
+    if (i > 0) draft(i - 1)++;
+    penalise_line(logits + (number(4) + i) * p.vocab, counts, p.vocab, p.penalties + index * 3);
+  }
+  for (int64_t i = 0; i < num_draft; i++) draft(i)--;
 }

@@ -175,6 +175,17 @@ template <class T> static inline Floats rounded(Floats x) {
   store(h, x);
   return load(h);
 }
+// As it is, but the compiler makes no fused operation of it and the next one.
+template <class V> static inline V rounded_by_itself(V x) {
+  if constexpr (std::is_class<V>::value) return {rounded_by_itself(x.lower), rounded_by_itself(x.upper)};
+#if defined(__x86_64__)
+  else { asm("" : "+x"(x)); return x; }
+#elif defined(__aarch64__)
+  else { asm("" : "+w"(x)); return x; }
+#else
+  else { asm("" : "+m"(x)); return x; }
+#endif
+}
 static inline bool any(Ints x) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;

@@ -160,6 +160,11 @@ void dflash_lowest_kept(int dtype, int threads, const void* logits, int64_t rows
     }
   });
 }
+void dflash_penalise(int threads, const Penalties* p, float* logits) {
+  share(threads, p->rows, 1, [&](long first, long last) {
+    for (long row = first; row < last; row++) count_and_penalise(*p, row, logits);
+  });
+}
 // How sure each row of logits is of a column, within `most` of 0.
 void dflash_log_odds(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const int64_t* ids, float most,
                      float* out) {

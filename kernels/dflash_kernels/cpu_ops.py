@@ -19,6 +19,7 @@ from dflash_kernels.context_write import context_write_reference
 from dflash_kernels.huge_pages import weight_memory
 from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
+from dflash_kernels.penalties import PenalisedRows
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from dflash_kernels.sample import sample_reference
@@ -450,6 +451,25 @@ def lowest_kept(
         *(each.data_ptr() for each in held), out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def count_and_penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    num_counted: torch.Tensor,
+    tokens: torch.Tensor,
+    penalties: torch.Tensor,
+    rows: PenalisedRows,
+) -> None:
+    """As `count_and_penalise_reference`. All tensors are contiguous."""
+    described = np.array(
+        [
+            *(each.data_ptr() for each in (counts, num_counted, tokens, penalties, rows.numbers, rows.positions)),
+            rows.numbers.shape[1], counts.shape[1], tokens.shape[1],
+        ],
+        np.int64,
+    )  # fmt: skip
+    _library.dflash_penalise(torch.get_num_threads(), described.ctypes.data, logits.data_ptr())
 
 
 def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

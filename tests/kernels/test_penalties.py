@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from dflash_kernels import cpu_ops
 from dflash_kernels.penalties import (
     IN_PROMPT,
     NUMBERS,
@@ -45,6 +46,21 @@ def on_host(rows: PenalisedRows) -> PenalisedRows:
     return PenalisedRows(rows.numbers.cpu(), rows.positions.cpu(), rows.most_draft)
 
 
+def assert_same_in_cpp(logits: torch.Tensor, state: tuple[torch.Tensor, ...], rows: PenalisedRows) -> None:
+    """Logits, counts and how many are counted, of the reference and of the C++, by any threads, twice."""
+    if not cpu_ops.HAS_CPU_OPS:
+        return
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        own, others = ([each.cpu().clone() for each in (logits, *state)] for _ in range(2))
+        torch.set_num_threads(count)
+        for _ in range(2):
+            cpu_ops.count_and_penalise(*own, on_host(rows))
+            count_and_penalise_reference(*others, on_host(rows))
+        torch.set_num_threads(threads)
+        assert all(map(torch.equal, own, others))
+
+
 def test_counts_are_those_of_plain_python_and_grow_from_where_they_were() -> None:
     (counts, num_counted, tokens, penalties), rows, logits = make()
     half = PenalisedRows(rows.numbers, rows.positions // 2, rows.most_draft)
@@ -70,6 +86,7 @@ def test_penalised_logits_are_those_of_the_reference_and_of_plain_python(tile: i
     count_and_penalise(found, counts, num_counted, tokens, penalties, rows, tile)
     count_and_penalise_reference(expected, *on_cpu, on_host(rows))
     assert torch.equal(found.cpu(), expected)
+    assert_same_in_cpp(logits, (counts, num_counted, tokens, penalties), rows)
     touched = set()
     for (index, prompt_len, position, num_draft), first in zip(ROWS, rows.numbers[-1].tolist(), strict=True):
         ids, (repetition, frequency, presence) = tokens[index].tolist(), penalties[index].tolist()

@@ -248,6 +248,20 @@ CPU_OPS_MUTANTS = (
         ("a token on the edge of top-p is kept", "if (more < target) first", "if (more <= target) first"),
     ),
     *mutants_of(
+        f"{KERNELS}/cpu_choice.h",
+        ("tests/kernels/test_penalties.py",),
+        ("C++: drafts count for the next step", "for (int64_t i = 0; i < num_draft; i++) draft(i)--;", ""),
+        ("C++: tokens of the prompt count as output", "if (at < prompt_len) counts", "if (false) counts"),
+        ("C++: logits do not count the drafts before them", "if (i > 0) draft(i - 1)++;", "if (i > 0) draft(0)++;"),
+        ("C++: tokens are counted once more in each step", "p.num_counted[index] = int32_t(", "(void)("),
+        (
+            "C++: a penalty is fused with what follows",
+            "x -= rounded_by_itself(frequency * times);",
+            "x -= frequency * times;",
+        ),
+        ("C++: penalties are those of the first request", "p.penalties + index * 3", "p.penalties"),
+    ),
+    *mutants_of(
         f"{KERNELS}/cpu_head.py",
         ("tests/kernels/test_cpu_head.py",),
         ("rows that bounds say little of are tried at each step", "min(MAX_PAUSE, 2 * self._pause + 1)", "0"),
