@@ -10,7 +10,7 @@ LOGITS = ("tests/worker/test_logits.py",)
 PENALTY_MUTANTS = (
     *mutants_of(
         KERNEL_FILE,
-        LOGITS,
+        ("tests/kernels/test_penalties.py",),
         (
             "penalties do not count the last token",
             "min(int(positions[entry]), tokens.shape[1])",
