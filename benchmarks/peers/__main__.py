@@ -26,7 +26,7 @@ from benchmarks.peers.figures import Cell, Results, Sample, equal_share, fault
 from benchmarks.peers.pairs import DFLASH, LONG, NGRAM, NONE, PAIRS, SHORT, Pair, find_pair, prompts
 from benchmarks.peers.process import Side, SideError
 from benchmarks.peers.run_log import RunLog, processor, tree
-from benchmarks.peers.systems import LOAD_TIMEOUT_S, OURS, OURS_HTTP, SYSTEMS, Context, System
+from benchmarks.peers.systems import LOAD_TIMEOUT_S, OURS, OURS_HTTP, SAMPLING, SYSTEMS, Context, System
 from benchmarks.quiet import MOST_OTHERS
 from dflash_backend.checkpoints import CheckpointError
 
@@ -236,6 +236,19 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def _sampling(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            found[name] = SAMPLING[name](value)
+        except (KeyError, ValueError):
+            raise argparse.ArgumentTypeError(f"'{part}' is none of {', '.join(SAMPLING)} with a number") from None
+    if not found.get("temperature"):
+        raise argparse.ArgumentTypeError("without a temperature above 0 the others do nothing: temperature=0.8")
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
@@ -252,6 +265,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--streams", type=_numbers, help="requests in flight, separated by commas (1,8,32)")
     options.add_argument("--rounds", type=int, help="5; with --quick 2")
     options.add_argument("--max-tokens", type=int, help="of each answer (96; with --quick 32)")
+    options.add_argument(
+        "--sampling",
+        type=_sampling,
+        default={},
+        metavar="NAME=NUMBER,...",
+        help=f"of all requests: {', '.join(SAMPLING)}; greedy without it",
+    )
     options.add_argument("--quick", action="store_true", help="1 and 8 streams, short prompts, in under ten minutes")
     options.add_argument("--drafter", default="", metavar="DIR", help="another drafter; with one pair")
     options.add_argument(
@@ -306,6 +326,7 @@ def first_results(args: argparse.Namespace, work: Work) -> tuple[RunLog, Results
         "max_tokens": work.max_tokens,
         "threads": args.threads,
         "drafter": args.drafter,
+        "sampling": args.sampling,
         "processor": processor(),
         "tree": tree(),
     }
@@ -329,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         options.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
-        context = Context(args.peers.absolute(), Path(folder), args.threads, max(work.streams))
+        context = Context(args.peers.absolute(), Path(folder), args.threads, max(work.streams), args.sampling)
         bench = Bench(context, work, log, results)
         for name in args.pair:
             try:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ LOAD_TIMEOUT_S = 300.0
 # What is looked up with prompt lookup: this engine's defaults, and asked of the others.
 NGRAM_TOKENS, NGRAM_MAX, NGRAM_MIN = 5, 5, 2
 MODEL = "peers"
+# Sampling parameters that all systems have.
+SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 # What others are compared with.
 OURS, OURS_HTTP, OURS_QUANTISED = "ours", "ours-http", "ours-q4_1"
 
@@ -29,12 +31,14 @@ OURS, OURS_HTTP, OURS_QUANTISED = "ours", "ours-http", "ours-q4_1"
 @dataclass(frozen=True)
 class Context:
     """What all systems are started with. peers: where vLLM and llama.cpp are installed (benchmarks/README.md). folder:
-    for files of this run. most_streams: requests in flight at most."""
+    for files of this run. most_streams: requests in flight at most. sampling: parameters of all requests, of
+    `SAMPLING`; without a temperature they are greedy."""
 
     peers: Path
     folder: Path
     threads: int
     most_streams: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def vllm(self) -> Path:
@@ -84,6 +88,7 @@ def _common(context: Context, pair: Pair, drafts: str) -> dict[str, Any]:
         "max_model_len": MAX_MODEL_LEN,
         "num_speculative_tokens": NGRAM_TOKENS if drafts == NGRAM else pair.num_speculative_tokens,
         "prompt_lookup_max": NGRAM_MAX,
+        "sampling": dict(context.sampling),
     }
 
 
@@ -113,6 +118,7 @@ def _server(
         "model": MODEL,
         "log": str(context.folder / f"{name}.log"),
         "load_timeout_s": LOAD_TIMEOUT_S,
+        "sampling": dict(context.sampling),
         "version": "",
     }
 

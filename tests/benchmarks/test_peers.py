@@ -170,6 +170,35 @@ def test_all_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert looked_up[1]["speculative_config"]["prompt_lookup_max"] == looked_up[2]["prompt_lookup_max"] == 5
 
 
+def test_all_sample_in_one_way_and_no_server_filters_by_itself(tmp_path: Path) -> None:
+    asked = peers.parser().parse_args(["--sampling", "temperature=0.8,top_p=0.95"]).sampling
+    assert asked == {"temperature": 0.8, "top_p": 0.95}
+    pair = Pair("x", tmp_path / "t", None, "float32", 7)
+    for name in ("ours", "vllm", "transformers", "ours-http", "vllm-http"):
+        for sampling in ({}, asked):
+            command = SYSTEMS[name].command(replace(context(tmp_path), sampling=sampling), pair, NONE)
+            assert json.loads(command[-1])["sampling"] == sampling
+    for api in ("openai", "llama"):
+        settings = {"api": api, "model": "m", "sampling": asked}
+        body = json.loads(http_side.request_body(settings, [1], 2))
+        assert body.items() >= {**asked, "seed": 1, "top_k": 0, "min_p": 0.0}.items()
+        assert "seed" not in json.loads(http_side.request_body({**settings, "sampling": {}}, [1], 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("top_p=0.9", "without a temperature"),
+        ("heat=1", "'heat=1' is none of temperature, top_k"),
+        ("top_k=x", "is none"),
+    ],
+)
+def test_sampling_that_says_nothing_is_refused(text: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.parser().parse_args(["--sampling", text])
+    assert error in capsys.readouterr().err
+
+
 def test_a_quantised_file_is_served_as_it_is_and_compared_with_itself(tmp_path: Path) -> None:
     pair = Pair("x", tmp_path / "t", None, "bfloat16", 7, tmp_path / "x.gguf")
     commands = [

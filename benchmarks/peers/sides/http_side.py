@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.sides.protocol import Clock, Prompts, Run, serve
+from benchmarks.peers.sides.protocol import SEED, Clock, Prompts, Run, serve
 
 HOST = "127.0.0.1"
 POLL_S, STOP_S = 0.2, 20.0
@@ -74,8 +74,12 @@ class Server:
 
 
 def request_body(settings: dict[str, Any], prompt: list[int], max_tokens: int, stream: bool = True) -> bytes:
-    """What asks a server of this kind for `max_tokens` tokens, greedily, each with its id."""
+    """What asks a server of this kind for `max_tokens` tokens, each with its id: greedily, or as the settings say."""
     fields: dict[str, Any] = {"prompt": prompt, "temperature": 0, "stream": stream, "ignore_eos": True}
+    sampling = settings.get("sampling")
+    if sampling:
+        # llama.cpp has filters of its own, where none are given.
+        fields |= {"seed": SEED, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
     if settings["api"] == "llama":
         fields |= {"n_predict": max_tokens, "return_tokens": True, "cache_prompt": False}
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.peers.sides.protocol import Prompts, Run, closed_loop, serve
+from benchmarks.peers.sides.protocol import SEED, Prompts, Run, closed_loop, serve
 from dflash_backend import LLM
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.text.detokenizer import Detokenizer
@@ -26,7 +26,8 @@ def load(settings: dict[str, Any]) -> tuple[str, Run]:
     core = llm.engine.core
 
     def run(prompts: Prompts, streams: int, max_tokens: int) -> dict[str, Any]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        parameters = {"temperature": 0.0, "seed": SEED} | settings["sampling"]
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **parameters)
         texts = [Detokenizer(llm.tokenizer, sampling) for _ in prompts]
 
         def step() -> Iterator[tuple[int, list[int], bool]]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+SEED = 1
+"""Of all requests that sample."""
 Prompts = list[list[int]]
 # Prompts, streams and tokens of each answer -> what `Clock.result` gives.
 Run = Callable[[Prompts, int, int], dict[str, Any]]

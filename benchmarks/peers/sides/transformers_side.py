@@ -33,12 +33,17 @@ def load(settings: dict[str, Any]) -> tuple[str, Run]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings["target"], dtype=getattr(torch, settings["dtype"])
     ).eval()
-    lookup = {}
+    lookup: dict[str, Any] = {}
     if settings["drafts"] == "ngram":
         lookup = {
             "prompt_lookup_num_tokens": settings["num_speculative_tokens"],
             "max_matching_ngram_size": settings["prompt_lookup_max"],
         }
+
+    sampling = settings["sampling"]
+    if sampling:
+        # Without these it has filters of its own.
+        lookup |= {"do_sample": True, "top_k": 0, "top_p": 1.0} | sampling
 
     def run(prompts: Prompts, streams: int, max_tokens: int) -> dict[str, Any]:
         clock = Clock(len(prompts))
@@ -54,11 +59,10 @@ def load(settings: dict[str, Any]) -> tuple[str, Run]:
                     ids,
                     attention_mask=mask,
                     max_new_tokens=max_tokens,
-                    do_sample=False,
                     eos_token_id=None,
                     pad_token_id=0,
                     stopping_criteria=[_Arrivals(clock, first, width)],
-                    **lookup,
+                    **({"do_sample": False} | lookup),
                 )
         return clock.result()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.peers.sides.protocol import Prompts, Run, closed_loop, serve
+from benchmarks.peers.sides.protocol import SEED, Prompts, Run, closed_loop, serve
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
@@ -32,8 +32,12 @@ def load(settings: dict[str, Any]) -> tuple[str, Run]:
         return drafts, accepted
 
     def run(prompts: Prompts, streams: int, max_tokens: int) -> dict[str, Any]:
+        parameters = settings["sampling"] and {"seed": SEED} | settings["sampling"]
         sampling = vllm.SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            **({"temperature": 0} | parameters),
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
         )
 
         def step() -> Iterator[tuple[int, list[int], bool]]:
