@@ -363,6 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": work.rounds,
         "threads": args.threads,
         "max_tokens": work.max_tokens,
+        "sampling": args.sampling,
         "cores": os.cpu_count(),
         "processor": processor(),
         "tree": tree(),

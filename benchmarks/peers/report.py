@@ -88,11 +88,13 @@ def page(results: Results, skips: Sequence[str], settings: dict[str, Any]) -> st
     most = max((len(each) for cell in results.samples.values() for each in cell.values()), default=0)
     least = min((len(each) for cell in results.samples.values() for each in cell.values()), default=0)
     rounds = f"{most}" if least == most else f"{least} to {most}"
+    asked = ", ".join(f"{name} {value:g}" for name, value in settings.get("sampling", {}).items())
+    sampled = f"All requests sample, with {asked}. " if asked else ""
     text = (
         f"# This engine beside others\n\nOn {settings['processor']}, this engine at {settings['tree']}. Medians of "
         f"{rounds} rounds, in which the systems run in turn on {settings['threads']} threads; the ratio is that of "
         f"tokens/s, round by round, with the least and the most, of servers to ours through HTTP, of a quantised file "
-        f"to ours with it. {versions}In {disturbed} of {len(samples)} runs other processes took more than "
+        f"to ours with it. {sampled}{versions}In {disturbed} of {len(samples)} runs other processes took more than "
         f"{MOST_OTHERS:.0%} of the cores. Written by `python -m benchmarks.peers`; what the columns say, and what each "
         f"system was told, is in [benchmarks/README.md](../README.md).\n\n{tables(results)}\n"
     )

@@ -401,7 +401,11 @@ def test_disturbed_runs_are_said() -> None:
     results = Results()
     for others in (0.0, 0.5):
         results.add(CELL, "ours", replace(SAMPLE, others=others))
-    assert "In 1 of 2 runs other processes" in report.page(results, [], {"threads": 2, "processor": "Z", "tree": "1"})
+    settings = {"threads": 2, "processor": "Z", "tree": "1"}
+    assert "In 1 of 2 runs other processes" in report.page(results, [], settings)
+    assert "sample" not in report.page(results, [], settings)
+    sampled = report.page(results, [], {**settings, "sampling": {"temperature": 0.8, "top_k": 40}})
+    assert "All requests sample, with temperature 0.8, top_k 40. In 1" in sampled
 
 
 def test_a_process_that_ends_or_hangs_says_so(tmp_path: Path) -> None:
