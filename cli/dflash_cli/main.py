@@ -15,7 +15,6 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
 from dflash_cli.commands.version import package_version
 
@@ -76,7 +75,7 @@ def _run(argv: Sequence[str] | None) -> int:
         try:
             with _imports_can_be_interrupted():
                 if arguments.command in WITHOUT_TORCH:
-                    leave_torch_out()
+                    import_module("dflash_backend.without_torch").leave_torch_out()
                 if arguments.command in IMPORTS:
                     import_module(IMPORTS[arguments.command])
             status: int = arguments.run(arguments)
