@@ -128,7 +128,7 @@ PREFILL_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/worker/batch.py",
-        ("tests/worker/test_one_row.py",),
+        ("tests/worker/test_step_ops.py::test_a_length_is_known_where_no_draft_may_be_rejected",),
         (
             "rows with drafts are taken for known",
             "exact=padded(unknown == 0, num_rows),",

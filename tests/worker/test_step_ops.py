@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_backend.drafters.base import Drafts
-from dflash_backend.worker.batch import DeviceBatch, Step, spans
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, HostBatch, Step, spans
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
@@ -213,6 +213,15 @@ def verified(step: RandomStep, target_tokens: torch.Tensor) -> dict[int, tuple[i
             count = next((j for j in range(num_draft) if drafts[j] != own[start + j]), num_draft)
             result[r] = count, own[start : start + count + 1]
     return result
+
+
+def test_a_length_is_known_where_no_draft_may_be_rejected() -> None:
+    """Neither one of the step in flight nor one of this step; nothing is known of padding."""
+    rows = np.array([[0, 5, 0, 3, 0, 2, 1], [1, 9, 2, 1, 0, 4, 1], [2, 9, 0, 1, 4, 4, 1]])
+    bounds = HostBatch(["a", "b", "c"], rows, BatchTraits(sampled=False, drafts=True)).bounds(5)
+    assert bounds.exact is not None
+    assert bounds.exact.tolist() == [True, False, False, False, False]
+    assert bounds.max_overestimate == 4
 
 
 def test_most_outcomes_occur() -> None:
