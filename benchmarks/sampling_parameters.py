@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.coarse_head import MAX_MODEL_LEN, answer
 from benchmarks.peers.pairs import SHORT, find_pair, prompts
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
+from dflash_backend.messages import StructuredOutputs
 from load_tests.markdown import markdown_table
 
-MAX_MODEL_LEN = 2048
 GREEDY = "greedy"
 AT = {"temperature": 0.8}
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -34,7 +33,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.2, "presence_penalty": 0.1},
     "logit_bias": {"logit_bias": {17: 1.0, 23: -1.0}},
     "allowed_token_ids": {"allowed_token_ids": tuple(range(100, 1100))},
-    "min_tokens": {"min_tokens": 1024, "ignore_eos": False},
+    "min_tokens": {"min_tokens": 1024, "stop_token_ids": (0,)},
     "logprobs": {"logprobs": 0},
     "top_logprobs": {"logprobs": 5},
     "structured_outputs": {"structured_outputs": StructuredOutputs("regex", "[a-zA-Z ,.]{900}")},
@@ -46,15 +45,7 @@ def tokens_per_second(
     built: BuiltEngine, asked: Sequence[list[int]], max_tokens: int, parameters: dict[str, Any]
 ) -> float:
     """Of these prompts together."""
-    sampling = SamplingParams(
-        **({"temperature": 0.0, "seed": 7, "ignore_eos": True} | parameters), max_tokens=max_tokens
-    )
-    started = time.perf_counter()
-    for i, prompt in enumerate(asked):
-        built.core.add_request(GenerationRequest(str(i), prompt, sampling, (0,)))
-    while built.core.has_unfinished():
-        built.core.step()
-    return len(asked) * max_tokens / (time.perf_counter() - started)
+    return answer(built, asked, max_tokens, {"temperature": 0.0} | parameters)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
