@@ -23,9 +23,9 @@ struct Sampling {
 // Rows up to which this is faster than the whole product: all where that multiplies 8 numbers at once, else those that wait for memory.
 static int64_t coarse_rows_at_most(bool is_float) {
 #if defined(__AMX_BF16__)
-  if (!is_float && has_tiles) return 4;
+  if (has_tiles) return 4;
 #endif
-  return REGISTER_BYTES == 64 ? 8 : INT64_MAX;
+  return REGISTER_BYTES < 64 ? INT64_MAX : is_float ? 4 : 8;
 }
 constexpr int COARSE_ROWS = 4;  // whose sums registers hold
 constexpr long FEW_OF = 8;      // one unit of so many may be computed by itself, of a single row two; the whole product is faster than more
@@ -222,7 +222,8 @@ static bool choose_filtered(const Sampling& sampling, long vocab, long of_unit, 
 // has top-p alone, which has to know what all logits weigh.
 template <class T> static int64_t likeliest(const Product& p, const CoarseHead& head, const Sampling& sampling, int threads, int64_t* ids) {
   CoarseRows rows{sampling};
-  long panels = rounded_up(head.n, LANES) / LANES, of_unit = outputs_together(p.weight->kind), m = p.m;
+  long panels = rounded_up(head.n, LANES) / LANES, m = p.m;
+  long of_unit = p.weight->kind == FLOATS ? LANES : outputs_together(p.weight->kind);
   for (long row = 0; row < m; row++) {
     rows.filters.push_back(sampling.filters(row, head.n));
     if (rows.filters[row] && !sampling.by_rank(row, head.n) && !(sampling.min_p[row] > 0.0f)) return -2;

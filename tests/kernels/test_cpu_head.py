@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +21,12 @@ needs_codes = pytest.mark.skipif(not cpu_head.MAX_ROWS[torch.float32], reason="n
 SHAPES = [(4096, 64), (4113, 96), (5000, 33), (4100, 700)]
 
 
+@pytest.fixture
+def rows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows by codes as are asked for, also where the whole product of fewer is faster."""
+    monkeypatch.setattr(cpu_head, "MAX_ROWS", dict.fromkeys(DTYPES, sys.maxsize))
+
+
 def rows_for(weight: torch.Tensor, count: int, seed: int = 7) -> torch.Tensor:
     """Rows of which each has a few large logits, as a model's: between some rows of `weight`, with noise, one number
     far larger than the others."""
@@ -35,14 +42,12 @@ def assert_found(head: CoarseHead, packed: PackedWeight, x: torch.Tensor) -> Non
     expected = argmax_reference(packed.product(x))
     for count in (len(x), 1, 3, 4, 5):
         found = head.likeliest(x[:count])
-        if count > cpu_head.MAX_ROWS[x.dtype]:
-            assert found is None
-        else:
-            assert found is not None
-            assert found.tolist() == expected[:count].tolist()
+        assert found is not None
+        assert found.tolist() == expected[:count].tolist()
 
 
 @needs_codes
+@pytest.mark.usefixtures("rows_without_end")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_the_token_is_that_of_the_whole_product(outputs: int, inputs: int, dtype: torch.dtype) -> None:
@@ -108,6 +113,19 @@ def test_logits_of_bfloat16_that_are_rounded_to_one_number_are_equal(dtype: torc
 
 @needs_codes
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_codes_are_faster_for_are_left_to_the_product(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = random(4096, 64)
+    head, x = CoarseHead(PackedWeight(weight.to(dtype))), rows_for(weight, 4).to(dtype)
+    assert cpu_head.MAX_ROWS[dtype] >= 4
+    monkeypatch.setitem(cpu_head.MAX_ROWS, dtype, 3)
+    assert [head.likeliest(x[:count]) is None for count in (3, 4, 1)] == [False, True, False]
+
+
+@needs_codes
+@pytest.mark.usefixtures("rows_without_end")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
 def test_a_head_in_blocks_has_codes_beside_it_too(kind: str, dtype: torch.dtype) -> None:
     raw, numbers = blocks_of(kind, 4100, 256)
@@ -149,6 +167,7 @@ def test_rows_that_bounds_say_little_of_are_left_to_the_product_and_more_rarely_
 
 
 @needs_codes
+@pytest.mark.usefixtures("rows_without_end")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_with_noise_are_those_that_are_sampled_from_all_logits(dtype: torch.dtype) -> None:
     """Greedy rows beside others, cold ones and hot ones, logits of any size."""
@@ -197,6 +216,7 @@ FILTERS = [(0, 1.0, 0.0), (3, 1.0, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.2), (20, 0.9
 
 
 @needs_codes
+@pytest.mark.usefixtures("rows_without_end")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_filtered_tokens_are_those_that_are_sampled_from_what_filters_keep_of_all_logits(dtype: torch.dtype) -> None:
     """Each row with filters of its own, cold ones and hot ones, beside others without and greedy ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def small_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_heads_and_many_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(cpu_head, "MAX_ROWS", dict.fromkeys(cpu_head.MAX_ROWS, sys.maxsize))
 
 
 @pytest.fixture
