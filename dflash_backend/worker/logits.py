@@ -10,7 +10,9 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -164,7 +166,7 @@ class SpecialRows:
         records = [self._requests.records[self._request_ids[i]] for i in asking.tolist()]
         named = [list(record.sampling.logprob_token_ids) for record in records]
         rows, num_top = self.rows[asking].tolist(), self._num_top[asking].tolist()
-        return PendingLogprobs.of(raw, chosen, rows, lens.tolist(), num_top, named)
+        return PendingLogprobs.of(raw, chosen, rows, lens.tolist(), num_top, named, ops)
 
 
 def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray) -> np.ndarray:
@@ -186,21 +188,18 @@ def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     return rows
 
 
-Ranked = tuple[list[float], list[int], list[list[float]], list[list[int]]]
-
-
 @dataclass(frozen=True)
 class PendingLogprobs:
-    """The log-probabilities of some rows of a step, on their way to the host: `packed`, of `ranked_logprobs`. Of each
-    row that asked: its number, its tokens there, and how many likely ones it wants."""
+    """The log-probabilities of some rows of a step, on their way to the host: `packed`, of `ranked_logprobs`, of the
+    `num_ids` tokens that were asked for and the most likely ones. Of each row that asked: its number, its tokens there,
+    how many likely ones it wants, and the tokens that it names."""
 
     packed: Download
+    num_ids: int
     rows: list[int]
     lens: list[int]
     num_top: list[int]
-    # Of each row, the tokens that its request names, and `named_logprobs` of them; None where none names any.
     named: list[list[int]]
-    of_named: Download | None
 
     @classmethod
     def of(
@@ -211,98 +210,55 @@ class PendingLogprobs:
         lens: list[int],
         num_top: list[int],
         named: list[list[int]],
+        ops: StepOps,
     ) -> PendingLogprobs:
         """Compute them, and queue their copy to the host. logits: `[sum(lens), vocab]`, of which int64 `chosen` are
         the tokens."""
-        packed, of_named = fetch(ranked_logprobs(logits, chosen[:, None], max(num_top))), None
+        ids = chosen[:, None]
         if any(named):
-            ids, begins = np.zeros((len(logits), max(map(len, named))), dtype=np.int64), 0
+            of_rows, begins = np.zeros((len(logits), max(map(len, named))), dtype=np.int64), 0
             for own, length in zip(named, lens, strict=True):
-                ids[begins : begins + length, : len(own)] = own
+                of_rows[begins : begins + length, : len(own)] = own
                 begins += length
-            of_named = fetch(named_logprobs(logits, to_device(ids, logits.device)))
-        return cls(packed, rows, lens, num_top, named, of_named)
+            ids = torch.cat([ids, to_device(of_rows, logits.device)], dim=1)
+        packed = fetch(ops.ranked_logprobs(logits, ids, max(num_top)))
+        return cls(packed, ids.shape[1], rows, lens, num_top, named)
 
     def entries(self, tokens: list[list[int]]) -> dict[int, list[TokenLogprobs]]:
         """By row, those of its new tokens; waits until they are there. tokens: the new ones of each row of the step, at
         most as many as it has here."""
-        packed = self.packed.wait()
-        of_named = None if self.of_named is None else self.of_named.wait()
+        packed, first = self.packed.wait(), 0
         found: dict[int, list[TokenLogprobs]] = {}
-        first = 0
         for row, length, num_top, named in zip(self.rows, self.lens, self.num_top, self.named, strict=True):
             new = tokens[row]
-            ranked = zip(*unpacked_logprobs(packed[first : first + len(new)]), strict=True)
-            found[row] = [logprobs_entry(token, num_top, *next(ranked)) for token in new]
-            if of_named is not None:
-                for entry, values in zip(found[row], of_named[first : first + len(new)], strict=True):
-                    add_named(entry, named, values)
+            found[row] = logprobs_entries(new, packed[first : first + len(new)], self.num_ids, num_top, named)
             first += length
         return found
 
 
-def ranked_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> torch.Tensor:
-    """For `logits` `[n, vocab]` and chosen tokens int64 `[n, 1]`: each chosen one's log-probability and rank, and the
-    log-probabilities and ids of the `num_top` most likely tokens, the best first, the lowest id among equals: which
-    ones a request gets does not depend on how many its neighbours ask for. Side by side, float64 `[n, 2 + 2 * top]`."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, chosen)
-    rank = (logprobs >= own).sum(dim=1, keepdim=True)
-    top_ids = most_likely(logprobs, min(num_top, logits.shape[1]))
-    top = logprobs.gather(1, top_ids)
-    # For one copy to the host; float64 holds ids and float32 values exactly.
-    return torch.cat([part.double() for part in (own, rank, top, top_ids)], dim=1)
-
-
-def named_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """For `logits` `[n, vocab]` and tokens int64 `[n, m]`: their log-probabilities and ranks, side by side, float64
-    `[n, 2 * m]`. A rank is the number of tokens that are at least as likely."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, ids)
-    ranks = [(logprobs >= own[:, column, None]).sum(dim=1, keepdim=True) for column in range(ids.shape[1])]
-    return torch.cat([own.double(), *(rank.double() for rank in ranks)], dim=1)
-
-
-def add_named(entry: TokenLogprobs, named: list[int], values: np.ndarray) -> None:
-    """Add the tokens that a request names, but for the chosen one, to its entry. values: a row of `named_logprobs`."""
-    half = len(values) // 2
-    for place, token_id in enumerate(named):
-        if token_id != entry.token_ids[0]:
-            entry.token_ids.append(token_id)
-            entry.logprobs.append(float(values[place]))
-            entry.ranks.append(int(values[half + place]))
-
-
-def unpacked_logprobs(packed: np.ndarray) -> Ranked:
-    """The parts of `ranked_logprobs` on the host."""
-    num_top = (packed.shape[1] - 2) // 2
-    own, rank, top, ids = np.split(packed, [1, 2, 2 + num_top], axis=1)
-    return own[:, 0].tolist(), rank[:, 0].astype(np.int64).tolist(), top.tolist(), ids.astype(np.int64).tolist()
-
-
-def most_likely(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The columns of the largest `scores` (float32 `[n, vocab]`) of each row, the first among equals: int64
-    `[n, count]`. `topk` gives equals in an order that depends on `count`."""
-    bits = scores.view(torch.int32).long()
-    # As integers in the order of the numbers; below each, the column, the lowest of which is the largest key.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    return (ordered * 2**32 - columns).topk(count, dim=1).indices
-
-
-def logprobs_entry(
-    token: int, num_top: int, own: float, rank: int, top_logprobs: list[float], top_ids: list[int]
-) -> TokenLogprobs:
-    """The message for one token. A chosen token among the most likely ones is not repeated, and has its place there."""
-    entry = TokenLogprobs([token], [own], [rank])
-    for place, (token_id, logprob) in enumerate(zip(top_ids[:num_top], top_logprobs, strict=False), start=1):
-        if token_id == token:
-            entry.ranks[0] = place
-        else:
-            entry.token_ids.append(token_id)
-            entry.logprobs.append(logprob)
-            entry.ranks.append(place)
-    return entry
+def logprobs_entries(
+    tokens: list[int], packed: np.ndarray, num_ids: int, num_top: int, named: Sequence[int] = ()
+) -> list[TokenLogprobs]:
+    """The messages for these tokens, each of which is the first of the `num_ids` ids of its row of `packed`, of
+    `ranked_logprobs`, and `named` the next ones. A token among the most likely ones is not repeated, and has its place
+    there; nor is it where it is named."""
+    num_likely = packed.shape[1] // 2 - num_ids
+    own, ranks, top, top_ids = np.split(packed, [num_ids, 2 * num_ids, 2 * num_ids + num_likely], axis=1)
+    likely = zip(top_ids[:, :num_top].astype(np.int64).tolist(), top[:, :num_top].tolist(), strict=True)
+    values = zip(own.tolist(), ranks.astype(np.int64).tolist(), strict=True)
+    entries = []
+    for token, (of_ids, of_ranks), (ids, logprobs) in zip(tokens, values, likely, strict=True):
+        entry = TokenLogprobs([token], of_ids[:1], of_ranks[:1])
+        others = [*zip(ids, logprobs, count(1), strict=False), *zip(named, of_ids[1:], of_ranks[1:], strict=False)]
+        for token_id, logprob, rank in others:
+            if token_id != token:
+                entry.token_ids.append(token_id)
+                entry.logprobs.append(logprob)
+                entry.ranks.append(rank)
+        if token in ids:
+            entry.ranks[0] = ids.index(token) + 1
+        entries.append(entry)
+    return entries
 
 
 # Rows of logits at a time. With 150,000 tokens and float32 they are 20 MB.
@@ -333,23 +289,15 @@ class PromptLogprobs:
         rows = ((requests.num_prompt_logprobs[index] >= 0) & (counts > 0)).nonzero()[0]
         return cls(batch, rows, counts, requests) if len(rows) else None
 
-    def compute(self, hidden: torch.Tensor, target: TargetModel, tokens: torch.Tensor) -> None:
+    def compute(self, hidden: torch.Tensor, target: TargetModel, tokens: torch.Tensor, ops: StepOps) -> None:
         """Fill `entries`; waits for the device. hidden: `[T, hidden]`, what the target's layers gave for the step's
         tokens. tokens: int64 `[S, max_len]`, those of all requests."""
         for i, row in enumerate(self.rows.tolist()):
             self.entries[row] = []
+            num_top, own, first = int(self._num_top[i]), tokens[int(self._req_idx[i])], int(self._first[i])
             for begin in range(0, int(self._counts[i]), POSITIONS_AT_A_TIME):
-                self._add(row, i, begin, min(POSITIONS_AT_A_TIME, int(self._counts[i]) - begin), hidden, target, tokens)
-
-    def _add(
-        self, row: int, i: int, begin: int, count: int, hidden: torch.Tensor, target: TargetModel, tokens: torch.Tensor
-    ) -> None:
-        first = int(self._first[i]) + begin
-        behind = int(self._start[i]) + begin + 1
-        logits = target.logits(hidden[first : first + count])
-        chosen = tokens[int(self._req_idx[i]), behind : behind + count]
-        num_top = int(self._num_top[i])
-        packed = ranked_logprobs(logits, chosen[:, None], num_top).cpu().numpy()
-        host = zip(*unpacked_logprobs(packed), strict=True)
-        for token, (own, rank, top, top_ids) in zip(chosen.tolist(), host, strict=True):
-            self.entries[row].append(logprobs_entry(token, num_top, own, rank, top, top_ids))
+                end = min(begin + POSITIONS_AT_A_TIME, int(self._counts[i]))
+                logits = target.logits(hidden[first + begin : first + end])
+                chosen = own[int(self._start[i]) + begin + 1 : int(self._start[i]) + end + 1]
+                packed = ops.ranked_logprobs(logits, chosen[:, None], num_top).cpu().numpy()
+                self.entries[row] += logprobs_entries(chosen.tolist(), packed, 1, num_top)

@@ -103,7 +103,7 @@ class ModelStep:
         output = self.target.forward(step.token_ids, context, self.kv.target, capture)
         hidden, step.features = output.hidden, output.features
         if prompt_logprobs is not None:
-            prompt_logprobs.compute(hidden, self.target, self.state.tokens)
+            prompt_logprobs.compute(hidden, self.target, self.state.tokens, self.ops)
         tokens = None
         if step.traits.chooses:
             if step.logits_token is not None:

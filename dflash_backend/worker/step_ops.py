@@ -43,6 +43,7 @@ from dflash_kernels import (
     cpu_step,
     log_odds,
     logits_filter,
+    logprobs,
     penalties,
     prepare_draft,
     prepare_step,
@@ -166,6 +167,9 @@ class CommonStepOps:
     apply_token_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _penalise: Callable[..., None] = staticmethod(
         cpu_ops.count_and_penalise if cpu_ops.HAS_CPU_OPS else penalties.count_and_penalise_reference
+    )
+    ranked_logprobs: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = staticmethod(
+        cpu_ops.ranked_logprobs if cpu_ops.HAS_CPU_OPS else logprobs.ranked_logprobs_reference
     )
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft: Callable[..., Tensors] = staticmethod(
@@ -492,6 +496,7 @@ class DeviceStepOps(ReferenceStepOps):
     _accept = staticmethod(accept.accept)
     apply_token_bitmask = staticmethod(token_bitmask.apply_token_bitmask)
     _penalise = staticmethod(penalties.count_and_penalise)
+    ranked_logprobs = staticmethod(logprobs.ranked_logprobs_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft)
     _store_drafts = staticmethod(prepare_draft.store_drafts)

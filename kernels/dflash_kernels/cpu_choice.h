@@ -1,7 +1,8 @@
-// The choice of a token: argmax, with a request's noise or without, which tokens filters keep, and penalties.
+// The choice of a token: argmax, with a request's noise or without, which tokens filters keep, and penalties; log-probabilities.
 
 #pragma once
 #include <functional>
+#include <numeric>
 #include "cpu_numbers.h"
 
 constexpr long TILE = 8192;  // scores of a row that one thread looks through
@@ -180,6 +181,77 @@ template <class T> static float lowest_kept(const T* logits, long vocab, float t
     for (Weighed& each : some) each.weight = std::exp((each.logit - top) * by), total += each.weight;
   }
   return std::max(lowest, last_within(some, double(top_p) * total));
+}
+// Integers in the order of the numbers.
+static inline Ints in_order(Floats x) { Ints bits = (Ints)x; return bits ^ ((bits >> 31) & 0x7fffffff); }
+static inline float of_order(int32_t x) { x ^= (x >> 31) & 0x7fffffff; float y; std::memcpy(&y, &x, 4); return y; }
+// The columns of the `count` largest logits of a row, the first of equals first: as integers that are the larger the earlier they come, with
+// the column in the lower half, by its negative. tops: of each group.
+template <class T> static std::vector<int64_t> most_likely(const T* logits, long vocab, const std::vector<int32_t>& tops, long count) {
+  int32_t from = INT32_MIN;  // that many groups have one that is not below it
+  if (count <= long(tops.size())) {
+    std::vector<int32_t> ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + count - 1, ordered.end(), std::greater<int32_t>());
+    from = ordered[count - 1];
+  }
+  std::vector<int64_t> some;
+  for (long g = 0; g < long(tops.size()); g++)
+    for (long c = g * GROUP; from <= tops[g] && c < std::min(vocab, (g + 1) * GROUP); c += LANES) {
+      int32_t own[LANES];
+      int inside = int(std::min<long>(LANES, vocab - c));
+      put(own, in_order(load_some(logits + c, inside)));
+      for (int i = 0; i < inside; i++)
+        if (own[i] >= from) some.push_back(int64_t((uint64_t(int64_t(own[i])) << 32) - uint64_t(c + i)));
+    }
+  std::partial_sort(some.begin(), some.begin() + count, some.end(), std::greater<int64_t>());
+  some.resize(count);
+  return some;
+}
+// Of a row of logits the log-probabilities of the tokens `ids`, their ranks, then the log-probabilities and the ids of the `num_top` most
+// likely ones, at most `vocab`: `ranked_logprobs_reference` of logprobs.py.
+template <class T> static void rank_row(const T* logits, long vocab, const int64_t* ids, long num_ids, long num_top, double* out) {
+  auto inside = [&](long c) { return int(std::min<long>(LANES, vocab - c)); };
+  auto at = [&](long c) {
+    Floats x = load_some(logits + c, inside(c));
+    return c + LANES <= vocab ? x : select(lanes() < inside(c), x, all(-INFINITY));
+  };
+  std::vector<int32_t> tops((vocab + GROUP - 1) / GROUP);
+  Ints odd{};
+  for (long g = 0; g < long(tops.size()); g++) {
+    Ints most = Ints{} + INT32_MIN;
+    for (long c = g * GROUP; c < std::min(vocab, (g + 1) * GROUP); c += LANES) {
+      Floats x = at(c);
+      Ints own = in_order(x);
+      odd |= x != x, most = select(own > most, own, most);
+    }
+    tops[g] = largest(most);
+  }
+  float top = any(odd) ? NAN : of_order(*std::max_element(tops.begin(), tops.end()));
+  double total = 0.0;
+  for (long first = 0; first < vocab; first += GROUP) {
+    Floats weight{};
+    for (long c = first; c < std::min(vocab, first + GROUP); c += LANES) weight += vexp(at(c) - top);
+    total += sum(weight);
+  }
+  float log_total = float(std::log(total));
+  auto logprob = [&](long id) { return (to_float(logits[id]) - top) - log_total; };
+  for (long i = 0; i < num_ids; i++) {
+    Floats own = all(to_float(logits[ids[i]]));
+    Ints rank{};
+    for (long c = 0; c < vocab; c += LANES) {
+      Ints likely = load_some(logits + c, inside(c)) >= own;
+      rank -= c + LANES <= vocab ? likely : likely & (lanes() < inside(c));
+    }
+    int32_t of_lanes[LANES];
+    put(of_lanes, rank);
+    out[i] = logprob(ids[i]), out[num_ids + i] = double(std::accumulate(of_lanes, of_lanes + LANES, 0));
+  }
+  out += 2 * num_ids;
+  if (num_top == 0) return;
+  for (int64_t each : most_likely(logits, vocab, tops, num_top)) {
+    int64_t id = int64_t(uint32_t(-uint64_t(each)));
+    *out = logprob(id), out[num_top] = double(id), out++;
+  }
 }
 // The log-odds of a token's probability at temperature 1; NaN where a logit is.
 template <class T> static float log_odds_of(const T* logits, long vocab, long id) {

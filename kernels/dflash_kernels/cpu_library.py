@@ -173,6 +173,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "dflash_choose": [I, I, P, L, L, L, P, P, P, P, P, P],
     "dflash_lowest_kept": [I, I, P, L, L, L, P, P, P, P, P],
     "dflash_penalise": [I, P, P],
+    "dflash_ranked_logprobs": [I, I, P, L, L, L, P, L, L, P],
     "dflash_log_odds": [I, I, P, L, L, L, P, F, P],
     "dflash_accept": [P, P, L, P, L, P],
     "dflash_prepare_draft": [P, P, P, L, L, L, L, P, P, P],

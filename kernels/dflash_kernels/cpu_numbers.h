@@ -213,6 +213,11 @@ static inline float largest(Floats x) {
     for (int i = 0; i < n; i++) s[i] = s[i + n] > s[i] ? s[i + n] : s[i];
   return s[0];
 }
+static inline int32_t largest(Ints x) {
+  int32_t s[LANES];
+  put(s, x);
+  return *std::max_element(s, s + LANES);
+}
 static inline Floats larger(Floats a, Floats b) { return select(a > b, a, b); }
 static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal number
   Floats inside = larger(x, all(-87.0f));

@@ -165,6 +165,17 @@ void dflash_penalise(int threads, const Penalties* p, float* logits) {
     for (long row = first; row < last; row++) count_and_penalise(*p, row, logits);
   });
 }
+// ids: int64 `[rows][num_ids]`. out: `[rows][2 * (num_ids + num_top)]`.
+void dflash_ranked_logprobs(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const int64_t* ids,
+                            int64_t num_ids, int64_t num_top, double* out) {
+  share(threads, rows, std::max<long>(1, 16384 / vocab), [&](long first, long last) {
+    for (long row = first; row < last; row++) {
+      const void* at = at_row(dtype, logits, row, step);
+      auto rank = [&](auto* logits) { rank_row(logits, vocab, ids + row * num_ids, num_ids, num_top, out + row * 2 * (num_ids + num_top)); };
+      if (dtype == 0) rank((const float*)at); else rank((const bf16*)at);
+    }
+  });
+}
 // How sure each row of logits is of a column, within `most` of 0.
 void dflash_log_odds(int dtype, int threads, const void* logits, int64_t rows, int64_t vocab, int64_t step, const int64_t* ids, float most,
                      float* out) {

@@ -19,6 +19,7 @@ from dflash_kernels.context_write import context_write_reference
 from dflash_kernels.huge_pages import weight_memory
 from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
+from dflash_kernels.logprobs import ranked_logprobs_reference
 from dflash_kernels.penalties import PenalisedRows
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from dflash_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -470,6 +471,19 @@ def count_and_penalise(
         np.int64,
     )  # fmt: skip
     _library.dflash_penalise(torch.get_num_threads(), described.ctypes.data, logits.data_ptr())
+
+
+def ranked_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """As `ranked_logprobs_reference`, up to the rounding of sums."""
+    if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
+        return ranked_logprobs_reference(logits, ids, num_top)
+    num_top, ids = min(num_top, logits.shape[1]), ids.contiguous()
+    out = torch.empty((len(logits), 2 * (ids.shape[1] + num_top)), dtype=torch.float64)
+    _library.dflash_ranked_logprobs(
+        DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0),
+        ids.data_ptr(), ids.shape[1], num_top, out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def log_odds(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

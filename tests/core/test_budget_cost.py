@@ -9,7 +9,7 @@ import pytest
 from dflash_backend.core.request import Request
 from dflash_backend.core.speculation.budget import MOST_IN_A_ROW, UnevenDrafts
 from dflash_backend.core.speculation.costs import StepShape
-from dflash_backend.core.speculation.policy import FIRST_STEPS, AdaptiveSpeculation
+from dflash_backend.core.speculation.policy import FASTER, FIRST_STEPS, AdaptiveSpeculation
 from tests.core.toy_engine import Engine, make_config, make_request
 
 K = 6
@@ -89,6 +89,18 @@ def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: floa
         policy.observe_step(shape, 1.5, 0.0, budgeted=True)
     assert policy.uneven.pays(0.3, 64) is (cost == 0)
     assert (policy.costs.target_s(shape) == before) is (cost > 0), "and are no steps of rows alike"
+
+
+@pytest.mark.parametrize("seconds", [0.95, 0.8])
+def test_a_step_with_a_budget_that_is_faster_than_thought_says_that_the_thought_is_wrong(seconds: float) -> None:
+    """Else the time of small steps would never be seen where all of them have a budget."""
+    policy = AdaptiveSpeculation(K, uneven_cost=0.1)
+    shape = StepShape(64, 64, 6400, 6400)
+    for _ in range(20):
+        policy.observe_step(shape, 1.0, 0.0)
+    for _ in range(200):
+        policy.observe_step(shape, seconds, 0.0, budgeted=True)
+    assert (policy.costs.target_s(shape) < 0.97) == (seconds < FASTER)
 
 
 @pytest.mark.parametrize("longer", [1.0, 2.0])

@@ -17,7 +17,13 @@ from dflash_backend.core.speculation import policy as policies
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepShape
-from dflash_backend.core.speculation.policy import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.speculation.policy import (
+    FIRST_STEPS,
+    PROBE_DRAFTS,
+    VERIFY_SHARE,
+    AdaptiveSpeculation,
+    SpeculatingRow,
+)
 from tests.core.toy_engine import Engine, make_config, make_request
 from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
@@ -233,11 +239,19 @@ def test_a_little_is_verified_whatever_it_costs() -> None:
 def test_the_first_steps_and_probes_verify_all() -> None:
     policy = policy_with(taught(), 1000.0)
     policy._lengths = {0: 0}
-    assert budget_of(policy, [[0.0] * K]) is None
+    assert budget_of(policy, [[0.0] * K], PROBE_DRAFTS) is None
     policy._lengths = {0: K}
     policy.stats.num_steps = len(FIRST_STEPS)
     assert budget_of(policy, [[0.0] * K]) is None
     assert policy_with(taught(), 1000.0).choose_budget(decode_rows(0, 2), [SpeculatingRow(K)] * 2) is None
+
+
+def test_blocks_that_were_drafted_when_it_still_paid_are_not_verified_in_full() -> None:
+    policy = policy_with(taught(), 1000.0)
+    policy._lengths = {0: 0}
+    budget = budget_of(policy, [[0.0] * K] * 3)
+    assert budget is not None
+    assert budget.num_drafts == 1
 
 
 def test_blocks_are_longer_where_the_confidence_tells_drafts_apart(monkeypatch: pytest.MonkeyPatch) -> None:

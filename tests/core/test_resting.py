@@ -14,10 +14,12 @@ from dflash_backend.core.speculation.policy import (
     FAILED_FIRST_BLOCKS,
     FEW_ROWS,
     MAX_STEPS_BETWEEN_PROBES,
+    MIN_STEPS_BETWEEN_PROBES,
     MOST_REQUESTS_BETWEEN,
     MOST_STEPS_OF_FEW,
     PROBE_DRAFTS,
     RESUMED_DRAFTS,
+    SECONDS_BETWEEN_DECISIONS,
     STEPS_BETWEEN_DECISIONS,
     AdaptiveSpeculation,
     SpeculatingRow,
@@ -200,6 +202,35 @@ def test_a_decision_holds_longer_where_few_rows_go_on_as_they_were(
     for step in range(120):  # noqa: B007 - the decisions read it
         policy.choose(rows, 100.0, 0)
     assert {after - before for before, after in itertools.pairwise(decisions[4:])} == {steps}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "share", "steps"), [(8, 0.1, 4), (8, 0.6, 2), (8, 2.0, 1), (1, 0.3, 4), (1, 1.5, 1)]
+)
+def test_a_decision_of_rows_that_draft_holds_for_no_more_time_than_deciding_is_worth(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, share: float, steps: int
+) -> None:
+    seconds = share * SECONDS_BETWEEN_DECISIONS
+    policy = policy_with([0.95] * K, CostTable([1, 1000], [seconds, 1.01 * seconds]))
+    decisions, decide, step = [], policy._decide, 0
+    monkeypatch.setattr(policy, "_decide", lambda *given: (decisions.append(step), decide(*given))[1])
+    rows = [SpeculatingRow(K) for _ in range(num_rows)]
+    for step in range(120):  # noqa: B007 - the decisions read it
+        policy.choose(rows, 100.0, 0)
+        policy.observe_step(StepShape(num_rows, num_rows * (K + 1), 800, 800 * (K + 1)), seconds, 0.0)
+    assert {after - before for before, after in itertools.pairwise(decisions[4:])} == {steps}
+
+
+def test_a_rest_lasts_as_many_steps_however_long_they_are() -> None:
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0)
+    rows = [SpeculatingRow(K) for _ in range(8)]
+    while any(policy.choose(rows, 100.0, 0)):
+        pass
+    num_resting = 0
+    while not any(policy.choose(rows, 100.0, 0)):
+        policy.observe_step(StepShape(8, 8, 800, 800), 8.0, 0.0)
+        num_resting += 1
+    assert num_resting > MIN_STEPS_BETWEEN_PROBES
 
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(1, PROBE_DRAFTS), (FEW_ROWS, PROBE_DRAFTS), (FEW_ROWS + 1, 0)])

@@ -49,8 +49,8 @@ BUDGET_COST_MUTANTS = (
     Mutant(
         "how much longer steps with a budget take is not learned",
         f"{CORE}/speculation/policy.py",
-        "if budgeted and self.uneven.cost and (expected_s",
-        "if (expected_s := 0.0) and (expected_s",
+        "if budgeted and self.uneven.cost and 0 <",
+        "if budgeted and self.uneven.cost and 1e9 <",
         TESTS,
     ),
     Mutant(

@@ -249,6 +249,18 @@ CPU_OPS_MUTANTS = (
     ),
     *mutants_of(
         f"{KERNELS}/cpu_choice.h",
+        ("tests/kernels/test_logprobs.py",),
+        (
+            "a group that has one of the likeliest tokens is passed over",
+            "from <= tops[g] && c",
+            "from < tops[g] && c",
+        ),
+        ("the last of equals is the most likely one", "- uint64_t(c + i)))", "+ uint64_t(c + i)))"),
+        ("what fills up a row has a rank", "likely & (lanes() < inside(c))", "likely"),
+        ("a number that is none is passed over", "any(odd) ? NAN :", "false ? NAN :"),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_choice.h",
         ("tests/kernels/test_penalties.py",),
         ("C++: drafts count for the next step", "for (int64_t i = 0; i < num_draft; i++) draft(i)--;", ""),
         ("C++: tokens of the prompt count as output", "if (at < prompt_len) counts", "if (false) counts"),

@@ -93,10 +93,10 @@ INVARIANCE_MUTANTS = (
     ),
     Mutant(
         "which of equally likely tokens are reported follows what neighbours ask for",
-        "dflash_backend/worker/logits.py",
+        "kernels/dflash_kernels/logprobs.py",
         "(ordered * 2**32 - columns).topk(count, dim=1)",
         "scores.topk(count, dim=1)",
-        ("tests/worker/test_logits.py",),
+        ("tests/kernels/test_logprobs.py",),
     ),
     Mutant(
         "the target keeps the attention of a server without the setting",

@@ -20,6 +20,20 @@ SHARED_ATTENTION = (
 SPECULATION_MUTANTS = (
     *mutants_of(
         f"{CORE}/speculation/policy.py",
+        (*BUDGET_TESTS, "tests/core/test_budget_cost.py"),
+        (
+            "drafts that were proposed when it still paid are all verified",
+            "if not self.pays and max(row.num_draft for row, _ in drafting) <= PROBE_DRAFTS:",
+            "if not self.pays:",
+        ),
+        (
+            "no step with a budget says that less time is needed than thought",
+            "* FASTER <= target_s:",
+            "> 0:",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/speculation/policy.py",
         TESTS,
         (
             "a budget goes to drafts that are no prefixes of their rows",
@@ -61,6 +75,16 @@ SPECULATION_MUTANTS = (
             "steps that rest are not counted",
             "        self.stats.num_steps_without_drafts += 1\n        return True\n",
             "        return True\n",
+        ),
+        (
+            "a decision of rows that draft holds for some steps, however long they take",
+            " or (self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests):",
+            ":",
+        ),
+        (
+            "a rest is ended by the time that its steps take",
+            "SECONDS_BETWEEN_DECISIONS and not self.rests)",
+            "SECONDS_BETWEEN_DECISIONS)",
         ),
         (
             "the number of drafts that pays is not remembered",
@@ -153,8 +177,8 @@ SPECULATION_MUTANTS = (
         BUDGET_TESTS,
         (
             "a probe is not verified",
-            " or not self.pays:\n            return None",
-            ":\n            return None",
+            "if not self.pays and max(row",
+            "if False and max(row",
         ),
         (
             "nothing is verified where nothing pays",

@@ -355,14 +355,19 @@ VALUE_MUTANTS = (
         "dflash_backend/worker/logits.py",
         ("tests/worker/test_logits.py",),
         (
+            "a token among the likeliest ones has the rank of the last of its equals",
+            "entry.ranks[0] = ids.index(token) + 1",
+            "pass",
+        ),
+        (
             "the tokens that one row names are those of another",
-            "ids[begins : begins + length, : len(own)] = own",
-            "ids[:length, : len(own)] = own",
+            "of_rows[begins : begins + length, : len(own)] = own",
+            "of_rows[:length, : len(own)] = own",
         ),
         (
             "a named token has the rank of the one before it",
-            "entry.ranks.append(int(values[half + place]))",
-            "entry.ranks.append(int(values[half + place - 1]))",
+            "*zip(named, of_ids[1:], of_ranks[1:], strict=False)]",
+            "*zip(named, of_ids[1:], of_ranks, strict=False)]",
         ),
     ),
     *mutants_of(

@@ -84,8 +84,8 @@ WORKER_MUTANTS = (
         ("tests/invariants/test_prompt_logprobs.py",),
         (
             "a prompt's log-probabilities are those of the token before",
-            "behind = int(self._start[i]) + begin + 1",
-            "behind = int(self._start[i]) + begin",
+            "own[int(self._start[i]) + begin + 1 :",
+            "own[int(self._start[i]) + begin :",
         ),
         (
             "a prompt's last position has log-probabilities too",

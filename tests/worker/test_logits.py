@@ -12,10 +12,11 @@ import torch
 from dflash_backend.core.plan import NewRequest, SchedulerOutput
 from dflash_backend.messages import SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import BatchTraits, HostBatch
-from dflash_backend.worker.logits import PendingLogprobs, SpecialRows, most_likely
+from dflash_backend.worker.logits import PendingLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates, StateTensors
 from dflash_backend.worker.step_ops import HostStepOps
 
+OPS = HostStepOps()
 VOCAB = 11
 K = 3
 PROMPT = [1, 2, 2]
@@ -205,7 +206,9 @@ def test_a_bad_words_last_token_is_hidden_behind_the_others_in_the_output_or_the
 
 def entry_of(logits: torch.Tensor, num_top: int, token: int) -> TokenLogprobs:
     """What a row without drafts gets that chose `token`."""
-    pending = PendingLogprobs.of(logits, torch.tensor([token]), rows=[2], lens=[1], num_top=[num_top], named=[[]])
+    pending = PendingLogprobs.of(
+        logits, torch.tensor([token]), rows=[2], lens=[1], num_top=[num_top], named=[[]], ops=OPS
+    )
     return pending.entries([[], [], [token]])[2][0]
 
 
@@ -217,12 +220,16 @@ def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_lik
     assert entry.ranks == [4, 1, 2]
     entry = entry_of(logits, 2, 3)
     assert (entry.token_ids[0], entry.ranks) == (3, [1, 2])
+    entry = entry_of(logits, 3, 1)
+    assert (entry.token_ids, entry.ranks) == ([1, 3, 2], [2, 1, 3])
 
 
 def test_each_row_gets_the_entries_of_its_own_tokens_though_some_of_its_drafts_are_rejected() -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
     chosen = [3, 4, 5, 6, 7]
-    pending = PendingLogprobs.of(logits, torch.tensor(chosen), [1, 3], lens=[3, 2], num_top=[0, 2], named=[[], []])
+    pending = PendingLogprobs.of(
+        logits, torch.tensor(chosen), [1, 3], lens=[3, 2], num_top=[0, 2], named=[[], []], ops=OPS
+    )
     found = pending.entries([[9], [3], [8, 8], [6, 7]])
     own = logits.log_softmax(dim=1)
     assert {row: [entry.token_ids[0] for entry in entries] for row, entries in found.items()} == {1: [3], 3: [6, 7]}
@@ -236,20 +243,15 @@ def test_rows_get_the_tokens_that_their_requests_name_in_place_of_the_likeliest(
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     chosen = [3, 4, 5, 6]
     named: list[list[int]] = [[], [5, 1]]
-    pending = PendingLogprobs.of(logits, torch.tensor(chosen), [0, 2], lens=[2, 2], num_top=[1, 0], named=named)
+    pending = PendingLogprobs.of(
+        logits, torch.tensor(chosen), [0, 2], lens=[2, 2], num_top=[1, 0], named=named, ops=OPS
+    )
     found = pending.entries([[3, 4], [], [5, 6]])
     own = logits.log_softmax(dim=1)
     assert [entry.token_ids for entry in found[2]] == [[5, 1], [6, 5, 1]]
     assert {len(entry.token_ids) for entry in found[0]} <= {1, 2}
     torch.testing.assert_close(torch.tensor(found[2][1].logprobs), own[3, [6, 5, 1]])
     assert found[2][1].ranks == [int((own[3] >= own[3, token]).sum()) for token in (6, 5, 1)]
-
-
-def test_equally_likely_tokens_come_in_the_order_of_their_ids_however_many_are_asked_for() -> None:
-    scores = torch.randint(-3, 2, (5, 400), generator=torch.Generator().manual_seed(0)).float() - 0.5
-    expected = scores.sort(dim=1, descending=True, stable=True).indices
-    for count in (1, 4, 17, 400):
-        assert torch.equal(most_likely(scores, count), expected[:, :count])
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:

@@ -124,9 +124,11 @@ Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
 # A decision holds for this many steps, unless more than this part of the rows, or of a step's tokens, come or go:
-# estimates change slowly, and deciding takes time. What is decided again holds for twice as many each time with few
-# rows, where a step is short; and while drafting rests until the next probe, which ends it at once if it is accepted.
+# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short; and
+# while drafting rests until the next probe, which ends it at once if it is accepted. While rows draft it holds no
+# longer than this many seconds, beside which deciding takes nothing: many rows may change all at once.
 STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 32
+SECONDS_BETWEEN_DECISIONS = 0.02
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # With few rows the first block of a request is tried while drafting rests; after this many of them in a row of which
@@ -156,6 +158,8 @@ MAX_ROWS_LOOKED_AT = 64
 RESUMED_DRAFTS = 4
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
+# A step with a budget that takes less than this part of what is expected says that too much is expected.
+FASTER = 0.9
 # While drafting rests, one step in `OBSERVED_EVERY` is observed, and after `AT_FIRST` of them one in `LATER_EVERY`:
 # observing takes time and adds little.
 OBSERVED_EVERY, AT_FIRST, LATER_EVERY = 4, 64, 16
@@ -221,7 +225,7 @@ class AdaptiveSpeculation:
         self._num_failed_first = 0  # of those in a row that nothing was accepted of
         self._num_untried = 0  # requests since the last one
         self._num_first = 0  # requests that came before the first decision
-        self._age = 0  # steps since then
+        self._age, self._age_s = 0, 0.0  # steps since then, and seconds of those that were observed
         self._interval = STEPS_BETWEEN_DECISIONS
         self._probes = Probes()
         self._trials = Trials()
@@ -345,7 +349,7 @@ class AdaptiveSpeculation:
             share = FIRST_STEPS[self.stats.num_steps - 1]
             every = 1 if self.costs.table is not None else min(max(1, len(rows) // FIRST_ROWS), self.k)
             lengths = [0 if index % every else round(row.k * share) for index, row in enumerate(rows)]
-        elif changed or self._age >= self._interval:
+        elif changed or self._age >= self._interval or (self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests):
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
@@ -357,7 +361,7 @@ class AdaptiveSpeculation:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
         if line.plain_s <= 0:
             return [row.k for row in rows]  # no step has been timed
-        num_passed, self._age = self._age, 0
+        num_passed, self._age, self._age_s = self._age, 0, 0.0
         self._probes.pass_steps(num_passed)
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
@@ -406,7 +410,9 @@ class AdaptiveSpeculation:
         if not self.uneven.next_step(len(rows)) or not speculating:
             return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
-        if not drafting or self.stats.num_steps <= len(FIRST_STEPS) or not self.pays:
+        if not drafting or self.stats.num_steps <= len(FIRST_STEPS):
+            return None
+        if not self.pays and max(row.num_draft for row, _ in drafting) <= PROBE_DRAFTS:
             return None
         shape = StepShape.of(rows, self._work)
         total = sum(row.num_draft for row, _ in drafting)
@@ -479,14 +485,17 @@ class AdaptiveSpeculation:
         """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was drafting.
         budgeted: it had several rows, and a budget for them."""
         self._num_pending_steps += 1
+        self._age_s += seconds
         if self.stats.num_steps <= STEPS_TAKEN_IN_ONE_BY_ONE:
             self._update_acceptance()
-        if budgeted and self.uneven.cost and (expected_s := self.costs.target_s(shape)) > 0:
-            self.uneven.observe(seconds - draft_s, expected_s)
+        target_s = seconds - draft_s
+        # Rows that differ take no less time than others: where they do, it is the estimate that is wrong.
+        if budgeted and self.uneven.cost and 0 < (expected_s := self.costs.target_s(shape)) * FASTER <= target_s:
+            self.uneven.observe(target_s, expected_s)
             self.costs.pass_step()
         else:
             self.uneven.pass_step()
-            self.costs.observe(shape, seconds - draft_s, draft_s)
+            self.costs.observe(shape, target_s, draft_s)
 
     def pass_step(self) -> None:
         """Go on from a step without drafts whose time is not looked at."""
