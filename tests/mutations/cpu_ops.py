@@ -257,7 +257,6 @@ CPU_OPS_MUTANTS = (
         ),
         ("the last of equals is the most likely one", "- uint64_t(c + i)))", "+ uint64_t(c + i)))"),
         ("what fills up a row has a rank", "likely & (lanes() < inside(c))", "likely"),
-        ("a number that is none is passed over", "any(odd) ? NAN :", "false ? NAN :"),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_choice.h",
