@@ -67,12 +67,37 @@ template <class T> static bool coarse_rows(const Product& p, CoarseRows& rows) {
   }
   return true;
 }
-// Sums of 8 lanes and the products of two numbers of each.
-static inline __m256i added_products(__m256i sums, __m256i a, __m256i b) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpwssd_epi32(sums, a, b);
+// Of ROWS rows from `x` on the sums of their numbers by the codes of a panel.
+template <int ROWS> static inline void panel_sums(const int8_t* codes, const int16_t* x, long deep, __m256i sums[ROWS][2]) {
+  auto two_at = [&](int r, long c) { int32_t two; std::memcpy(&two, x + r * deep + c, 4); return two; };
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  // Of even and odd pairs of inputs, since one sum would wait for itself.
+  __m512i whole[ROWS][2];
+  for (int r = 0; r < ROWS; r++) whole[r][0] = whole[r][1] = _mm512_setzero_si512();
+  for (long c = 0; c < deep; c += 2, codes += 2 * LANES) {
+    __builtin_prefetch(codes + 2048, 0, 2);
+    __m512i own = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+    for (int r = 0; r < ROWS; r++) whole[r][0] = _mm512_dpwssd_epi32(whole[r][0], _mm512_set1_epi32(two_at(r, c)), own);
+    if ((c += 2) >= deep) break;
+    own = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(codes += 2 * LANES)));
+    for (int r = 0; r < ROWS; r++) whole[r][1] = _mm512_dpwssd_epi32(whole[r][1], _mm512_set1_epi32(two_at(r, c)), own);
+  }
+  for (int r = 0; r < ROWS; r++) {
+    __m512i both = _mm512_add_epi32(whole[r][0], whole[r][1]);
+    sums[r][0] = _mm512_castsi512_si256(both), sums[r][1] = _mm512_extracti64x4_epi64(both, 1);
+  }
 #else
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+  for (long c = 0; c < deep; c += 2, codes += 2 * LANES) {
+    __builtin_prefetch(codes + 2048, 0, 2);
+    __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
+    __m256i upper = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + LANES)));
+    for (int r = 0; r < ROWS; r++) {
+      __m256i both = _mm256_set1_epi32(two_at(r, c));
+      sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(both, lower));
+      sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(both, upper));
+    }
+  }
 #endif
 }
 static inline float most_of(__m256 x) {
@@ -89,21 +114,7 @@ static void panel_noise(const Sampling& sampling, long row, long panel, float* o
 template <int ROWS>
 static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
   __m256i sums[ROWS][2];
-  for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-  const int8_t* codes = head.codes + panel * LANES * rows.deep;
-  const int16_t* x = rows.numbers.data() + row * rows.deep;
-  for (long c = 0; c < rows.deep; c += 2, codes += 2 * LANES) {
-    __builtin_prefetch(codes + 2048, 0, 2);
-    __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
-    __m256i upper = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + LANES)));
-    for (int r = 0; r < ROWS; r++) {
-      int32_t two;
-      std::memcpy(&two, x + r * rows.deep + c, 4);
-      __m256i both = _mm256_set1_epi32(two);
-      sums[r][0] = added_products(sums[r][0], both, lower);
-      sums[r][1] = added_products(sums[r][1], both, upper);
-    }
-  }
+  panel_sums<ROWS>(head.codes + panel * LANES * rows.deep, rows.numbers.data() + row * rows.deep, rows.deep, sums);
   for (int r = 0; r < ROWS; r++) {
     bool filters = rows.filters[row + r];
     float temperature = rows.sampling.temperature && !filters ? rows.sampling.temperature[row + r] : 0.0f, noise[LANES];
