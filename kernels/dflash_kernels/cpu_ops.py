@@ -474,10 +474,12 @@ def count_and_penalise(
 
 
 def ranked_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """As `ranked_logprobs_reference`, up to the rounding of sums."""
+    """As `ranked_logprobs_reference`, up to the rounding of sums. Raises `IndexError` for ids that have no logits."""
     if logits.dtype not in DTYPES or not logits.shape[1] or logits.stride(1) != 1:
         return ranked_logprobs_reference(logits, ids, num_top)
     num_top, ids = min(num_top, logits.shape[1]), ids.contiguous()
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < logits.shape[1]):
+        raise IndexError(f"token ids from 0 to {logits.shape[1] - 1} have logits, not {ids.min()} to {ids.max()}")
     out = torch.empty((len(logits), 2 * (ids.shape[1] + num_top)), dtype=torch.float64)
     _library.dflash_ranked_logprobs(
         DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0),

@@ -98,3 +98,10 @@ def test_numbers_of_other_types_and_columns_that_lie_apart_have_the_reference() 
     ids = torch.tensor([[3]])
     for logits in (random(1, 40).double(), random(40, 1).t(), random(1, 40).half()):
         assert torch.equal(cpu_ops.ranked_logprobs(logits, ids, 3), ranked_logprobs_reference(logits, ids, 3))
+
+
+@needs_library
+@pytest.mark.parametrize("token", [-1, 40, 2**40])
+def test_a_token_that_has_no_logit_is_an_error(token: int) -> None:
+    with pytest.raises(IndexError, match="from 0 to 39 have logits"):
+        cpu_ops.ranked_logprobs(random(2, 40), torch.tensor([[3], [token]]), 1)
