@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -101,9 +102,13 @@ def test_requests_that_still_wait_are_found_as_well(grpc_client, metric, freed):
     streams = [grpc_client.stream(f"Count from {n}.", num_speculative_tokens=0, **LONG) for n in range(count)]
     with ThreadPoolExecutor(count) as pool:
         firsts = [pool.submit(next, stream) for stream in streams]
-        eventually(lambda: metric("dflash:num_requests_waiting") == count - MAX_NUM_SEQS, "some wait")
-        for stream in streams:
-            stream.close()
+        eventually(lambda: sum(first.done() for first in firsts) == MAX_NUM_SEQS, "as many as may run have begun")
+        eventually(lambda: metric("dflash:num_requests_waiting") == count - MAX_NUM_SEQS, "the others wait")
+        # Those that wait leave first: in the row of one that left, another would begin.
+        begun = [first.done() for first in firsts]
+        for has_begun in (False, True):
+            for stream in itertools.compress(streams, [each is has_begun for each in begun]):
+                stream.close()
         freed(count)
     assert sum(isinstance(first.exception(), Cancelled) for first in firsts) == count - MAX_NUM_SEQS
 
