@@ -108,7 +108,7 @@ class ModelStep:
         if step.traits.chooses:
             if step.logits_token is not None:
                 hidden = hidden.index_select(0, step.logits_token)
-            if not step.needs_logits:
+            if not step.needs_logits and self.target.coarse_head is not None:
                 tokens = self.ops.tokens_without_logits(step, self.state, self.target, hidden)
             step.logits = self.target.logits(hidden) if tokens is None else None
         step.target_tokens = self.ops.target_tokens(step, self.state) if tokens is None else tokens

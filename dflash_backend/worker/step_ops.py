@@ -222,10 +222,8 @@ class CommonStepOps:
     def tokens_without_logits(
         self, step: Step, state: StateTensors, target: TargetModel, hidden: torch.Tensor
     ) -> torch.Tensor | None:
-        """As `target_tokens`, by the coarse codes of the target's head, for `hidden` `[D, hidden_size]`; None where it
-        has none."""
-        if target.coarse_head is None:
-            return None
+        """As `target_tokens`, by the coarse codes of the target's head, for `hidden` `[D, hidden_size]`; None where
+        they leave too many tokens that may be it."""
         if not step.traits.sampled:
             return target.likeliest(hidden)
         index, positions = self._choices(step)
