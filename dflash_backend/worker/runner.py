@@ -196,12 +196,13 @@ class ModelRunner:
         if plan.writable_block_ids is not None and self.mover is not None:
             self.mover.check(plan)
         with step_errors(plan, self.device), torch.inference_mode():
+            if self.step.pending is not None:
+                # From now on the blocks where it would be written may be another request's.
+                for request_id in plan.finished_req_ids:
+                    self.step.pending.drop(self.requests.records[request_id].index)
             self.requests.update(plan)
             if plan.new_requests or plan.finished_req_ids:
                 self.grammars.update(plan)
-            if self.step.pending is not None:
-                for new in plan.new_requests:
-                    self.step.pending.drop(self.requests.records[new.request_id].index)
             if self.step.pool is not None:
                 # What the steps before have yet to write is written first.
                 first = len(self.step.state.tokens)

@@ -74,7 +74,7 @@ class PendingContext:
         return 0 if self._waiting is None else self._waiting.counts.item(req_idx)
 
     def drop(self, req_idx: int) -> None:
-        """Drop what waits of a request: its index goes to another."""
+        """Drop what waits of a request: it has ended, or is preempted."""
         if self._waiting is not None:
             self._waiting.counts[req_idx] = 0
 

@@ -150,8 +150,8 @@ RESTING_MUTANTS = (
         ),
         (
             "context of the second request that ended is another's",
-            "for new in plan.new_requests:\n                    self.step.pending.drop(",
-            "for new in plan.new_requests[:1]:\n                    self.step.pending.drop(",
+            "for request_id in plan.finished_req_ids:\n                    self.step.pending.drop(",
+            "for request_id in plan.finished_req_ids[:1]:\n                    self.step.pending.drop(",
         ),
     ),
     *mutants_of(

@@ -127,6 +127,21 @@ def test_nothing_of_a_request_that_ended_is_written_for_the_next(prompts: list[l
     outputs.finish()
 
 
+def test_nothing_waits_of_a_request_that_ended_once_its_blocks_may_be_those_of_another(prompts: list[list[int]]) -> None:
+    """All that waits is written when another drafter is put in, also where no other request has the same index."""
+    outputs = Engine(max_num_seqs=2)
+    outputs.add_resting("ends", prompts[0], 21)
+    outputs.add_resting("runs", prompts[1], 40)
+    outputs.step()
+    index = outputs.runner.requests.records["ends"].index
+    while "ends" in outputs.core.scheduler.running:
+        outputs.step()
+    assert outputs.pending.num_waiting(index) > 0
+    outputs.step()
+    assert outputs.pending.num_waiting(index) == 0
+    outputs.finish()
+
+
 def test_a_reset_drops_what_waits(prompts: list[list[int]]) -> None:
     outputs = Engine(max_num_seqs=1)
     outputs.add_resting("a", prompts[0], 30)
