@@ -1,9 +1,9 @@
 """The target architectures that this server runs: one entry each in `FAMILIES`.
 
 For a family that has the decoder layer of `models/layers.py`, under the tensor names that Hugging Face checkpoints
-share, nothing else is to be added: the entry says in what the layer differs from Llama's, and how the family's config
-class reads `config.json`. A field that is missing there takes the value that `transformers` 5 gives it, so that a
-checkpoint means the same here and there.
+share, no other code is needed (docs/architecture.md lists its tests and names): the entry says in what the layer
+differs from Llama's, and how the family's config class reads `config.json`. A field that is missing there takes the
+value that `transformers` 5 gives it, so that a checkpoint means the same here and there.
 """
 
 from __future__ import annotations

@@ -599,7 +599,7 @@ class Scheduler:
             num_positions = positions_to_start(request, config)
             has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
             if not has_tokens or not self.kv.fits(request, num_positions, hit, promised):
-                passed_over.append(tenant)  # It waits for blocks, and so do all others: the loop ends.
+                passed_over.append(tenant)  # It waits for blocks or tokens, and so do all others: the loop ends.
                 break
             if self.kv.tiers is not None and self._begin_load(self.kv.tiers, request, hit, builder):
                 queue.put_back(tenant)

@@ -17,7 +17,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.drafters.registry import METHODS
 
-# The architecture of each family that is supported; others go by their name alone.
+# Of the families of targets below, the architecture of each that is supported; others go by their name alone.
 ARCHITECTURES = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen3-MoE": "Qwen3MoeForCausalLM",
@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "Qwen3.5": "Qwen3_5ForCausalLM",
     "Gemma 4": "Gemma4ForCausalLM",
 }
+# Also of methods that are published and not supported: P-EAGLE.
 NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 ZLAB = "github.com/z-lab/dflash, README"
 SPECULATORS = "github.com/vllm-project/speculators, README"

@@ -146,7 +146,7 @@ class DecoderTarget(LayeredTarget):
         super().__init__(spec, weights, ops)
         self.rotary = Rotary(spec.decoder, max_positions, weights.embedding.device, weights.embedding.dtype)
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
-        self.stack = LayerStack.of(self.layers, self.ops)
+        self.stack = LayerStack.of(self.layers, self.ops, self.final_norm)
         if self.stack is not None and isinstance(self._head, PackedLinear):
             self.stack.end_with(self._head.packed)
 

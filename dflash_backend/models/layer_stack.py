@@ -41,15 +41,15 @@ class LayerStack:
         head.precede(self.order[0].data)
 
     @classmethod
-    def of(cls, layers: Sequence[object], ops: LayerOps) -> LayerStack | None:
-        """None where a layer must be run by itself."""
+    def of(cls, layers: Sequence[object], ops: LayerOps, last_norm: torch.Tensor) -> LayerStack | None:
+        """None where a layer must be run by itself. last_norm: follows the last layer."""
         if not isinstance(ops, CpuLayerOps) or not layers:
             return None
         plain = [layer for layer in layers if type(layer) is DecoderLayer and _is_packed(layer)]
         if len(plain) < len(layers):
             return None
         weights = [layer.weights for layer in plain]
-        norms = {norm.dtype for w in weights for norm in (w.input_norm, w.post_norm)}
+        norms = {norm.dtype for w in weights for norm in (w.input_norm, w.post_norm)} | {last_norm.dtype}
         of_heads = {None if w.qk_norm is None else w.qk_norm.dtype for w in weights}
         dtypes = {w.qkv.dtype for w in weights}
         known = {*dtypes, torch.float32}

@@ -27,8 +27,9 @@ class MetricSpec:
     its name ends with. `of_steps`: it tells of the engine's steps and not of requests, so no response waits for it.
     `per_request`: a histogram with one observation for each request or completion. `more_labels`: of a gauge that is
     made when their values are known (`Metrics.inform`). `follows`: the field of `EngineStats` that it shows, by its
-    path; with the label "tier" that of `TierStats`; empty: this side counts. Tokens of prompts and answers are counted
-    here: a prompt once for all its completions, and an answer without the tokens past a stop string.
+    path; with the label "tier" that of `TierStats`. Where it is empty the stub counts, in Triton's process. The stub
+    counts tokens of prompts and answers itself: a prompt once for all its completions, and an answer without the
+    tokens past a stop string. `EngineStats.num_prompt_tokens` and `num_generation_tokens` are other numbers.
     """
 
     name: str

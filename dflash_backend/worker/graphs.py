@@ -513,7 +513,7 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
     for num_rows in {min(1 << i, layouts.max_rows) for i in range(layouts.max_rows.bit_length() + 1)}:
         padding = _padding_under_bounds(step, layouts, 1, num_rows=num_rows)
         assert padding.budget is not None
-        step.ops.lay_out(padding, padding.budget, step.state)
+        step.ops.apply_budget(padding, padding.budget, step.state)
     _choose_tokens(step, layouts)
 
 

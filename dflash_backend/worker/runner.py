@@ -258,7 +258,7 @@ class ModelRunner:
             for part in step.parts:
                 assert part.results is not None, "the step before completes this one"
                 # Lists, since after a step's products each call of numpy takes some microseconds.
-                numbers = part.results.wait().reshape(-1, self.step.decode_query_len + 2).tolist()[: len(part.rows)]
+                numbers = part.results.wait().reshape(-1, self.step.state.k + 3).tolist()[: len(part.rows)]
                 self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
                 new_tokens = [
                     ids[: num_accepted + 1] if row.sample else []
@@ -293,7 +293,7 @@ class ModelRunner:
             if not self.overlaps and step.parts:
                 # Rows of requests that have ended, which the core knows by now, propose nothing.
                 for part in step.parts if ended else ():
-                    num_next_draft = part.step.batch.num_next_draft.numpy()
+                    num_next_draft = part.step.batch.num_next_draft.numpy()  # the numbers that C++ reads
                     num_next_draft[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
                     part.step.traits = replace(part.step.traits, drafts=bool(num_next_draft.any()))
                 self.threads.run(self._draft_part, step.parts, step.plan.num_tokens, drafts=True)
@@ -371,8 +371,8 @@ class ModelRunner:
         ]
 
     def _run_part(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest]) -> PartInFlight:
-        """Queue a step of some of a plan's rows, and the copy of its results; in inference mode, which each thread has
-        for itself."""
+        """Queue a step of some of a plan's rows, and the copy of its results; on a CPU verify and accept them. In
+        inference mode, which each thread has for itself."""
         budget = plan.budget if self.overlaps else None
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None

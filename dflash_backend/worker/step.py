@@ -81,7 +81,7 @@ class ModelStep:
         )
         record(step.timestamps, 0)
         if step.budget is not None:
-            self.ops.lay_out(step, step.budget, self.state)
+            self.ops.apply_budget(step, step.budget, self.state)
         if not step.prepared:
             self.ops.prepare(step, self.state)
         if guard is not None:

@@ -143,7 +143,7 @@ class StateSnapshot:
 
 
 class CommonStepOps:
-    """What a CPU and a GPU have in common, with the kernels' references.
+    """What a CPU and a GPU have in common, with the operations of a CPU: C++, where it is built, else the references.
 
     No two rows of a step have the same request.
     """
@@ -179,7 +179,7 @@ class CommonStepOps:
         cpu_step.store_drafts if cpu_ops.HAS_CPU_OPS else prepare_draft.store_drafts_reference
     )
 
-    def lay_out(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
+    def apply_budget(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
         batch = step.batch
         num_draft, query_start, query_lens, logits_start, token_row, logits_token, logits_row = self._lay_out(
@@ -386,8 +386,8 @@ class HostStepOps(CommonStepOps):
 
 
 class ReferenceStepOps(CommonStepOps):
-    """What `DeviceStepOps` does, by the references of its kernels, in the host's memory: for tests, which run the steps
-    of a GPU by it."""
+    """What `DeviceStepOps` does, by the operations of a CPU, in the host's memory: for tests, which run the steps of a
+    GPU by it."""
 
     on_host = False
 

@@ -51,6 +51,7 @@ class CoarseHead:
             self._facts[1] += self._facts[2] / 256  # products take numbers on grids unrounded
         addresses = [self.data.data_ptr(), *(each.data_ptr() for each in self._facts)]
         self._described = np.array([n, k, *addresses], np.int64)
+        # Threads that share a head may change these at once: then one call more or less is left out.
         self._pause = self._left_out = 0
 
     @classmethod

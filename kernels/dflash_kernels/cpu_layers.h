@@ -65,7 +65,8 @@ template <class T> static void write_head(const T* head, void* cache, int kv_dty
     }
   }
 }
-// One head normed and rotated, rounded where `qk_norm_rope_write_reference` rounds.
+// One head normed and rotated, rounded where `qk_norm_rope_write_reference` rounds. `sin` has the sines of the first half
+// negated; `dim` is at most `MAX_HEAD_DIM` (cpu_ops.py).
 template <class T, class W>
 static void turn_head(const T* from, const W* weight, const T* cos, const T* sin, T* to, long dim, float eps) {
   T normed[1024];

@@ -27,7 +27,7 @@ def launches() -> None:
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
     inputs = Step(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True), K)
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
-    ops.lay_out(replace(inputs, logits_token=rows.token_row), torch.zeros(2 + K + ROWS), state)
+    ops.apply_budget(replace(inputs, logits_token=rows.token_row), torch.zeros(2 + K + ROWS), state)
     ops.prepare(inputs, state)
     ops.apply_token_bitmask(logits, torch.zeros(ROWS, num_words(VOCAB), dtype=torch.int32), rows.num_new)
     penalised = PenalisedRows(torch.zeros(NUMBERS, ROWS, dtype=torch.int64), inputs.positions, K)

@@ -176,6 +176,15 @@ def test_each_weight_knows_the_one_that_is_multiplied_by_next(tmp_path: Path) ->
 
 
 def test_layers_without_operations_in_cpp_are_no_stack() -> None:
-    assert LayerStack.of([SimpleNamespace()], CpuLayerOps()) is None
-    assert LayerStack.of([], CpuLayerOps()) is None
-    assert LayerStack.of([SimpleNamespace()], LayerOps()) is None
+    norm = torch.ones(64)
+    assert LayerStack.of([SimpleNamespace()], CpuLayerOps(), norm) is None
+    assert LayerStack.of([], CpuLayerOps(), norm) is None
+    assert LayerStack.of([SimpleNamespace()], LayerOps(), norm) is None
+
+
+def test_a_last_norm_of_another_dtype_than_the_other_norms_is_no_stack(tmp_path: Path) -> None:
+    make_target(tmp_path, **HEADS)
+    target = load_target(read_target(tmp_path), 64, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
+    assert LayerStack.of(target.layers, target.ops, target.final_norm) is not None
+    assert LayerStack.of(target.layers, target.ops, target.final_norm.float()) is None

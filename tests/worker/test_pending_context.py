@@ -127,7 +127,9 @@ def test_nothing_of_a_request_that_ended_is_written_for_the_next(prompts: list[l
     outputs.finish()
 
 
-def test_nothing_waits_of_a_request_that_ended_once_its_blocks_may_be_those_of_another(prompts: list[list[int]]) -> None:
+def test_nothing_waits_of_a_request_that_ended_once_its_blocks_may_be_those_of_another(
+    prompts: list[list[int]],
+) -> None:
     """All that waits is written when another drafter is put in, also where no other request has the same index."""
     outputs = Engine(max_num_seqs=2)
     outputs.add_resting("ends", prompts[0], 21)

@@ -63,7 +63,7 @@ class DFlashModel(DraftModel):
             vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
             self.mask_embedding = vector.to(self.device, self.dtype)
         self.layers = [self._layer(weights, index, pattern) for index, pattern in enumerate(self.patterns)]
-        self.stack = LayerStack.of(self.layers, self.ops)
+        self.stack = LayerStack.of(self.layers, self.ops, self.final_norm)
         # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
         parts = [layer.qkv.rows(slice(query, None)) for layer in weights.layers]
