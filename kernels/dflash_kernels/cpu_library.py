@@ -185,6 +185,7 @@ SIGNATURES: dict[str, list[Any]] = {
 NUMBERS: dict[str, list[Any]] = {
     "dflash_packed_bytes": [L, L, L],
     "dflash_pack_blocks": [I, P, I, P, L, L],
+    "dflash_are_halves": [I, P, L],
     "dflash_unpack_rows": [I, P, P, L, P],
     "dflash_layers": [I, P, P, P],
     "dflash_lay_out": [P, P, L, L, L, P, P],

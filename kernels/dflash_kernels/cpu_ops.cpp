@@ -69,9 +69,22 @@ static void add_rows(int dtype, int threads, const void* x, void* total, int64_t
 
 extern "C" {
 int64_t dflash_packed_bytes(int64_t kind, int64_t n, int64_t k) { return packed_bytes(kind, n, k); }
-// numbers: of the weight's own type, which is no grid.
+// Whether all of some numbers of float32 are those of bfloat16.
+int64_t dflash_are_halves(int threads, const uint32_t* numbers, int64_t count) {
+  std::atomic<bool> all{true};
+  share(threads, count, 16384, [&](long first, long last) {
+    for (long i = first; i < last && all.load(std::memory_order_relaxed); i += 1024) {
+      uint32_t found = 0;
+      for (long j = i; j < std::min(last, i + 1024); j++) found |= numbers[j];
+      if (found & 0xffff) all.store(false);
+    }
+  });
+  return all.load();
+}
+// numbers: in float32 or bfloat16, as those of the weight, which is no grid.
 void dflash_pack(int threads, const Weight* w, const void* numbers) {
   if (w->kind == FLOATS) pack_floats((const float*)numbers, w->n, w->k, (float*)w->numbers, threads);
+  else if (w->kind == FLOAT_HALVES) pack_halves((const float*)numbers, w->n, w->k, (bf16*)w->numbers, threads);
   else pack_halves((const bf16*)numbers, w->n, w->k, (bf16*)w->numbers, threads);
 }
 // blocks: of a type of GGUF, rows [first, first + rows) of a weight on grids. Returns whether they can be kept so.
@@ -296,7 +309,7 @@ int dflash_trial() {
     std::vector<bf16> halves(64 * 32, bf16{0x3f80});
     std::vector<uint8_t> packed(packed_bytes(kind, 32, 64));
     Weight weight{kind, 32, 64, packed.data(), nullptr, 0};
-    if (kind < GRID4) dflash_pack(2, &weight, kind == HALVES ? (void*)halves.data() : w.data());
+    if (!is_grid(kind)) dflash_pack(2, &weight, kind == HALVES ? (void*)halves.data() : w.data());
     else {
       std::vector<uint8_t> blocks(64 * 34, 1);  // of Q8_0, all codes 1
       for (int i = 0; i < 64; i++) blocks[i * 34] = 0, blocks[i * 34 + 1] = 0x3c;  // steps of 1

@@ -41,6 +41,8 @@ BLOCKS = {
 grid that holds them: codes of 4 or 8 bits by steps in float16 (0, 1), the same by steps in float32 (2, 3)."""
 FIRST_GRID = {torch.bfloat16: 2, torch.float32: 6}
 """The number of grid 0 in the library, by what numbers are in."""
+FLOAT_HALVES = 10
+"""The number in the library of float32 whose numbers are bfloat16."""
 LANES = 16
 MAX_HEAD_DIM = 1024
 
@@ -51,17 +53,24 @@ HAS_PAIRS = _library is not None and bool(_library.dflash_has_pairs())
 
 
 class PackedWeight:
-    """A weight `[out_features, in_features]` in the order in which products read it, as float32 or bfloat16, or as
-    codes on grids that give the very same numbers (`cpu_grids.h`); for bfloat16 without `HAS_PAIRS` those before
-    rounding."""
+    """A weight `[out_features, in_features]` in the order in which products read it, as float32 or bfloat16, or in
+    fewer bits that give the very same numbers: float32 as bfloat16, where all are, or codes on grids (`cpu_grids.h`);
+    of these for bfloat16 without `HAS_PAIRS` those before rounding."""
 
     __slots__ = ("address", "data", "described", "dtype", "shape")
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Packs `weight`, which is not kept."""
-        weight = weight.contiguous()
-        self._describe(DTYPES[weight.dtype], (weight.shape[0], weight.shape[1]), weight.dtype)
-        _library.dflash_pack(torch.get_num_threads(), self.address, weight.data_ptr())
+        weight, threads = weight.contiguous(), torch.get_num_threads()
+        kind, (n, k) = DTYPES[weight.dtype], weight.shape
+        if (
+            weight.dtype == torch.float32
+            and k % 32 == 0
+            and _library.dflash_are_halves(threads, weight.data_ptr(), n * k)
+        ):
+            kind = FLOAT_HALVES
+        self._describe(kind, (n, k), weight.dtype)
+        _library.dflash_pack(threads, self.address, weight.data_ptr())
 
     def _describe(self, kind: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """Memory for a weight of this kind. address: of what the library knows of it."""
@@ -78,7 +87,7 @@ class PackedWeight:
     @property
     def is_plain(self) -> bool:
         """Whether it holds numbers, not codes on grids."""
-        return int(self.described[0]) in DTYPES.values()
+        return int(self.described[0]) in (*DTYPES.values(), FLOAT_HALVES)
 
     @property
     def device(self) -> torch.device:

@@ -122,17 +122,20 @@ static void pair_products(int rows, const bf16* a, long a_step, const bf16* b, l
 // product comes after this one's, as a rule, or null. They are fetched and never read, so that weight may be gone.
 //
 // float32: panels of 16 outputs, `[k][16]`. bfloat16: pairs of panels, 32 outputs, `[k / 32][2][16][16][2]`: of 32 inputs
-// two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Grids (`cpu_grids.h`) hold the very
-// numbers in fewer bits, in units of 32 inputs: of 32 outputs where pairs of bfloat16 are multiplied, which become such a pair of
-// tiles, else of 16, which become 32 inputs of a panel of float32.
-// Both in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
-enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, KINDS };
+// two tiles of AMX, a kilobyte each, in which neighbouring inputs lie side by side. Numbers of float32 that are all bfloat16 lie as those
+// do, `k` a multiple of 32; where numbers of bfloat16 are not multiplied in pairs, they are widened in each pass of a product over them.
+// Grids (`cpu_grids.h`) hold the very numbers in fewer bits, in units of 32 inputs: of 32 outputs where pairs of bfloat16 are multiplied,
+// which become such a pair of tiles, else of 16, which become 32 inputs of a panel of float32.
+// They come in four forms: codes of 4 and 8 bits by steps in float16, the same by steps in float32.
+enum Kind { FLOATS, HALVES, GRID4, GRID8, WIDE4, WIDE8, FLOAT_GRID4, FLOAT_GRID8, FLOAT_WIDE4, FLOAT_WIDE8, FLOAT_HALVES, KINDS };
 struct Weight { int64_t kind, n, k; const void* numbers; const char* next; int64_t next_bytes; };
 constexpr int GRIDS_HELD = REGISTER_BYTES == 64 ? VECTORS : 2;  // vectors whose sums few rows keep in registers, beside what makes numbers of grids
 constexpr long PAIR = 2 * LANES, DEEP = 32, TILES = PAIR * DEEP;  // numbers of a pair of tiles
 
 static inline bool is_float(int64_t kind) { return kind == FLOATS || kind >= FLOAT_GRID4; }
-static inline bool is_in_pairs(int64_t kind) { return kind == HALVES || (HAS_PAIRS && !is_float(kind)); }
+static inline bool is_halves(int64_t kind) { return kind == HALVES || kind == FLOAT_HALVES; }
+static inline bool is_grid(int64_t kind) { return kind >= GRID4 && kind != FLOAT_HALVES; }
+static inline bool is_in_pairs(int64_t kind) { return is_halves(kind) || (HAS_PAIRS && !is_float(kind)); }
 static inline long rounded_up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long depth(int64_t kind, long k) { return kind == FLOATS ? k : rounded_up(k, DEEP); }
 static inline long outputs_of_unit(int64_t kind) { return is_in_pairs(kind) ? PAIR : LANES; }
@@ -141,7 +144,7 @@ static inline long outputs_together(int64_t kind) { return is_in_pairs(kind) ? P
 static long unit_bytes(int64_t kind);  // of a grid
 static long packed_bytes(int64_t kind, long n, long k) {
   if (kind == FLOATS) return rounded_up(n, LANES) * k * 4;
-  if (kind == HALVES) return rounded_up(n, PAIR) * depth(kind, k) * 2;
+  if (is_halves(kind)) return rounded_up(n, PAIR) * depth(kind, k) * 2;
   return rounded_up(n, outputs_together(kind)) / outputs_of_unit(kind) * (k / DEEP) * unit_bytes(kind);
 }
 static inline long place(long row, long col, long deep) {  // in bfloat16
@@ -158,14 +161,16 @@ static void pack_floats(const float* w, long n, long k, float* out, int threads)
     }
   });
 }
-static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
+static uint16_t half_of(bf16 x) { return x.bits; }
+static uint16_t half_of(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return uint16_t(bits >> 16); }
+template <class T> static void pack_halves(const T* w, long n, long k, bf16* out, int threads) {
   long deep = depth(HALVES, k);
   share(threads, rounded_up(n, PAIR) / PAIR, 1, [&](long first, long last) {
     std::memset((void*)(out + first * deep * PAIR), 0, (last - first) * deep * PAIR * sizeof(bf16));
     for (long row = first * PAIR; row < std::min(n, last * PAIR); row++)
       for (long begin = 0; begin < k; begin += DEEP) {
         bf16* to = out + place(row, begin, deep);
-        for (long col = 0; col < std::min(DEEP, k - begin); col++) to[col / 2 * PAIR + col % 2] = w[row * k + begin + col];
+        for (long col = 0; col < std::min(DEEP, k - begin); col++) to[col / 2 * PAIR + col % 2].bits = half_of(w[row * k + begin + col]);
       }
   });
 }
@@ -174,7 +179,6 @@ static void pack_halves(const bf16* w, long n, long k, bf16* out, int threads) {
 
 constexpr long AT_A_TIME = 64;      // inputs of which rows of few passes compute while the next ones are fetched
 constexpr long PASSES_THAT_WAIT = 3;  // for memory
-constexpr long PASSES_BY_HALVES = 2;  // over numbers of bfloat16, up to which it pays to widen them in each
 constexpr long FUSED = 4;           // rows whose sums are in registers while numbers of a grid are made
 constexpr long ROWS_TO_FUSE = 8;    // in passes of so many, up to which it pays to make numbers again
 constexpr long ROWS_OF_SUMS = 512;  // rows whose sums its second cache holds
@@ -337,21 +341,10 @@ static void pair_rows(const Product& p, const bf16* x, long x_step, long row, lo
 }
 #endif
 
-// Numbers of inputs [begin, end), of `vectors` panels from `first` on, as float32 `[vectors][end - begin][16]`.
+// Numbers on a grid of inputs [begin, end), of `vectors` panels from `first` on, as float32 `[vectors][end - begin][16]`.
 static void make_floats(const Weight& w, long first, int vectors, long begin, long end, float* made) {
   for (long col = begin; col < end; col += DEEP)
-    for (int j = 0; j < vectors; j++) {
-      float *to = made + (j * (end - begin) + col - begin) * LANES, *beside = to + (end - begin) * LANES;
-      if (w.kind != HALVES) { unpack_unit(w, unit_of(w, (first + j) * LANES, col), to); continue; }
-      if (j % 2) continue;  // two panels are in a pair of tiles
-      const bf16* from = tiles_of(w, (first + j) / 2, col);
-      for (int i = 0; i < int(TILES / (j + 1 < vectors ? 1 : 2)); i += PAIR) {
-        Bits pair = vector_at<Bits>(from + i);
-        float* at = i < int(TILES / 2) ? to + i : beside + i - TILES / 2;
-        store(at, (Floats)(pair << 16));
-        store(at + LANES, (Floats)(pair & 0xffff0000u));
-      }
-    }
+    for (int j = 0; j < vectors; j++) unpack_unit(w, unit_of(w, (first + j) * LANES, col), made + (j * (end - begin) + col - begin) * LANES);
 }
 // Where the numbers of a panel begin, from an input on; of bfloat16 those of an even panel.
 static const char* numbers_at(const Weight& w, long panel, long begin) {
@@ -359,14 +352,10 @@ static const char* numbers_at(const Weight& w, long panel, long begin) {
   return (const char*)w.numbers + (w.kind == FLOATS ? panel * deep + begin : panel * deep / 2 + begin) * 64;
 }
 // What the pass `pass` of `passes` over `count` inputs fetches of those that lie at `at`: its part of them.
-static Fetched fetched_in(const Weight& w, const char* at, long count, long pass, long passes, bool is_made) {
-  long deep = depth(w.kind, w.k), of_pair = passes / 2;
+static Fetched fetched_in(const Weight& w, const char* at, long count, long pass, long passes) {
   if (!at) return {};
-  if (w.kind == FLOATS) return {at + count * 64 * pass / passes, 64 / passes, deep * 64};
-  if (!is_made) return {at + DEEP * 32 * pass / passes, 64 / passes};
-  // Each pass over numbers that were made fetches of one pair of panels, each vector a quarter.
-  if (pass / 2 >= of_pair) return {};
-  return {at + pass % 2 * deep * 64 + count * 16 * (pass / 2) / of_pair, 16 / of_pair, count * 16};
+  if (w.kind == FLOATS) return {at + count * 64 * pass / passes, 64 / passes, w.k * 64};
+  return {at + DEEP * 32 * pass / passes, 64 / passes};
 }
 // Of rows [row, last), which are `x`, by `vectors` panels from `first` on, some inputs at a time for all rows. Those that come next
 // are fetched meanwhile; after the last ones those of panel `next`, where it is one.
@@ -374,21 +363,21 @@ template <class T> static void panel_products(const Product& p, long row, long l
   const Weight& w = *p.weight;
   long width = VECTORS * LANES, deep = depth(w.kind, p.k), passes = (last - row + AT_ONCE - 1) / AT_ONCE, at_once = (last - row + passes - 1) / passes;
   long most = passes <= PASSES_THAT_WAIT ? AT_A_TIME : DEPTH_AT_ONCE;
-  bool is_grid = w.kind >= GRID4, is_made = is_grid || (w.kind == HALVES && passes > PASSES_BY_HALVES);
+  bool is_made = is_grid(w.kind);
   float* sums = scratch((last - row) * width * 2 + (is_made ? most * width : 0));
   float *parts = sums + (last - row) * width, *made = parts + (last - row) * width;
   for (long begin = 0; begin < deep; begin += most) {
     long end = std::min(deep, begin + most), count = end - begin;
     if (is_made) make_floats(w, first, vectors, begin, end, made);
-    const char* from = is_grid ? nullptr : numbers_at(w, first, begin);
-    const char* coming = is_grid ? nullptr : end < deep ? numbers_at(w, first, end) : next * LANES < p.n ? numbers_at(w, next, 0) : nullptr;
+    const char* from = is_made ? nullptr : numbers_at(w, first, begin);
+    const char* coming = is_made ? nullptr : end < deep ? numbers_at(w, first, end) : next * LANES < p.n ? numbers_at(w, next, 0) : nullptr;
     bool adds = begin % DEPTH_AT_ONCE != 0, ends = end % DEPTH_AT_ONCE == 0 || end == deep;
     float* into = begin < DEPTH_AT_ONCE ? sums : parts;
     for (long at = row, pass = 0; at < last; at += at_once, pass++) {
       int rows = int(std::min<long>(at_once, last - at));
       float *to = into + (at - row) * width, *sum = sums + (at - row) * width;
       const float* a = (const float*)p.x + at * p.x_step + begin;
-      Fetched fetched = fetched_in(w, coming, count, pass, passes, is_made);
+      Fetched fetched = fetched_in(w, coming, count, pass, passes);
       if (is_made) products(rows, vectors, a, p.x_step, made, LANES, count * LANES, count, adds, to, width, fetched);
       else if (w.kind == FLOATS) products(rows, vectors, a, p.x_step, (const float*)from, LANES, deep * LANES, count, adds, to, width, fetched);
       else products(rows, vectors, a, p.x_step, (const bf16*)from, LANES, deep * PAIR, count, adds, to, width, fetched);
@@ -477,7 +466,7 @@ template <class T> static void linear_panels(const Product& p, int threads) {
       for (long group = first; group < last; group++) {
         long panel = group * VECTORS, next = group + 1 < last ? group + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
         int vectors = int(std::min<long>(VECTORS, panels - panel));
-        if (w.kind < GRID4 || p.m > ROWS_TO_FUSE) {
+        if (!is_grid(w.kind) || p.m > ROWS_TO_FUSE) {
           panel_products<T>(p, row, std::min(p.m, row + ROWS_OF_SUMS), panel, vectors, next * VECTORS);
           continue;
         }
@@ -582,6 +571,7 @@ static void unpack_rows(const Weight& w, const int64_t* rows, long count, void* 
     for (long i = first; i < last; i++)
       for (long col = 0; col < w.k; col++) {
         if (w.kind == FLOATS) ((float*)out)[i * w.k + col] = ((const float*)w.numbers)[rows[i] / LANES * w.k * LANES + col * LANES + rows[i] % LANES];
+        else if (w.kind == FLOAT_HALVES) ((float*)out)[i * w.k + col] = to_float(((const bf16*)w.numbers)[place(rows[i], col, w.k)]);
         else if (w.kind == HALVES) ((bf16*)out)[i * w.k + col] = ((const bf16*)w.numbers)[place(rows[i], col, depth(HALVES, w.k))];
         else if (is_float(w.kind)) ((float*)out)[i * w.k + col] = number_at(w, rows[i], col);
         else {

@@ -74,6 +74,36 @@ def test_rows_of_a_packed_weight_are_its_numbers(dtype: torch.dtype) -> None:
             PackedWeight(weight).rows(torch.tensor([0, row]))
 
 
+@needs_library
+def test_float32_whose_numbers_are_bfloat16_takes_half_the_memory_and_has_its_bits() -> None:
+    """As numbers of float32 have them, which a row that is not of bfloat16 asks for."""
+    for outputs, inputs in ((32, 64), (37, 96), (300, 768), (8, 32)):
+        numbers = random(outputs, inputs).bfloat16().float()
+        numbers[-1, ::3] = -0.0
+        whole = torch.cat([numbers, torch.full((1, inputs), 0.1)])
+        halves, floats = PackedWeight(numbers), PackedWeight(whole)
+        assert halves.is_plain
+        assert halves.data.nbytes == -(-outputs // 32) * 32 * inputs * 2
+        assert floats.data.nbytes == -(-(outputs + 1) // 16) * 16 * inputs * 4
+        assert torch.equal(halves.rows(torch.arange(outputs)).view(torch.int32), numbers.view(torch.int32))
+        for rows in (1, 2, 6, 7, 12, 13, 18, 19, 25, 70, 600):
+            x, bias = random(rows, inputs, seed=1), random(outputs + 1, seed=2)
+            assert torch.equal(halves.product(x, bias[:-1].clone()), floats.product(x, bias)[:, :-1])
+            assert torch.equal(halves.product(x), floats.product(x)[:, :-1])
+
+
+@needs_library
+def test_one_number_that_is_no_bfloat16_keeps_all_in_float32() -> None:
+    for size in (32, 32 * 2048):
+        for at in (0, size // 2 - 1, size - 1):
+            numbers = torch.ones(size)
+            numbers[at] += 2.0**-20
+            packed = PackedWeight(numbers.view(-1, 32))
+            assert torch.equal(packed.rows(torch.arange(size // 32)).view(-1), numbers)
+    # A product reads 32 inputs of bfloat16 at a time, and a row of float32 may end before.
+    assert PackedWeight(torch.ones(32, 33)).data.nbytes == 32 * 33 * 4
+
+
 # Where a block of each type has its numbers in float16.
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 

@@ -185,6 +185,35 @@ CPU_OPS_MUTANTS = (
             "x.data_ptr(), x.stride(0), self.address",
             "x.data_ptr(), k, self.address",
         ),
+        (
+            "rows that end within 32 inputs are read past their ends",
+            "weight.dtype == torch.float32 and k % 32 == 0 and",
+            "weight.dtype == torch.float32 and",
+        ),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_ops.cpp",
+        TESTS,
+        (
+            "the first of some numbers tell whether all are bfloat16",
+            "j < std::min(last, i + 1024); j++",
+            "j < i + 1; j++",
+        ),
+        ("numbers that are nearly bfloat16 are taken for it", "if (found & 0xffff) all", "if (found & 0xff00) all"),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_products.h",
+        TESTS,
+        (
+            "the second of two numbers of bfloat16 is the first",
+            "(Floats)(pair[j] & 0xffff0000u)",
+            "(Floats)(pair[j] << 16)",
+        ),
+        (
+            "float32 as bfloat16 loses its signs",
+            "return uint16_t(bits >> 16); }",
+            "return uint16_t(bits << 1 >> 17); }",
+        ),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_ops.cpp",
