@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
-from dflash_backend.attention.invariant_torch import TILE_KEYS
+from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer, invariant_torch
+from dflash_backend.attention.invariant_torch import TILE_KEYS, TILE_LINES
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention_reference
@@ -128,3 +128,18 @@ def test_a_query_has_the_same_bits_alone_in_any_chunk_and_beside_any_rows(
         together = memory.attend([0, 1, 2], [others[0], 16, others[1]], [others[0], 272, LONGEST], pattern)
         assert torch.equal(together[others[0] : others[0] + 16], whole[256:272]), others
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [200, 9, 3]])
+def test_products_are_as_high_whatever_rows_have(query_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may sum rows of another number of them in another order: some do, and some only on some processors."""
+    products, heights = invariant_torch.products, set[int]()
+
+    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        heights.add(left.shape[-2])
+        return products(left, right)
+
+    monkeypatch.setattr(invariant_torch, "products", watched)
+    memory = Memory(3, 16, 2, torch.float32)
+    memory.attend(list(range(len(query_lens))), query_lens, [300] * len(query_lens), PATTERNS[0])
+    assert heights == {TILE_LINES}

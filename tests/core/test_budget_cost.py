@@ -78,6 +78,21 @@ def test_a_time_that_was_thought_too_long_is_seen_to_be_shorter() -> None:
     assert policy.costs.target_s(whole) < 1.35
 
 
+def test_each_step_without_a_budget_among_others_is_looked_at() -> None:
+    """Of many steps of a kind only some are, else; these are few."""
+    policy = AdaptiveSpeculation(K, uneven_cost=0.1)
+    whole, part = (StepShape(64, 64 * (1 + each), 6400, 6400) for each in (K, 2))
+    for _ in range(60):
+        policy.observe_step(whole, 1.0, 0.0)
+    times = []
+    for _ in range(3):
+        for _ in range(MOST_IN_A_ROW):
+            policy.observe_step(part, policy.costs.target_s(part), 0.0, budgeted=True)
+        policy.observe_step(whole, 4.0, 0.0)
+        times.append(policy.costs.target_s(whole))
+    assert 1.0 < times[0] < times[1] < times[2]
+
+
 @pytest.mark.parametrize("cost", [0.0, 0.1])
 def test_steps_with_a_budget_tell_what_budgets_cost_where_that_counts(cost: float) -> None:
     policy = AdaptiveSpeculation(K, uneven_cost=cost)

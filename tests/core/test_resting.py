@@ -201,7 +201,7 @@ def test_a_decision_holds_longer_where_few_rows_go_on_as_they_were(
     rows = [SpeculatingRow(K) for _ in range(num_rows)]
     for step in range(120):  # noqa: B007 - the decisions read it
         policy.choose(rows, 100.0, 0)
-    assert {after - before for before, after in itertools.pairwise(decisions[4:])} == {steps}
+    assert {after - before for before, after in itertools.pairwise(decisions[3:])} == {steps}
 
 
 @pytest.mark.parametrize(

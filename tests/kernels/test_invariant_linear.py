@@ -44,6 +44,21 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_rows(
             assert torch.equal(some, whole[first : first + count]), (count, first)
 
 
+def test_a_product_begins_at_an_address_that_libraries_take_for_any_other() -> None:
+    """Some sum up narrow products by where their rows lie, on some processors."""
+    weight, begins = random(97, 33), []
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        begins.append(rows.data_ptr() % products.ALIGNMENT)
+        return F.linear(rows, weight, bias)
+
+    for first in range(1, 5):
+        begins.clear()
+        invariant_linear_reference(random(300, 33, seed=2)[first:], weight, None, multiply)
+        assert begins
+        assert not any(begins)
+
+
 def test_shapes_are_those_of_a_linear_layer() -> None:
     weight = random(5, 8)
     assert invariant_linear_reference(random(2, 3, 8), weight).shape == (2, 3, 5)

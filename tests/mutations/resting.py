@@ -47,7 +47,7 @@ RESTING_MUTANTS = (
         ),
         (
             "decisions become as rare while many rows draft",
-            "MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS",
+            "MOST_STEPS_OF_FEW if len(rows) <= FEW_ROWS else STEPS_BETWEEN_DECISIONS",
             "MOST_STEPS_OF_FEW",
         ),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import Mutant, mutants_of
+from tests.mutations.mutant import mutants_of
 
 CORE = "dflash_backend/core"
 TESTS = (
@@ -164,13 +164,6 @@ SPECULATION_MUTANTS = (
         ("drafts without confidences get a budget", "return has_confidence", "return True"),
         ("budgets that did not pay are never tried again", " or self._since_look >= STEPS_BETWEEN_LOOKS", ""),
         ("what budgets gain is not taken in", "self._gain += GAIN_WEIGHT * (gain - self._gain)", "pass"),
-    ),
-    Mutant(
-        "a decision to draft holds on, however many drafts it is for",
-        f"{CORE}/speculation/policy.py",
-        "goes_on = is_same and len(rows) <= FEW_ROWS",
-        "goes_on = any(before.values()) and len(rows) <= FEW_ROWS",
-        ("tests/benchmarks/test_adaptive_simulation.py",),
     ),
     *mutants_of(
         f"{CORE}/speculation/policy.py",

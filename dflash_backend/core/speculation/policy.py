@@ -124,9 +124,9 @@ Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
 # A decision holds for this many steps, unless more than this part of the rows, or of a step's tokens, come or go:
-# deciding takes time. What is decided again holds for twice as many each time with few rows, where a step is short; and
-# while drafting rests until the next probe, which ends it at once if it is accepted. While rows draft it holds no
-# longer than this many seconds, beside which deciding takes nothing: many rows may change all at once.
+# deciding takes time. It holds for twice as many each time with few rows, where a step is short; and while drafting
+# rests until the next probe, which ends it at once if it is accepted. While rows draft it holds no longer than this
+# many seconds, beside which deciding takes nothing: many rows may change all at once.
 STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 32
 SECONDS_BETWEEN_DECISIONS = 0.02
 FEW_ROWS = 2
@@ -367,7 +367,7 @@ class AdaptiveSpeculation:
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
         rested = not self.pays and len(rows) > FEW_ROWS
-        before, self._num_rows, self._num_tokens = self._lengths, len(rows), len(rows) + num_other_tokens
+        self._num_rows, self._num_tokens = len(rows), len(rows) + num_other_tokens
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
@@ -375,14 +375,11 @@ class AdaptiveSpeculation:
             if rested:
                 self._lengths = {group: min(length, RESUMED_DRAFTS) for group, length in self._lengths.items()}
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
-        # Requests that come one after the other mostly draft as many, though they are of different groups.
-        has_new = any(row.length is None for row in rows)
-        is_same = self._lengths == before or (has_new and set(self._lengths.values()) == set(before.values()))
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
         if any(lengths):
-            goes_on = is_same and len(rows) <= FEW_ROWS
-            self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW if goes_on else STEPS_BETWEEN_DECISIONS)
+            most = MOST_STEPS_OF_FEW if len(rows) <= FEW_ROWS else STEPS_BETWEEN_DECISIONS
+            self._interval = min(2 * self._interval, most)
             self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
                 self._trials.begin()
