@@ -136,7 +136,7 @@ def test_the_engine_gives_up_budgets_that_make_steps_longer(longer: float, monke
     stats = engine.core.stats().speculation
     share = stats.num_budgeted_steps / stats.num_steps
     assert share > 0.25 if longer == 1.0 else share < 0.05
-    assert len(times) >= 0.9 * stats.num_budgeted_steps, "but for the last ones, of one row"
+    assert len(times) >= 0.8 * stats.num_budgeted_steps, "but for those of one row, and those that are faster"
     assert sorted(times)[len(times) // 2] == pytest.approx(longer, rel=0.2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.core.speculation.policy import (
+    MAX_PROBES_IN_A_ROW,
     MAX_STEPS_BETWEEN_PROBES,
     MIN_STEPS_BETWEEN_PROBES,
     PROBE_COST,
@@ -33,7 +34,16 @@ def test_probes_that_fail_become_rarer_and_drafting_begins_anew() -> None:
     probes.note_drafting()
     assert gaps_between(probes, 20 * PROBE_COST, 2) == [20, 25]
     probes.note_success()
-    assert gaps_between(probes, 20 * PROBE_COST, 3) == [0, 20, 25]
+    assert gaps_between(probes, 20 * PROBE_COST, 3) == [0, 40, 25], "after two together the wait is for both"
+
+
+def test_probes_that_succeed_follow_at_once_until_it_is_known_that_they_do_not_pay() -> None:
+    probes, gaps = Probes(), list[int]()
+    for _ in range(3 * MAX_PROBES_IN_A_ROW):
+        gaps += gaps_between(probes, 20 * PROBE_COST, 1)
+        probes.note_success()
+    burst = [0] * (MAX_PROBES_IN_A_ROW - 1)
+    assert gaps == [20, *burst, 20 * MAX_PROBES_IN_A_ROW, *burst, 20 * MAX_PROBES_IN_A_ROW, *burst]
 
 
 @pytest.mark.parametrize(("cost", "steps"), [(0.0, MIN_STEPS_BETWEEN_PROBES), (100.0, MAX_STEPS_BETWEEN_PROBES)])

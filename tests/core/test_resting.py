@@ -13,6 +13,7 @@ from dflash_backend.core.speculation.costs import CostTable, StepShape
 from dflash_backend.core.speculation.policy import (
     FAILED_FIRST_BLOCKS,
     FEW_ROWS,
+    MAX_PROBES_IN_A_ROW,
     MAX_STEPS_BETWEEN_PROBES,
     MIN_STEPS_BETWEEN_PROBES,
     MOST_REQUESTS_BETWEEN,
@@ -219,6 +220,23 @@ def test_a_decision_of_rows_that_draft_holds_for_no_more_time_than_deciding_is_w
         policy.choose(rows, 100.0, 0)
         policy.observe_step(StepShape(num_rows, num_rows * (K + 1), 800, 800 * (K + 1)), seconds, 0.0)
     assert {after - before for before, after in itertools.pairwise(decisions[4:])} == {steps}
+
+
+def test_drafts_that_are_accepted_and_do_not_pay_are_tried_seldom() -> None:
+    """Each probe succeeds, and drafting takes as long as forty steps."""
+    policy = policy_with([0.9] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0)
+    rows, before, probes = [SpeculatingRow(K) for _ in range(32)], [0] * 32, list[int]()
+    for step in range(1500):
+        lengths = policy.choose(rows, 100.0, 0)
+        probes += [step] * any(lengths)
+        for row, length in zip(rows, before, strict=True):
+            if length:
+                policy.observe_draft(row, length, length)
+        policy.observe_step(StepShape(32, 32 + sum(before), 3200, 3200), 0.002, 0.0)
+        before = lengths
+    gaps = [after - first for first, after in itertools.pairwise(probes)]
+    assert {gap for gap in gaps if gap > 2} == {MAX_PROBES_IN_A_ROW * MAX_STEPS_BETWEEN_PROBES}
+    assert len(probes) == 3 * MAX_PROBES_IN_A_ROW
 
 
 def test_a_rest_lasts_as_many_steps_however_long_they_are() -> None:

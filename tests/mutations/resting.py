@@ -52,7 +52,7 @@ RESTING_MUTANTS = (
         ),
         (
             "what of a probe is accepted waits for the next decision",
-            "            self._age = self._interval\n",
+            "            self._is_due = True\n",
             "            pass\n",
         ),
         (
@@ -72,13 +72,19 @@ RESTING_MUTANTS = (
         ),
         ("probes that fail do not become rarer", "self._num_failed += not self._succeeded", "pass"),
         (
+            "probes whose drafts are accepted follow one another for ever",
+            "self._succeeded and self._num_in_a_row < MAX_PROBES_IN_A_ROW",
+            "self._succeeded",
+        ),
+        ("probes in a row wait as long as one", "wait * max(self._num_in_a_row, 1)", "wait"),
+        (
             "steps without drafts stay as frequent while rows draft",
             "self._wait = min(2 * self._wait, MAX_STEPS_BETWEEN_TRIALS)",
             "pass",
         ),
         (
             "a probe that was accepted is not followed by one",
-            "        if self._succeeded:\n            return 0\n",
+            "        if self._is_early:\n            return 0\n",
             "",
         ),
     ),

@@ -63,12 +63,12 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a probe that was accepted is followed by a decision only when it is time for one",
-            "            self._age = self._interval\n",
+            "            self._is_due = True\n",
             "            pass\n",
         ),
         (
             "drafting rests for ever",
-            "if changed or not self.rests or self._has_first_block or self._age + 1 >= self._interval:",
+            "if changed or is_due or not self.rests:",
             "if changed or not self.rests:",
         ),
         (
@@ -78,13 +78,13 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a decision of rows that draft holds for some steps, however long they take",
-            " or (self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests):",
-            ":",
+            " or self._age >= self._interval or self._is_old:",
+            " or self._age >= self._interval:",
         ),
         (
             "a rest is ended by the time that its steps take",
-            "SECONDS_BETWEEN_DECISIONS and not self.rests)",
-            "SECONDS_BETWEEN_DECISIONS)",
+            "SECONDS_BETWEEN_DECISIONS and not self.rests",
+            "SECONDS_BETWEEN_DECISIONS",
         ),
         (
             "the number of drafts that pays is not remembered",

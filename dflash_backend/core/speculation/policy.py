@@ -42,6 +42,8 @@ PROBE_SHARE = 8
 # Probes cost this part of the time at most, where they do not come more seldom anyway.
 PROBE_COST = 0.0125
 MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 128
+# One that is accepted to its end has another follow at once, up to that number; then the wait is theirs together.
+MAX_PROBES_IN_A_ROW = 4
 # Each probe that failed makes the next ones rarer by this part of what they were at first, up to a factor.
 LATER_BY, LATEST = 0.25, 2.0
 # A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
@@ -57,6 +59,7 @@ class Probes:
         self._since = 0  # steps since the last one
         self._num_failed = 0  # since one was accepted to its end, or rows drafted
         self._succeeded = False
+        self._num_in_a_row = 0  # the last ones, each at once after the one before
         self._next = 0  # turns among the rows
 
     def pass_steps(self, num_steps: int) -> None:
@@ -68,7 +71,8 @@ class Probes:
         self._since = self._num_failed = 0
 
     def note_success(self) -> None:
-        """A probe was accepted to its end: the next decision that nothing is drafted makes another one at once."""
+        """A probe was accepted to its end: the next decision that nothing is drafted makes another one at once, unless
+        several came like that: then drafts are known to be accepted, and do not pay."""
         self._succeeded = True
         self._num_failed = 0
 
@@ -81,14 +85,20 @@ class Probes:
     def due_in(self, cost: float) -> int:
         """Steps until the next one, 0 where it is due in the step that is planned now. cost: what a probe takes, in
         steps without drafts."""
-        if self._succeeded:
+        if self._is_early:
             return 0
         wait = cost / PROBE_COST * min(1 + LATER_BY * self._num_failed, LATEST)
         wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
-        return max(math.ceil(wait) - self._since, 0)
+        return max(math.ceil(wait * max(self._num_in_a_row, 1)) - self._since, 0)
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether the next one follows at once."""
+        return self._succeeded and self._num_in_a_row < MAX_PROBES_IN_A_ROW
 
     def rows(self, num_rows: int) -> list[int]:
         """Begin a probe: which of `num_rows` rows take part. They take turns."""
+        self._num_in_a_row = self._num_in_a_row + 1 if self._is_early else 1
         self._since = 0
         self._num_failed += not self._succeeded
         self._succeeded = False
@@ -227,6 +237,7 @@ class AdaptiveSpeculation:
         self._num_first = 0  # requests that came before the first decision
         self._age, self._age_s = 0, 0.0  # steps since then, and seconds of those that were observed
         self._interval = STEPS_BETWEEN_DECISIONS
+        self._is_due = False  # a decision, before the interval is over
         self._probes = Probes()
         self._trials = Trials()
         self.uneven = UnevenDrafts(uneven_cost)
@@ -302,7 +313,8 @@ class AdaptiveSpeculation:
         """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
         not called for it. num_running: requests that run."""
         changed = abs(num_running - self._num_running) > MAX_CHANGE * self._num_running
-        if changed or not self.rests or self._has_first_block or self._age + 1 >= self._interval:
+        is_due = self._is_due or self._has_first_block or self._age + 1 >= self._interval
+        if changed or is_due or not self.rests:
             self._num_running, self._has_first_block = num_running, False
             return False
         self._age += 1
@@ -349,7 +361,7 @@ class AdaptiveSpeculation:
             share = FIRST_STEPS[self.stats.num_steps - 1]
             every = 1 if self.costs.table is not None else min(max(1, len(rows) // FIRST_ROWS), self.k)
             lengths = [0 if index % every else round(row.k * share) for index, row in enumerate(rows)]
-        elif changed or self._age >= self._interval or (self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests):
+        elif changed or self._is_due or self._age >= self._interval or self._is_old:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
@@ -357,11 +369,16 @@ class AdaptiveSpeculation:
         self.rests = not self.pays and not any(lengths)
         return lengths
 
+    @property
+    def _is_old(self) -> bool:
+        """Whether a decision that rows draft has held for long enough."""
+        return self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests
+
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
         if line.plain_s <= 0:
             return [row.k for row in rows]  # no step has been timed
-        num_passed, self._age, self._age_s = self._age, 0, 0.0
+        num_passed, self._age, self._age_s, self._is_due = self._age, 0, 0.0, False
         self._probes.pass_steps(num_passed)
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
@@ -451,7 +468,7 @@ class AdaptiveSpeculation:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
         if num_accepted and not self.pays:
             # Of a probe. Look again at once, and if all of it was accepted, try again in any case.
-            self._age = self._interval
+            self._is_due = True
             self._num_failed_first = 0
             if num_accepted == num_draft:
                 self._probes.note_success()
