@@ -339,6 +339,8 @@ def test_a_stream_that_breaks_with_deltas_ends_what_waits_for_them() -> None:
         own.put_nowait(response("3", (), 2, end="stop"))
         await until(lambda: got)
         service.batch([service.key(1), "2", [1]])
+        await until(lambda: client._transport._delta_streams["dflash"]._stream.num_batches == 1)
+        await asyncio.sleep(0.05)  # it waits for the second one
         service.together.put_nowait("it broke")
         with pytest.raises(ConnectionLost, match="carried the deltas of this request broke; send it again"):
             await a

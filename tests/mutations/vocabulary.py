@@ -58,7 +58,7 @@ VOCABULARY_MUTANTS = (
         "dflash_backend/parallel/rank.py",
         "ops=select_ops(device, wanted_ops, needs.batch_invariant)",
         "ops=select_ops(device, wanted_ops, False)",
-        ("tests/parallel/test_vocabulary_ranks.py::test_text_does_not_depend_on_the_batch",),
+        ("tests/parallel/test_vocabulary_ranks.py::test_a_rank_has_the_operations_that_rank_zero_has",),
     ),
     Mutant(
         "a tied head counts twice",

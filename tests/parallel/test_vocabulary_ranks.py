@@ -7,15 +7,20 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_backend import LLM
+from dflash_backend.attention import AttentionPattern
+from dflash_backend.attention.interface import Requirements
 from dflash_backend.checkpoints import read_target
 from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.models.ops import LayerOps, select_ops
+from dflash_backend.parallel import rank
 from dflash_backend.parallel.group import vocabulary_bytes
 from dflash_backend.parallel.target import TensorParallelTarget
 from dflash_backend.parallel.vocabulary import SlicedHead
@@ -127,6 +132,27 @@ def test_text_does_not_depend_on_the_batch(pair: dict[str, str], dtype: str) -> 
         assert differing(alone[1], together[1]) == 0
         assert alone[0]["0"] == together[0]["0"]
     end(built)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_rank_has_the_operations_that_rank_zero_has(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a CPU give a row the same bits anyway, as far as texts show."""
+
+    class Loaded(Exception):
+        pass
+
+    def load_shard(*given: object, ops: LayerOps, fp8: bool) -> None:
+        raise Loaded(type(ops))
+
+    monkeypatch.setattr(rank, "load_shard", load_shard)
+    cpu = torch.device("cpu")
+    needs = Requirements(frozenset({AttentionPattern(True)}), frozenset({16}), torch.float32, "cpu", batch_invariant)
+    asked = {"spec": None, "shard": None, "max_positions": 64, "fp8": False}
+    setup: Any = SimpleNamespace(device=cpu, needs=needs, attention="torch", block_size=16, **asked)
+    sums: Any = None
+    with pytest.raises(Loaded) as loaded:
+        rank._load(setup, sums)
+    assert loaded.value.args == (type(select_ops(cpu, None, batch_invariant)),)
 
 
 DRAFTERS: dict[str, Callable[[Path], object]] = {
