@@ -2,13 +2,15 @@
 
 `python -m tests.mutations.run` (or `make mutants`) runs all, `--only WORDS [WORDS ...]` those whose name has one of
 these in it. Exits 1 when a mutant survives, when its text is not in the source exactly once, or when the tests fail
-without any mutant.
+without any mutant. Where a machine lacks what all tests of a mutant need, such as a browser, it says that none of them
+ran: the mutant is not tried.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -60,7 +62,8 @@ class MutantError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. `word` is killed, crashed or timed out, which the tests noticed, or SURVIVED."""
+    """What became of a mutant. `word` is killed, crashed or timed out, which the tests noticed, SURVIVED, or skipped:
+    each of its tests was."""
 
     mutant: Mutant
     word: str
@@ -69,7 +72,7 @@ class Verdict:
     @property
     def killed(self) -> bool:
         """Whether the tests noticed."""
-        return self.word != "SURVIVED"
+        return self.word not in ("SURVIVED", "skipped")
 
 
 def mutate(mutant: Mutant, root: Path) -> dict[str, str]:
@@ -131,18 +134,19 @@ def try_mutant(mutant: Mutant, timeout_s: float, folder: Path) -> Verdict:
     try:
         for file, text in mutated.items():
             (folder / file).write_text(text)
-        status, _ = run_tests(folder, mutant.tests, timeout_s)
+        status, output = run_tests(folder, mutant.tests, timeout_s)
     finally:
         for file, text in originals.items():
             (folder / file).write_text(text)
-    return Verdict(mutant, _word(status), time.monotonic() - started)
+    return Verdict(mutant, word_of(status, output), time.monotonic() - started)
 
 
-def _word(status: int | None) -> str:
+def word_of(status: int | None, output: str) -> str:
+    """`Verdict.word`, by pytest's exit status, None where it took too long, and what it printed."""
     if status is None:
         return "timed out"
     if status == 0:
-        return "SURVIVED"
+        return "SURVIVED" if re.search(r"\d passed", output) else "skipped"
     return "killed" if status == PYTEST_FAILED else "crashed"
 
 
@@ -223,9 +227,13 @@ def main() -> None:
         verdicts = run(mutants, max(1, arguments.jobs))
     except MutantError as error:
         sys.exit(str(error))
-    survivors = [verdict.mutant.name for verdict in verdicts if not verdict.killed]
-    print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants killed")
-    sys.exit(1 if survivors else 0)
+    killed, skipped = (
+        sum(verdict.killed for verdict in verdicts),
+        sum(verdict.word == "skipped" for verdict in verdicts),
+    )
+    unseen = f"; none of the tests of {skipped} ran here" if skipped else ""
+    print(f"{killed} of {len(verdicts)} mutants killed{unseen}")
+    sys.exit(killed + skipped < len(verdicts))
 
 
 if __name__ == "__main__":

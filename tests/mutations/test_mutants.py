@@ -19,6 +19,7 @@ from tests.mutations.run import (
     mutate,
     run,
     try_mutant,
+    word_of,
 )
 
 # Compiling takes most of the time of applying: one in so many here, and each that the runner tries.
@@ -133,4 +134,20 @@ def test_a_change_that_does_no_harm_survives(source_copy: Path) -> None:
         "self._num_blocks = num_blocks  # as before",
         ("tests/core/test_prefix_cache.py",),
     )
-    assert not try_mutant(harmless, TIMEOUT_S, source_copy).killed
+    assert try_mutant(harmless, TIMEOUT_S, source_copy).word == "SURVIVED"
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "word"),
+    [
+        (0, "3 passed, 2 skipped in 1.20s", "SURVIVED"),
+        (0, "16 skipped in 0.53s", "skipped"),
+        (1, "1 failed, 3 passed in 1.20s", "killed"),
+        (-11, "", "crashed"),
+        (None, "", "timed out"),
+    ],
+)
+def test_a_mutant_whose_tests_are_all_skipped_is_not_said_to_survive(
+    status: int | None, output: str, word: str
+) -> None:
+    assert word_of(status, output) == word
