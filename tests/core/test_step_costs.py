@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dflash_backend.core.linear_fit import LinearFit
@@ -63,6 +66,7 @@ def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) 
     for _ in range(60):
         shape = decode_shape(rng.choice([1, 8, 64]), rng.randrange(8), rng.randrange(50, 1000))
         costs.observe(shape, 1 + 0.1 * shape.num_tokens, 0.2 + 0.01 * shape.num_queries if shape.num_queries else 0.0)
+    costs._plain.clear()
     line = costs.line(num_rows=8, position=100.0, num_other=20)
     for num_drafts in (0, 3, 7):
         total = 8 * num_drafts
@@ -73,6 +77,26 @@ def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) 
         seconds = step_s(line, total, 8 if num_drafts else 0, shape.num_queries)
         drafting_s = costs._drafts[2].at(shape.draft) if num_drafts else 0.0
         assert seconds == pytest.approx(costs.target_s(shape) + drafting_s)
+
+
+def test_a_step_without_drafts_takes_what_such_steps_took_though_a_line_says_more() -> None:
+    """Each token of a step takes less time the more there are."""
+    lines = {}
+    for num_rows in (4, 32):
+        costs = StepCosts()
+        for number in range(400):
+            num_tokens = num_rows * (1 + [0, 1, 2, 15, 15, 1, 2, 15, 15][number % 9])
+            shape = StepShape(num_rows, num_tokens, 100 * num_rows, 100 * num_tokens)
+            costs.observe(shape, math.sqrt(num_tokens / num_rows), 0.0)
+        lines[num_rows] = costs.line(num_rows, 100.0, 0)
+    assert lines[4].plain == 1.0, "of few rows nothing was gained"
+    line, alone = lines[32], replace(lines[32], plain=1.0)
+    assert line.plain_s < 1.05
+    assert alone.plain_s > 1.1
+    # The correction ends where a step is twice as large, and never makes a larger step the shorter one.
+    drafts = np.arange(15 * 32)
+    assert np.array_equal(line.verify_s(drafts)[32:], alone.verify_s(drafts)[32:])
+    assert (np.diff(line.verify_s(drafts)) > 0).all()
 
 
 def test_the_time_of_drafting_pass_by_pass_follows_the_longest_row() -> None:

@@ -158,6 +158,20 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
+        f"{CORE}/speculation/costs.py",
+        ("tests/core/test_step_costs.py",),
+        (
+            "steps without drafts take what a line says",
+            "if LEAST_PLAIN < shape.num_tokens == shape.num_rows",
+            "if 0 > shape.num_rows",
+        ),
+        (
+            "what a line misses of small steps it misses of all",
+            "np.maximum(1 - num_drafts / max(self.num_tokens, 1), 0.0)",
+            "1.0",
+        ),
+    ),
+    *mutants_of(
         f"{CORE}/speculation/budget.py",
         BUDGET_TESTS,
         ("the likeliest drafts come last", "np.sort(chances)[::-1]", "np.sort(chances)"),

@@ -40,6 +40,9 @@ HOST_SHARE, HOST_SHARE_BESIDE_TABLE = 0.3, 0.05
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # After a few steps of a kind, one in four is observed: observing takes time and adds little.
 FEW, EVERY = 16, 4
+# Of steps with more rows than these: the weight of the latest one without drafts in how far such steps are from the line
+# through all, and the most that one counts: another program had the processor.
+LEAST_PLAIN, PLAIN_WEIGHT, MAX_PLAIN = 4, 0.1, 1.5
 # Steps of 1 row, of up to 4, 16, 64, ... have coefficients of their own: a power of two to this one.
 LOG2_ROWS_STEP = 2
 # Steps of no more tokens than this are of a kind, however short they are.
@@ -160,7 +163,7 @@ class CostTable:
 @dataclass(frozen=True, slots=True)
 class StepLine:
     """The time of steps that differ in their drafts alone. The target's pass takes `table_share` of the table's time
-    for its tokens, `fixed` and `per_draft` seconds; drafting takes the host `host` seconds, and `per_pass`, `per_query`
+    for its tokens, `fixed` and `per_draft` seconds, and `plain` times that where it verifies none; drafting takes the host `host` seconds, and `per_pass`, `per_query`
     and, for each row of a pass, `per_drafting_row` seconds. num_tokens: without drafts."""
 
     table: CostTable | None
@@ -172,6 +175,7 @@ class StepLine:
     per_query: float
     per_drafting_row: float
     num_tokens: int
+    plain: float = 1.0
 
     @property
     def plain_s(self) -> float:
@@ -181,9 +185,11 @@ class StepLine:
     def verify_s(self, num_drafts: Any) -> Any:
         """Of the target's pass that verifies as many drafts; of some passes where this is an array."""
         seconds = self.fixed + self.per_draft * num_drafts
-        if self.table is None:
-            return seconds
-        return seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
+        if self.table is not None:
+            seconds = seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
+        # What a line misses of the smallest steps it misses less of larger ones, and nothing of those twice as large.
+        share = np.maximum(1 - num_drafts / max(self.num_tokens, 1), 0.0)
+        return seconds * (1 + (self.plain - 1) * share)
 
     def draft_s(self, num_drafting: Any, num_queries: Any, num_passes: Any) -> Any:
         """Of drafting for at least one row, by passes with as many queries, and rows of all passes; of several steps
@@ -202,6 +208,9 @@ class StepCosts:
     # By the size of the steps, as `_size` has it.
     _targets: dict[int, LinearFit] = field(default_factory=dict, init=False)
     _drafts: dict[int, LinearFit] = field(default_factory=dict, init=False)
+    _plain: dict[int, float] = field(default_factory=dict, init=False)
+    """How many times as long as `_targets` say the latest steps took that verified nothing, of more than a few rows.
+    On a CPU a step with many drafts takes less for each token, and a line through both is above the smaller one."""
 
     def target_s(self, shape: StepShape) -> float:
         """Seconds of the target's pass and the host's share."""
@@ -220,11 +229,11 @@ class StepCosts:
         if (fit := _nearest(self._targets, num_rows)) is None:
             return StepLine(self.table, float(self.table is not None), 0.0, 0.0, 0.0, *draft, num_rows + num_other)
         first, token, per_row_position, per_token_position, host = fit.coefficients
-        each = token + per_token_position * per_kilo
+        each, plain = token + per_token_position * per_kilo, self._plain.get(_size(num_rows), 1.0)
         fixed = per_row_position * per_kilo * num_rows + each * (num_rows + num_other)
         if self.table is None:
-            return StepLine(None, 0.0, first + fixed, each, host, *draft, num_rows + num_other)
-        return StepLine(self.table, first, fixed, each, host, *draft, num_rows + num_other)
+            return StepLine(None, 0.0, first + fixed, each, host, *draft, num_rows + num_other, plain)
+        return StepLine(self.table, first, fixed, each, host, *draft, num_rows + num_other, plain)
 
     def uncertainty(self, num_rows: int, position: float, num_other: int) -> float:
         """How far off the time of a step without drafts may be, relative to it (a standard deviation)."""
@@ -247,7 +256,11 @@ class StepCosts:
             target = self._targets[size] = self._first_target(shape, target_s)
         elif self.table is not None:
             self.table.correct(shape.num_tokens, target_s / target.at(self._target_features(shape)))
-        target.observe(self._target_features(shape), target_s)
+        features = self._target_features(shape)
+        target.observe(features, target_s)
+        if LEAST_PLAIN < shape.num_tokens == shape.num_rows and (expected := target.at(features)) > 0:
+            before = self._plain.get(size, 1.0)
+            self._plain[size] = before + PLAIN_WEIGHT * (min(target_s / expected, MAX_PLAIN) - before)
         if shape.num_draft_positions == 0 or draft_s <= 0:
             return
         if (draft := self._drafts.get(size)) is None:
