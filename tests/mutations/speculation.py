@@ -377,8 +377,8 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the time of drafting counts twice",
-            "target.observe(self._target_features(shape), target_s)",
-            "target.observe(self._target_features(shape), target_s + draft_s)",
+            "target.observe(features, target_s)",
+            "target.observe(features, target_s + draft_s)",
         ),
         (
             "steps that were measured count as those of one row",

@@ -40,8 +40,8 @@ HOST_SHARE, HOST_SHARE_BESIDE_TABLE = 0.3, 0.05
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # After a few steps of a kind, one in four is observed: observing takes time and adds little.
 FEW, EVERY = 16, 4
-# Of steps with more rows than these: the weight of the latest one without drafts in how far such steps are from the line
-# through all, and the most that one counts: another program had the processor.
+# Of steps with more rows than these: the weight of the latest one without drafts in how far such steps are from the
+# line through all, and the most that one counts: another program had the processor.
 LEAST_PLAIN, PLAIN_WEIGHT, MAX_PLAIN = 4, 0.1, 1.5
 # Steps of 1 row, of up to 4, 16, 64, ... have coefficients of their own: a power of two to this one.
 LOG2_ROWS_STEP = 2
@@ -163,8 +163,9 @@ class CostTable:
 @dataclass(frozen=True, slots=True)
 class StepLine:
     """The time of steps that differ in their drafts alone. The target's pass takes `table_share` of the table's time
-    for its tokens, `fixed` and `per_draft` seconds, and `plain` times that where it verifies none; drafting takes the host `host` seconds, and `per_pass`, `per_query`
-    and, for each row of a pass, `per_drafting_row` seconds. num_tokens: without drafts."""
+    for its tokens, `fixed` and `per_draft` seconds, and `plain` times that where it verifies none; drafting takes the
+    host `host` seconds, and `per_pass`, `per_query` and, for each row of a pass, `per_drafting_row` seconds.
+    num_tokens: without drafts."""
 
     table: CostTable | None
     table_share: float
