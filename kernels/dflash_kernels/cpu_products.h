@@ -219,59 +219,77 @@ static void set_tiles(long upper, long lower) {
 }
 static void free_tiles() { _tile_release(); }
 constexpr long CHUNK = 384;                // inputs of a pair of panels that a core's first cache holds beside the rows
-constexpr long ROWS_BYTES = 512 * 1024;    // of x that its second cache holds
+constexpr long ROWS_BYTES = 1024 * 1024;   // of x that its second cache holds
 constexpr long LINES = 32;                 // of a pair of tiles, in a core's caches
 constexpr long AHEAD_BYTES = 8192;         // of what a first pass fetches
-// Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`. `ahead` is
-// fetched meanwhile.
-template <bool LOWER> static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead) {
+constexpr long SUMS = 4 * 256;             // of 32 rows and a pair of panels
+// The results of rows from their sums of a pair of panels: of a product, or of those of a gate and of what passes it, which are
+// PARTS of one weight, below each other. What a gate lets through is made a few rows at a time while tiles multiply what comes next.
+template <int PARTS> struct Results {
+  const Product& p;
+  const float* sums;
+  long first_row, count = 0, done = 0, at_once, col, columns;
+  Floats offsets[2 * PARTS];
+  int some[2];
+  void begin(const float* of, long row, long rows, long pair, long steps) {
+    const bf16* bias = (const bf16*)p.bias;
+    sums = of, first_row = row, count = rows, done = 0, at_once = (rows + steps - 1) / steps, col = pair * PAIR, columns = std::min(PAIR, p.n - col);
+    for (int j = 0; j < 2; j++) {
+      some[j] = int(std::max<long>(0, std::min<long>(LANES, columns - j * LANES)));
+      for (int i = 0; i < PARTS; i++) offsets[2 * i + j] = bias ? load_some(bias + i * p.n + col + j * LANES, some[j]) : Floats{};
+    }
+  }
+  void go_on(long rows) {
+    if (done == count) return;
+    long row = done, end = done = std::min(count, done + rows), step = p.n;
+    bool whole = columns == PAIR, is_gelu = p.is_gelu;
+    bf16* to = (bf16*)p.out + (first_row + row) * step + col;
+    Floats offset[2 * PARTS];  // in registers
+    for (int i = 0; i < 2 * PARTS; i++) offset[i] = offsets[i];
+    for (; row < end; row++, to += step) {
+      const float* from = sums + row / 16 * 512 + row % 16 * 16;
+      Floats halves[2];
+      for (int j = 0; j < 2; j++) {
+        halves[j] = load(from + j * 256) + offset[j];
+        if (PARTS > 1) halves[j] = gated<bf16>(rounded<bf16>(halves[j]), rounded<bf16>(load(from + j * 256 + SUMS) + offset[2 * PARTS - 2 + j]), is_gelu);
+      }
+      if (whole) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]));
+      else for (int j = 0; j < 2; j++) store_some(to + j * LANES, halves[j], some[j]);
+    }
+  }
+};
+// Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`. Meanwhile `ahead`
+// is fetched, and results of the rows before are made. ONCE: the panels are not read again, so the first cache keeps what it has.
+template <bool LOWER, bool ONCE, int PARTS>
+static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead, Results<PARTS>& before) {
   if (add) { _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64); } else { _tile_zero(0); _tile_zero(1); }
   if (LOWER && add) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); } else if (LOWER) { _tile_zero(2); _tile_zero(3); }
   for (long k = 0; k < count; k += DEEP, b += TILES) {
     ahead.fetch();
-    _tile_loadd(6, b, 64);
-    _tile_loadd(7, b + TILES / 2, 64);
+    if (ONCE) { _tile_stream_loadd(6, b, 64); _tile_stream_loadd(7, b + TILES / 2, 64); }
+    else { _tile_loadd(6, b, 64); _tile_loadd(7, b + TILES / 2, 64); }
     _tile_loadd(4, a + k, step * 2);
     if (LOWER) _tile_loadd(5, a + 16 * step + k, step * 2);
     _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
     if (LOWER) { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
+    if (PARTS > 1) before.go_on(before.at_once);
   }
   _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
   if (LOWER) { _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64); }
 }
-constexpr long SUMS = 4 * 256;  // of 32 rows and a pair of panels
-// The results of `rows` rows from the sums of a pair of panels: of a product, or of those of a gate and of what passes it, which are
-// PARTS of one weight, below each other.
-template <int PARTS> static void finish_rows(const Product& p, const float* sums, long first_row, long rows, long pair) {
-  const bf16* bias = (const bf16*)p.bias;
-  long col = pair * PAIR, columns = std::min(PAIR, p.n - col);
-  Floats offsets[2 * PARTS];
-  int some[2];
-  for (int j = 0; j < 2; j++) {
-    some[j] = int(std::max<long>(0, std::min<long>(LANES, columns - j * LANES)));
-    for (int i = 0; i < PARTS; i++) offsets[2 * i + j] = bias ? load_some(bias + i * p.n + col + j * LANES, some[j]) : Floats{};
-  }
-  for (long r = 0; r < rows; r++) {
-    const float* from = sums + r / 16 * 512 + r % 16 * 16;
-    bf16* to = (bf16*)p.out + (first_row + r) * p.n + col;
-    Floats halves[2];
-    for (int j = 0; j < 2; j++) {
-      halves[j] = load(from + j * 256) + offsets[j];
-      if (PARTS > 1) halves[j] = gated<bf16>(rounded<bf16>(halves[j]), rounded<bf16>(load(from + j * 256 + SUMS) + offsets[2 * PARTS - 2 + j]), p.is_gelu);
-    }
-    if (columns == PAIR) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]));
-    else for (int j = 0; j < 2; j++) store_some(to + j * LANES, halves[j], some[j]);
-  }
-}
 // Of rows [row, last) and a pair of panels of each part. While they compute, the numbers of the pair `next` come, a part in each pass
-// over the present ones: but for the first pass, if the present ones have not come before.
-template <int PARTS> static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next) {
+// over the present ones: but for the first pass, if the present ones have not come before. turn: which sums are the next ones.
+template <int PARTS>
+static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next, Results<PARTS>& results, long& turn) {
   const bf16* x = (const bf16*)p.x;
   long deep = depth(p.weight->kind, p.k), rows = rounded_up(last - row, PAIR), apart = rounded_up(p.n, PAIR) / PAIR, chunk = deep;
   if (p.weight->kind != HALVES || (rows > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
-  float* sums = scratch((chunk < deep ? rows / PAIR : 1) * SUMS * PARTS + CHUNK * PAIR / 2 * PARTS);
-  bf16* made = (bf16*)sums + (chunk < deep ? rows / PAIR : 1) * SUMS * PARTS * 2;
-  long set = -1, passes = rows / PAIR, late = is_here || passes == 1 ? 0 : 1, of_pass = (LINES + passes - late - 1) / (passes - late);
+  // Beside the sums of all passes, or of one, those whose results are still to come.
+  bool in_chunks = chunk < deep;
+  long passes = rows / PAIR, kept = in_chunks ? passes : 1, held = kept + PARTS - 1;
+  float* sums = scratch(held * SUMS * PARTS + CHUNK * PAIR / 2 * PARTS);
+  bf16* made = (bf16*)(sums + held * SUMS * PARTS);
+  long set = -1, late = is_here || passes == 1 ? 0 : 1, of_pass = (LINES + passes - late - 1) / (passes - late);
   for (long begin = 0; begin < deep; begin += chunk) {
     long end = std::min(deep, begin + chunk);
     const bf16* b[PARTS];
@@ -280,31 +298,40 @@ template <int PARTS> static void tile_pair(const Product& p, long row, long last
       long upper = std::min<long>(16, last - at), lower = std::max<long>(0, std::min<long>(16, last - at - 16));
       if (set != upper * 32 + lower) set_tiles(upper, lower), set = upper * 32 + lower;
       long pass = (at - row) / PAIR;
-      float* to = sums + (chunk < deep ? pass : 0) * SUMS * PARTS;
+      float* to = sums + (turn + (in_chunks ? pass : 0)) % held * SUMS * PARTS;
       for (int i = 0; i < PARTS; i++) {
         long done = (pass - late) * of_pass;
         Ahead ahead{nullptr, 0};
         if (pass < late || (!is_here && passes == 1)) ahead = Ahead{(const char*)b[i] + AHEAD_BYTES, p.weight->kind == HALVES ? int(LINES) : 0};
         else if (next && done < LINES) ahead = Ahead{(const char*)(next + (i * apart * deep + begin) * PAIR) + done * (end - begin) / DEEP * 64, int(of_pass)};
-        auto sum = lower > 0 ? sum_tiles<true> : sum_tiles<false>;
-        sum(x + at * p.x_step + begin, p.x_step, b[i], end - begin, begin > 0, to + i * SUMS, ahead);
+        bool once = passes == 1 && p.weight->kind == HALVES;
+        auto sum = lower == 0 ? sum_tiles<false, false, PARTS> : once ? sum_tiles<true, true, PARTS> : sum_tiles<true, false, PARTS>;
+        sum(x + at * p.x_step + begin, p.x_step, b[i], end - begin, begin > 0, to + i * SUMS, ahead, results);
       }
-      if (end == deep) finish_rows<PARTS>(p, to, at, upper + lower, pair);
+      results.go_on(PAIR);
+      if (end == deep) results.begin(to, at, upper + lower, pair, PARTS * (chunk / DEEP));
+      if (PARTS == 1) results.go_on(PAIR);
+      turn += !in_chunks;
     }
   }
+  turn += in_chunks ? kept : 0;
 }
 // By pairs of panels [first, last).
 template <int PARTS> static void tile_product(const Product& p, long first, long last, int threads) {
   thread_local const bf16* fetched = nullptr;  // numbers that this thread has fetched
   long deep = depth(p.weight->kind, p.k), most = std::max<long>(PAIR, ROWS_BYTES / 2 / deep / PAIR * PAIR), pairs = rounded_up(p.n, PAIR) / PAIR;
   auto numbers = [&](long pair) { return (const bf16*)p.weight->numbers + pair * deep * PAIR; };
-  for (long row = 0; row < p.m; row += most)
+  Results<PARTS> results{p};
+  long turn = 0;
+  for (long row = 0; row < p.m; row += most) {
     for (long pair = first; pair < last; pair++) {
       long after = pair + 1 < last ? pair + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
       const bf16* next = p.weight->kind == HALVES && p.m > PAIR && row == 0 && after < pairs ? numbers(after) : nullptr;
-      tile_pair<PARTS>(p, row, std::min(p.m, row + most), pair, row > 0 || fetched == numbers(pair), next);
+      tile_pair<PARTS>(p, row, std::min(p.m, row + most), pair, row > 0 || fetched == numbers(pair), next, results, turn);
       if (next) fetched = next;
     }
+    results.go_on(PAIR);  // the next rows may be fewer, and keep their sums elsewhere
+  }
   free_tiles();
 }
 #else

@@ -298,7 +298,9 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
 
 
 @needs_library
-@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(7, 96, 80), (7, 70, 64), (40, 800, 96), (257, 96, 96)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner"), [(7, 96, 80), (7, 70, 64), (20, 800, 96), (40, 800, 96), (257, 96, 96)]
+)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("kind", [*DTYPES, "Q4_0"])
 def test_a_gated_mlp_in_one_call_has_the_bits_of_its_parts(

@@ -25,6 +25,9 @@ CPU_OPS_MUTANTS = (
             "rounded<bf16>(load(from + j * 256 + SUMS)",
             "(load(from + j * 256 + SUMS)",
         ),
+        ("sums are written over before their results are made", "turn += !in_chunks;", ""),
+        ("a product of one pass forgets its first inputs' sums", "turn += !in_chunks;", "turn += kept == 1;"),
+        ("the last results of some rows are not made", "results.go_on(PAIR);  // the next rows", "// the next rows"),
         ("a gate lets its own product through", "load(from + j * 256 + SUMS)", "load(from + j * 256)"),
         (
             "the right half of a row of results is the left",
