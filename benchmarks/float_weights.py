@@ -1,8 +1,8 @@
 """What it gains that float32 whose numbers are bfloat16, as those of most checkpoints, is kept as bfloat16 on a CPU.
 
 `python -m benchmarks.float_weights` multiplies by the matrices of layers, kept so and kept as float32, in turn, and
-prints the milliseconds of one pass over all layers and the ratio of each number of rows. Exits 1 when the two give
-other bits, or when a single row is no faster.
+prints the milliseconds of one pass over all layers and the ratio of each number of rows. Exits 1 when the two differ
+by more than rounding, or when a single row is no faster.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from load_tests.markdown import markdown_table
 # Outputs and inputs of SmolLM2-135M's products, and its layers.
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 NUM_LAYERS = 30
+ROUNDING = 2e-6
 HEADER = ("rows", "as bfloat16, ms", "as float32, ms", "ratio")
 
 
@@ -57,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     [each.product(x[each.shape[1]]) for of in layers for each in of[kind * count : (kind + 1) * count]]
                 )
                 taken.append(1000 * (time.perf_counter() - started))
-            failed |= not all(torch.equal(a, b[:, :-1]) for a, b in zip(*results, strict=True))
+            failed |= not all((a - b[:, :-1]).norm() < ROUNDING * a.norm() for a, b in zip(*results, strict=True))
         halves, floats = map(statistics.median, times)
         failed |= rows == 1 and halves > floats
         table.append([str(rows), f"{halves:.2f}", f"{floats:.2f}", f"{floats / halves:.2f}"])
     print(markdown_table(HEADER, table))
     if failed:
-        print("Bits differ, or a single row is no faster.", file=sys.stderr)
+        print("Results differ by more than rounding, or a single row is no faster.", file=sys.stderr)
     return int(failed)
 
 

@@ -197,7 +197,7 @@ template <class T> static long unit_logits(const Product& p, const Candidate& ea
   const char* numbers = (const char*)p.weight->numbers + each.unit * packed_bytes(p.weight->kind, of_unit, p.k);
   Weight part{p.weight->kind, count, p.k, numbers, nullptr, 0};
   Product own{(const T*)p.x + each.row * p.x_step, &part, nullptr, logits, 1, count, p.k, p.x_step};
-  if constexpr (std::is_same<T, float>::value) linear_panels<float>(own, 1);
+  if constexpr (std::is_same<T, float>::value) linear_float(own, 1);
   else linear_bf16(own, 1);
   return count;
 }

@@ -102,7 +102,7 @@ void dflash_linear(int threads, const void* x, int64_t x_step, const Weight* wei
   int dtype = dtype_of(weight);
   in_blocks(threads, m, [&](int threads, long first, long count) {
     Product p{at_row(dtype, x, first, x_step), weight, bias, at_row(dtype, out, first, weight->n), count, weight->n, weight->k, x_step};
-    if (dtype == 0) linear_panels<float>(p, threads);
+    if (dtype == 0) linear_float(p, threads);
     else linear_bf16(p, threads);
   });
 }

@@ -222,17 +222,21 @@ constexpr long CHUNK = 384;                // inputs of a pair of panels that a 
 constexpr long ROWS_BYTES = 1024 * 1024;   // of x that its second cache holds
 constexpr long LINES = 32;                 // of a pair of tiles, in a core's caches
 constexpr long AHEAD_BYTES = 8192;         // of what a first pass fetches
-constexpr long SUMS = 4 * 256;             // of 32 rows and a pair of panels
+constexpr long SUMS = 6 * 256;             // of 32 rows and a pair of panels, or of the terms of 16
+// A number of float32 is the sum of three of bfloat16, whose products by one of bfloat16 are exact in float32: rows of such numbers are
+// multiplied term by term, and the sums of the terms are added at last.
+template <class T> constexpr int TERMS = std::is_same<T, float>::value ? 3 : 1;
 // The results of rows from their sums of a pair of panels: of a product, or of those of a gate and of what passes it, which are
-// PARTS of one weight, below each other. What a gate lets through is made a few rows at a time while tiles multiply what comes next.
-template <int PARTS> struct Results {
+// PARTS of one weight, below each other, SUMS apart. What a gate lets through is made a few rows at a time while tiles multiply what comes next.
+template <class T, int PARTS> struct Results {
   const Product& p;
+  long of_panel = 256, of_term = 0;  // how far the sums of the second panel, and of the next of a row's TERMS, are from the first
   const float* sums;
   long first_row, count = 0, done = 0, at_once, col, columns;
   Floats offsets[2 * PARTS];
   int some[2];
   void begin(const float* of, long row, long rows, long pair, long steps) {
-    const bf16* bias = (const bf16*)p.bias;
+    const T* bias = (const T*)p.bias;
     sums = of, first_row = row, count = rows, done = 0, at_once = (rows + steps - 1) / steps, col = pair * PAIR, columns = std::min(PAIR, p.n - col);
     for (int j = 0; j < 2; j++) {
       some[j] = int(std::max<long>(0, std::min<long>(LANES, columns - j * LANES)));
@@ -243,17 +247,22 @@ template <int PARTS> struct Results {
     if (done == count) return;
     long row = done, end = done = std::min(count, done + rows), step = p.n;
     bool whole = columns == PAIR, is_gelu = p.is_gelu;
-    bf16* to = (bf16*)p.out + (first_row + row) * step + col;
+    T* to = (T*)p.out + (first_row + row) * step + col;
+    auto sum_at = [&](const float* from) {
+      Floats sum = load(from);
+      for (int i = 1; i < TERMS<T>; i++) sum += load(from + i * of_term);
+      return sum;
+    };
     Floats offset[2 * PARTS];  // in registers
     for (int i = 0; i < 2 * PARTS; i++) offset[i] = offsets[i];
     for (; row < end; row++, to += step) {
       const float* from = sums + row / 16 * 512 + row % 16 * 16;
       Floats halves[2];
       for (int j = 0; j < 2; j++) {
-        halves[j] = load(from + j * 256) + offset[j];
-        if (PARTS > 1) halves[j] = gated<bf16>(rounded<bf16>(halves[j]), rounded<bf16>(load(from + j * 256 + SUMS) + offset[2 * PARTS - 2 + j]), is_gelu);
+        halves[j] = sum_at(from + j * of_panel) + offset[j];
+        if (PARTS > 1) halves[j] = gated<T>(rounded<T>(halves[j]), rounded<T>(sum_at(from + j * of_panel + SUMS) + offset[2 * PARTS - 2 + j]), is_gelu);
       }
-      if (whole) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]));
+      if (whole && TERMS<T> == 1) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]));
       else for (int j = 0; j < 2; j++) store_some(to + j * LANES, halves[j], some[j]);
     }
   }
@@ -261,7 +270,7 @@ template <int PARTS> struct Results {
 // Adds the products of `count` inputs to the sums of 32 rows and a pair of panels, four tiles; sets them unless `add`. Meanwhile `ahead`
 // is fetched, and results of the rows before are made. ONCE: the panels are not read again, so the first cache keeps what it has.
 template <bool LOWER, bool ONCE, int PARTS>
-static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead, Results<PARTS>& before) {
+static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead, Results<bf16, PARTS>& before) {
   if (add) { _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64); } else { _tile_zero(0); _tile_zero(1); }
   if (LOWER && add) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); } else if (LOWER) { _tile_zero(2); _tile_zero(3); }
   for (long k = 0; k < count; k += DEEP, b += TILES) {
@@ -280,7 +289,7 @@ static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool 
 // Of rows [row, last) and a pair of panels of each part. While they compute, the numbers of the pair `next` come, a part in each pass
 // over the present ones: but for the first pass, if the present ones have not come before. turn: which sums are the next ones.
 template <int PARTS>
-static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next, Results<PARTS>& results, long& turn) {
+static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next, Results<bf16, PARTS>& results, long& turn) {
   const bf16* x = (const bf16*)p.x;
   long deep = depth(p.weight->kind, p.k), rows = rounded_up(last - row, PAIR), apart = rounded_up(p.n, PAIR) / PAIR, chunk = deep;
   if (p.weight->kind != HALVES || (rows > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
@@ -321,7 +330,7 @@ template <int PARTS> static void tile_product(const Product& p, long first, long
   thread_local const bf16* fetched = nullptr;  // numbers that this thread has fetched
   long deep = depth(p.weight->kind, p.k), most = std::max<long>(PAIR, ROWS_BYTES / 2 / deep / PAIR * PAIR), pairs = rounded_up(p.n, PAIR) / PAIR;
   auto numbers = [&](long pair) { return (const bf16*)p.weight->numbers + pair * deep * PAIR; };
-  Results<PARTS> results{p};
+  Results<bf16, PARTS> results{p};
   long turn = 0;
   for (long row = 0; row < p.m; row += most) {
     for (long pair = first; pair < last; pair++) {
@@ -332,6 +341,90 @@ template <int PARTS> static void tile_product(const Product& p, long first, long
     }
     results.go_on(PAIR);  // the next rows may be fewer, and keep their sums elsewhere
   }
+  free_tiles();
+}
+// The rows of float32 as the first terms of all of them, then the second and the third. The first are cut off and not rounded, so that none overflows.
+static Product in_terms(Product p, int threads) {
+  bf16* terms = (bf16*)scratch(p.m * p.k * TERMS<float> / 2, OF_ALL);
+  share(threads, p.m, std::max<long>(1, 16384 / p.k), [&](long first, long last) {
+    for (long r = first; r < last; r++)
+      for (long c = 0; c < p.k; c += LANES) {
+        Floats left = load((const float*)p.x + r * p.x_step + c);
+        for (int i = 0; i < TERMS<float>; i++) {
+          __m512i upper = _mm512_srli_epi32((__m512i)left, 16);
+          _mm256_storeu_si256((__m256i*)(terms + (i * p.m + r) * p.k + c), _mm512_cvtepi32_epi16(upper));
+          Floats term = (Floats)_mm512_slli_epi32(upper, 16);
+          left = term == left ? Floats{} : left - term;  // also of an infinite number
+        }
+      }
+  });
+  p.x = terms, p.x_step = p.k;
+  return p;
+}
+// Tiles 0 to 5: sums of `rows` rows; 6: these rows; 7: numbers of a panel.
+static void set_term_tiles(long rows) {
+  TileConfig c;
+  for (int t = 0; t < 8; t++) c.rows[t] = uint8_t(t == 7 ? 16 : rows), c.bytes[t] = 64;
+  load_config(c);
+}
+// As `sum_tiles`, of COUNT tiles of rows, `apart` numbers from one another.
+template <int COUNT> static void sum_term_tiles(const bf16* a, long apart, long step, const bf16* b, long count, bool add, float* sums, Ahead ahead) {
+  if (add) {
+    _tile_loadd(0, sums, 64); _tile_loadd(1, sums + 256, 64);
+    if (COUNT > 1) { _tile_loadd(2, sums + 512, 64); _tile_loadd(3, sums + 768, 64); _tile_loadd(4, sums + 1024, 64); _tile_loadd(5, sums + 1280, 64); }
+  } else {
+    _tile_zero(0); _tile_zero(1);
+    if (COUNT > 1) { _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5); }
+  }
+  for (long k = 0; k < count; k += DEEP, b += TILES) {
+    ahead.fetch();
+    _tile_loadd(7, b, 64);
+    _tile_loadd(6, a + k, step * 2); _tile_dpbf16ps(0, 6, 7);
+    if (COUNT > 1) {
+      _tile_loadd(6, a + apart + k, step * 2); _tile_dpbf16ps(1, 6, 7);
+      _tile_loadd(6, a + 2 * apart + k, step * 2); _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(7, b + TILES / 2, 64);
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(6, a + apart + k, step * 2); _tile_dpbf16ps(4, 6, 7);
+      _tile_loadd(6, a + k, step * 2); _tile_dpbf16ps(3, 6, 7);
+    } else {
+      _tile_loadd(7, b + TILES / 2, 64);
+      _tile_dpbf16ps(1, 6, 7);
+    }
+  }
+  _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
+  if (COUNT > 1) { _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64); _tile_stored(4, sums + 1024, 64); _tile_stored(5, sums + 1280, 64); }
+}
+// By pairs of panels [first, last) of a weight whose numbers of float32 are those of bfloat16, of rows in terms: of 16 at a time, or of so few
+// that all their terms are in one tile.
+template <int PARTS> static void term_product(const Product& p, long first, long last) {
+  constexpr long AT_A_TIME = 16;
+  const bf16* x = (const bf16*)p.x;
+  long pairs = rounded_up(p.n, PAIR) / PAIR, apart = p.m * p.k, most = std::max<long>(AT_A_TIME, ROWS_BYTES / 2 / TERMS<float> / p.k / AT_A_TIME * AT_A_TIME);
+  bool are_few = p.m * TERMS<float> <= AT_A_TIME;
+  Results<float, PARTS> results{p, are_few ? 256 : TERMS<float> * 256, are_few ? p.m * LANES : 256};
+  long set = -1;
+  for (long row = 0; row < p.m; row += most)
+    for (long pair = first; pair < last; pair++) {
+      long end_row = std::min(p.m, row + most), passes = (end_row - row + AT_A_TIME - 1) / AT_A_TIME;
+      long chunk = passes > 2 && p.k > 2 * CHUNK ? CHUNK : p.k;
+      float* sums = scratch((chunk < p.k ? passes : 1) * SUMS * PARTS);
+      for (long begin = 0; begin < p.k; begin += chunk) {
+        long end = std::min(p.k, begin + chunk);
+        for (long at = row, pass = 0; at < end_row; at += AT_A_TIME, pass++) {
+          long rows = std::min(AT_A_TIME, end_row - at);
+          if (rows != set) set_term_tiles(are_few ? rows * TERMS<float> : rows), set = rows;
+          float* to = sums + (chunk < p.k ? pass : 0) * SUMS * PARTS;
+          for (long i = 0; i < PARTS; i++) {
+            const bf16* b = tiles_of(*p.weight, pair + i * pairs, begin);
+            Ahead ahead{(const char*)b + AHEAD_BYTES, row == 0 && pass == 0 ? int(LINES) : 0};
+            auto sum = are_few ? sum_term_tiles<1> : sum_term_tiles<TERMS<float>>;
+            sum(x + at * p.x_step + begin, apart, p.x_step, b, end - begin, begin > 0, to + i * SUMS, ahead);
+          }
+          if (end == p.k) results.begin(to, at, rows, pair, 1), results.go_on(PAIR);
+        }
+      }
+    }
   free_tiles();
 }
 #else
@@ -552,13 +645,28 @@ static Product with_whole_rows(Product p) {
 // where no tiles compute it.
 static bool linear_gated(const Product& narrow, int threads) {
 #if defined(__AMX_BF16__)
-  if (!has_tiles || is_float(narrow.weight->kind) || narrow.n % PAIR) return false;
+  if (!has_tiles || narrow.n % PAIR) return false;
+  if (narrow.weight->kind == FLOAT_HALVES) {
+    Product p = in_terms(narrow, threads);
+    share(threads, p.n / PAIR, 1, [&](long first, long last) { term_product<2>(p, first, last); });
+    return true;
+  }
+  if (is_float(narrow.weight->kind)) return false;
   Product p = with_whole_rows(narrow);
   share(threads, p.n / PAIR, 1, [&](long first, long last) { tile_product<2>(p, first, last, threads); });
   return true;
 #else
   return false;
 #endif
+}
+static void linear_float(const Product& whole, int threads) {
+#if defined(__AMX_BF16__)
+  if (has_tiles && whole.weight->kind == FLOAT_HALVES) {
+    Product p = in_terms(whole, threads);
+    return share(threads, rounded_up(p.n, PAIR) / PAIR, 1, [&](long first, long last) { term_product<1>(p, first, last); });
+  }
+#endif
+  linear_panels<float>(whole, threads);
 }
 static void linear_bf16(const Product& narrow, int threads) {
 #if HAS_PAIRS

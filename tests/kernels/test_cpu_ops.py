@@ -75,10 +75,10 @@ def test_rows_of_a_packed_weight_are_its_numbers(dtype: torch.dtype) -> None:
 
 
 @needs_library
-def test_float32_whose_numbers_are_bfloat16_takes_half_the_memory_and_has_its_bits() -> None:
-    """As numbers of float32 have them, which a row that is not of bfloat16 asks for."""
-    for outputs, inputs in ((32, 64), (37, 96), (300, 768), (8, 32)):
-        numbers = random(outputs, inputs).bfloat16().float()
+def test_float32_whose_numbers_are_bfloat16_takes_half_the_memory_and_is_as_exact() -> None:
+    """As numbers of float32, which a row that is not of bfloat16 asks for."""
+    for outputs, inputs in ((32, 64), (37, 96), (300, 768), (40, 1600), (8, 32)):
+        numbers = (0.1 * random(outputs, inputs)).bfloat16().float()
         numbers[-1, ::3] = -0.0
         whole = torch.cat([numbers, torch.full((1, inputs), 0.1)])
         halves, floats = PackedWeight(numbers), PackedWeight(whole)
@@ -88,8 +88,28 @@ def test_float32_whose_numbers_are_bfloat16_takes_half_the_memory_and_has_its_bi
         assert torch.equal(halves.rows(torch.arange(outputs)).view(torch.int32), numbers.view(torch.int32))
         for rows in (1, 2, 6, 7, 12, 13, 18, 19, 25, 70, 600):
             x, bias = random(rows, inputs, seed=1), random(outputs + 1, seed=2)
-            assert torch.equal(halves.product(x, bias[:-1].clone()), floats.product(x, bias)[:, :-1])
-            assert torch.equal(halves.product(x), floats.product(x)[:, :-1])
+            x[0, 0], x[-1, -1] = 3.4e38, 1e-30  # in terms of fewer bits none overflows
+            by_halves, by_floats = halves.product(x, bias[:-1].clone()), floats.product(x, bias)[:, :-1]
+            exact = F.linear(x.double(), numbers.double(), bias[:-1].double())
+            size = F.linear(x.double().abs(), numbers.double().abs())
+            errors = [((each - exact).abs() / size).max() for each in (by_halves, by_floats)]
+            assert errors[0] < max(2 * errors[1], 1e-7)
+            alone = torch.cat([halves.product(x[row : row + 1], bias[:-1].clone()) for row in range(rows)])
+            assert torch.equal(alone, by_halves)
+
+
+@needs_library
+def test_an_infinite_input_and_one_that_is_no_number_go_into_their_rows_alone() -> None:
+    numbers = (random(40, 64).abs() + 1).bfloat16().float()
+    for rows in (3, 20):
+        x = random(rows, 64, seed=1)
+        expected = PackedWeight(numbers).product(x)
+        expected[0], expected[1] = float("inf"), float("nan")
+        x[0, 5], x[1, 6] = float("inf"), float("nan")
+        found = PackedWeight(numbers).product(x)
+        assert torch.equal(found[2:], expected[2:])
+        assert found[0].isinf().all()
+        assert found[1].isnan().all()
 
 
 @needs_library
@@ -302,20 +322,22 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
     ("tokens", "hidden", "inner"), [(7, 96, 80), (7, 70, 64), (20, 800, 96), (40, 800, 96), (257, 96, 96)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("kind", [*DTYPES, "Q4_0"])
+@pytest.mark.parametrize("kind", [*DTYPES, "halves", "Q4_0"])
 def test_a_gated_mlp_in_one_call_has_the_bits_of_its_parts(
     kind: torch.dtype | str, with_bias: bool, tokens: int, hidden: int, inner: int
 ) -> None:
     """Of 64 and 96 inner numbers, tiles compute the gate and what it lets through together."""
-    dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
-    if isinstance(kind, str):
+    dtype = kind if isinstance(kind, torch.dtype) else torch.float32 if kind == "halves" else torch.bfloat16
+    if kind == "halves":  # float32 whose numbers are bfloat16
+        gate_up = PackedWeight(random(2 * inner, hidden).bfloat16().float())
+    elif isinstance(kind, str):
         hidden = -(-hidden // 32) * 32
         packed = PackedWeight.of_blocks([(kind, blocks_of(kind, 2 * inner, hidden)[0])], dtype)
         assert packed is not None
         gate_up = packed
     else:
         gate_up = PackedWeight(random(2 * inner, hidden).to(dtype))
-    down = PackedWeight(random(hidden, inner, seed=1).to(dtype))
+    down = PackedWeight(random(hidden, inner, seed=1).bfloat16().to(dtype))
     x = random(tokens, hidden, seed=5).to(dtype)
     biases = [random(size, seed=9).to(dtype) if with_bias else None for size in (2 * inner, hidden)]
     for is_gelu, gate in ((False, cpu_ops.silu_mul), (True, cpu_ops.gelu_mul)):
