@@ -11,7 +11,7 @@ STACK = ("tests/models/test_layer_stack.py",)
 
 CPU_OPS_MUTANTS = (
     *mutants_of(
-        f"{KERNELS}/cpu_products.h",
+        f"{KERNELS}/cpu_tiles.h",
         TESTS,
         ("the lower rows of a tile are those of the upper ones", "a + 16 * step + k", "a + k"),
         (
@@ -47,6 +47,10 @@ CPU_OPS_MUTANTS = (
             "(__m512)halves[1], (__m512)halves[0]",
             "(__m512)halves[0], (__m512)halves[0]",
         ),
+    ),
+    *mutants_of(
+        f"{KERNELS}/cpu_products.h",
+        TESTS,
         ("sums of a float grid are those of its last inputs", "load(sum + i) + load(to + i)", "load(to + i)"),
         (
             "a float grid forgets the inputs made before",
