@@ -144,7 +144,8 @@ template <int PARTS> static void tile_product(const Product& p, long first, long
   }
   free_tiles();
 }
-// The rows of float32 as the first terms of all of them, then the second and the third. The first are cut off and not rounded, so that none overflows.
+// The rows of float32 as the first terms of all of them, then the second and the third. Terms are cut off and not rounded, so that none
+// overflows; tiles take those below the smallest normal number for 0.
 static Product in_terms(Product p, int threads) {
   bf16* terms = (bf16*)scratch(p.m * p.k * TERMS<float> / 2, OF_ALL);
   share(threads, p.m, std::max<long>(1, 16384 / p.k), [&](long first, long last) {
@@ -199,21 +200,21 @@ template <int COUNT> static void sum_term_tiles(const bf16* a, long apart, long 
 // By pairs of panels [first, last) of a weight whose numbers of float32 are those of bfloat16, of rows in terms: of 16 at a time, or of so few
 // that all their terms are in one tile.
 template <int PARTS> static void term_product(const Product& p, long first, long last) {
-  constexpr long AT_A_TIME = 16;
+  constexpr long ROWS_AT_ONCE = 16;
   const bf16* x = (const bf16*)p.x;
-  long pairs = rounded_up(p.n, PAIR) / PAIR, apart = p.m * p.k, most = std::max<long>(AT_A_TIME, ROWS_BYTES / 2 / TERMS<float> / p.k / AT_A_TIME * AT_A_TIME);
-  bool are_few = p.m * TERMS<float> <= AT_A_TIME;
+  long pairs = rounded_up(p.n, PAIR) / PAIR, apart = p.m * p.k, most = std::max<long>(ROWS_AT_ONCE, ROWS_BYTES / 2 / TERMS<float> / p.k / ROWS_AT_ONCE * ROWS_AT_ONCE);
+  bool are_few = p.m * TERMS<float> <= ROWS_AT_ONCE;
   Results<float, PARTS> results{p, are_few ? 256 : TERMS<float> * 256, are_few ? p.m * LANES : 256};
   long set = -1;
   for (long row = 0; row < p.m; row += most)
     for (long pair = first; pair < last; pair++) {
-      long end_row = std::min(p.m, row + most), passes = (end_row - row + AT_A_TIME - 1) / AT_A_TIME;
+      long end_row = std::min(p.m, row + most), passes = (end_row - row + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
       long chunk = passes > 2 && p.k > 2 * CHUNK ? CHUNK : p.k;
       float* sums = scratch((chunk < p.k ? passes : 1) * SUMS * PARTS);
       for (long begin = 0; begin < p.k; begin += chunk) {
         long end = std::min(p.k, begin + chunk);
-        for (long at = row, pass = 0; at < end_row; at += AT_A_TIME, pass++) {
-          long rows = std::min(AT_A_TIME, end_row - at);
+        for (long at = row, pass = 0; at < end_row; at += ROWS_AT_ONCE, pass++) {
+          long rows = std::min(ROWS_AT_ONCE, end_row - at);
           if (rows != set) set_term_tiles(are_few ? rows * TERMS<float> : rows), set = rows;
           float* to = sums + (chunk < p.k ? pass : 0) * SUMS * PARTS;
           for (long i = 0; i < PARTS; i++) {
