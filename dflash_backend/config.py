@@ -294,7 +294,8 @@ class EngineConfig:
         None,
         "responses to streams in a second, all together, since each costs the host as much however little it holds: "
         "where there would be more, tokens wait for those of the next steps, 50 ms at most, but for first and last "
-        "responses and for requests that say a `stream_interval`; auto: 600 for each core, at most 6,000",
+        "responses and for requests that say a `stream_interval`; in a batch of a delta stream each request after the "
+        "first counts as a quarter of a response; auto: 600 for each core, at most 6,000",
         low=1,
     )
     report_cached_tokens: bool = setting(

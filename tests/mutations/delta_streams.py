@@ -56,6 +56,11 @@ DELTA_STREAM_MUTANTS = (
             'count("dflash:generation_tokens_total", 0)',
         ),
         (
+            "a request in a batch waits for as much as a response",
+            "sum(1 + BATCHED_RESPONSE * (num_requests - 1)",
+            "sum(num_requests",
+        ),
+        (
             "first tokens wait for others",
             "self._send_waiting(at_once=begins)",
             "self._send_waiting()",

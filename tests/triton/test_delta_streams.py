@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_backend.triton import delta_streams
+from dflash_backend.triton import delta_streams, running_requests
 from dflash_backend.triton.service import TritonService
 from tests.support.waiting import eventually
 from tests.triton.fake_triton import FINAL, FakeTriton, InferenceResponse, Request, Sender
@@ -141,6 +141,20 @@ def test_first_tokens_wait_for_no_others(serve: Any) -> None:
     rounds = ([steps_of_first_entry(f"{number}{key}") for key in "abcd"] for number in range(3))
     assert [1, 1, 1, 1] in rounds
     others.cancelled = True
+
+
+def test_requests_of_a_batch_wait_for_less_than_a_response_each(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_requests, "MAX_WAIT_S", 60.0)
+    service = serve(max_stream_responses_per_s=1)
+    stream = opened(service)
+    assert stream.next().outputs["text_output"] == "[]"
+    alone = submit(service, SLOW_PROMPT, 20_000, stream=True)
+    senders = [alone, *[ask(service, str(number), 20_000) for number in range(9)]]
+    running = service._requests
+    eventually(lambda: len(running._waiting) == 10, "all wait for others")
+    assert running._wait_s == 1 + (1 + 8 * running_requests.BATCHED_RESPONSE)
+    for sender in senders:
+        sender.cancelled = True
 
 
 def test_a_request_that_begins_alone_marks_no_entry(service: TritonService) -> None:
