@@ -206,49 +206,70 @@ template <class KV> static inline void read_head(const KV* from, const float* sc
   }
   if (dim < deep) put(to + dim, Halves{});
 }
-// Keys of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
-struct Keys { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
-// Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values as pairs of neighbouring
-// positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on. The positions that come
-// next are fetched meanwhile.
-template <class KV>
-static Keys read_kv(const Attention& p, const int32_t* table, long base, long count, long end, long head, long deep, bf16* key,
-                    uint32_t* pairs) {
-  const KV* cache = (const KV*)p.cache;
-  static const bf16 zeros[1024] = {};
-  bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are, where they are not read in place
-  const bf16* values[POSITIONS];
-  bool in_place = sizeof(KV) == 2 && p.dim == deep;
-  long width = rounded_up(count, DEEP);
-  Keys keys;
-  for (long i = 0; i < width / 16; i++) keys.tile[i] = key + i * 16 * deep, keys.step[i] = deep * 2;
-  each_key(p, table, base, count, head, [&](long t, long at) {
-    if (in_place) {
-      values[t] = (const bf16*)(cache + (at + p.kv_heads) * p.dim);
-      if (p.block_size % 16 == 0 && t / 16 * 16 + 16 <= count) {
-        if (t % 16 == 0) keys.tile[t / 16] = (const bf16*)(cache + at * p.dim), keys.step[t / 16] = 4 * p.kv_heads * p.dim;
-        return;
-      }
-    } else {
-      values[t] = plain + t * deep;
-      read_head(cache + (at + p.kv_heads) * p.dim, p.scales ? p.scales + at + p.kv_heads : nullptr, p.dim, deep, plain + t * deep);
+// Where 16 positions lie in the cache, in heads: keys of head 0. Their block holds all of them.
+static inline long tile_at(const Attention& p, const int32_t* table, long position) {
+  long block = position / p.block_size;
+  return (long(table[block]) * p.block_size + position - block * p.block_size) * 2 * p.kv_heads;
+}
+// Keys, or values, of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
+struct Tiles { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
+// The keys and values that are read next, from the first to the last. They are fetched a few lines at a time, between what else is done: a
+// core waits for some 16 lines at once, and drops what it is asked for meanwhile, or waits.
+struct NextKV {
+  const char* tile[POSITIONS / 16];
+  long step, bytes, beside, count = 0, at = 0;  // rows lie `step` apart, values `beside` their keys
+  void fetch(long lines) {
+    for (; lines > 0 && at < count; at++) {
+      const char* key = tile[at / 16] + at % 16 * step;
+      for (long i = 0; i < bytes; i += 64, lines -= 2) fetch_line(key + i), fetch_line(key + beside + i);
     }
-    read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, key + t * deep);
-  });
-  each_key(p, table, base + POSITIONS, std::min<long>(POSITIONS, end - base - POSITIONS), head, [&](long, long at) {
-    const char *next = (const char*)(cache + at * p.dim), *beside = (const char*)(cache + (at + p.kv_heads) * p.dim);
-    for (long line = 0; line < p.dim * long(sizeof(KV)); line += 64) __builtin_prefetch(next + line), __builtin_prefetch(beside + line);
-  });
-  std::memset((void*)(key + count * deep), 0, (width - count) * deep * 2);
-  for (long t = count; t < width; t++) values[t] = zeros;
+  }
+};
+template <class KV> static inline NextKV next_kv(const Attention& p, const int32_t* table, long base, long end, long head) {
+  NextKV next;
+  if (p.block_size % 16) return next;
+  next.bytes = p.dim * long(sizeof(KV)), next.beside = p.kv_heads * next.bytes, next.step = 2 * next.beside;
+  next.count = std::max<long>(0, std::min<long>(POSITIONS, end - base));
+  for (long t = 0; t < next.count; t += 16) next.tile[t / 16] = (const char*)p.cache + (tile_at(p, table, base + t) + head) * next.bytes;
+  return next;
+}
+// Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values as pairs of neighbouring
+// positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on.
+template <class KV>
+static Tiles read_kv(const Attention& p, const int32_t* table, long base, long count, long head, long deep, bf16* key, uint32_t* pairs,
+                     NextKV& next) {
+  const KV* cache = (const KV*)p.cache;
+  bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are, where they are not read in place
+  bool in_place = sizeof(KV) == 2 && p.dim == deep && p.block_size % 16 == 0;
+  long width = rounded_up(count, DEEP);
+  Tiles keys, values;
+  for (long t = 0; t < width; t += 16) {
+    long rows = std::max<long>(0, std::min<long>(16, count - t)), i = t / 16;
+    if (in_place && rows == 16) {
+      keys.tile[i] = (const bf16*)(cache + (tile_at(p, table, base + t) + head) * p.dim), values.tile[i] = keys.tile[i] + p.kv_heads * p.dim;
+      keys.step[i] = values.step[i] = 4 * p.kv_heads * p.dim;
+      continue;
+    }
+    bf16 *to = key + t * deep, *beside = plain + t * deep;
+    keys.tile[i] = to, values.tile[i] = beside, keys.step[i] = values.step[i] = deep * 2;
+    each_key(p, table, base + t, rows, head, [&](long r, long at) {
+      read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, to + r * deep);
+      read_head(cache + (at + p.kv_heads) * p.dim, p.scales ? p.scales + at + p.kv_heads : nullptr, p.dim, deep, beside + r * deep);
+    });
+    std::memset((void*)(to + rows * deep), 0, (16 - rows) * deep * 2);
+    std::memset((void*)(beside + rows * deep), 0, (16 - rows) * deep * 2);
+  }
   const __m512i evens = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(16));
-  for (long t = 0; t < width; t += 2)
+  for (long t = 0; t < width; t += 2) {
+    const char *from = (const char*)values.tile[t / 16] + t % 16 * values.step[t / 16], *after = from + values.step[t / 16];
+    if (t % 4 == 0) next.fetch(deep / 16);
     for (long c = 0; c < deep; c += 32) {
-      __m512i first = _mm512_loadu_si512(values[t] + c), second = _mm512_loadu_si512(values[t + 1] + c);
+      __m512i first = _mm512_loadu_si512(from + c * 2), second = _mm512_loadu_si512(after + c * 2);
       _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
       _mm512_storeu_si512(pairs + t / 2 * deep + c + 16, _mm512_permutex2var_epi16(first, odds, second));
     }
+  }
   return keys;
 }
 // Pairs of values, `[width / 2][deep]`, turned over: `[deep][POSITIONS]`.
@@ -319,7 +340,7 @@ template <int ROWS> static inline void sum_pairs(const bf16* a, long step, const
   }
   for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + r * LANES, sums[r]);
 }
-static inline void score_pairs(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+static inline void score_pairs(const Tiles& keys, const uint32_t* turned, long dim, long width, float* scores) {
   for (long t = 0; t < width / 16; t++) sum_pairs<16>(keys.tile[t], keys.step[t], turned, dim, false, scores + t * 256);
 }
 static inline void value_pairs(const bf16* value, const bf16* weights, long dim, long width, float* out) {
@@ -327,7 +348,7 @@ static inline void value_pairs(const bf16* value, const bf16* weights, long dim,
 }
 #if defined(__AMX_BF16__)
 // Scores of 16 queries, turned over, by 32 or 64 keys: `[width][16]`.
-static inline void score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+static inline void score_tiles(const Tiles& keys, const uint32_t* turned, long dim, long width, float* scores) {
   _tile_zero(0); _tile_zero(1);
   if (width > DEEP) { _tile_zero(2); _tile_zero(3); }
   for (long c = 0; c < dim; c += DEEP) {
@@ -358,7 +379,7 @@ static inline void value_tiles(const bf16* value, const bf16* weights, long dim,
   }
 }
 #else
-static void score_tiles(const Keys&, const uint32_t*, long, long, float*) {}
+static void score_tiles(const Tiles&, const uint32_t*, long, long, float*) {}
 static void value_tiles(const bf16*, const bf16*, long, long, float*) {}
 #endif
 // Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
@@ -399,6 +420,7 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     std::memset(k.output, 0, lots * LANES * dim * sizeof(float));
   }
   if (has_tiles) set_tiles(16, 16);
+  const int32_t* table = p.tables + row * p.table_step;
   long end = p.causal ? start + (last - first) : p.seq_lens[row];
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
@@ -406,7 +428,8 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
     for (long of = head; of < last_head; of++) {
       Kept k = kept_of(of);
-      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);
+      NextKV next = next_kv<KV>(p, table, base + POSITIONS, end, of);
+      Tiles keys = read_kv<KV>(p, table, base, count, of, dim, key, pairs, next);
       turn_values(pairs, width, dim, value);
       for (long lot = 0; lot < lots; lot++) {
         const uint32_t* query = k.query + lot * dim / 2 * LANES;
@@ -439,7 +462,7 @@ constexpr int FOURS = 4;
 // What `attend_few` keeps of four queries of a head: a lane is `4 * (position % 4) + query`, so maxima and totals are there four times.
 struct Four { Floats most, total; Ints position; };
 // As `weigh`, of four queries whose scores lie `LANES` apart, with every sum in the same order. weights: `[4][POSITIONS]`.
-static inline Floats weigh_four(const Attention& p, const float* scores, long base, long count, int width, bool all_seen, Four& four, bf16* weights) {
+static inline Floats weigh_four(const Attention& p, const float* scores, long base, long count, int width, bool all_seen, Four& four, bf16* weights, NextKV& next) {
   const Ints lane = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
   float scale = p.scale * LOG2_E;
   Ints seen = Ints{} + int(count), hidden{};
@@ -467,6 +490,7 @@ static inline Floats weigh_four(const Attention& p, const float* scores, long ba
   Floats shift = none ? Floats{} : now, sums{};
   const __m512i by_query = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
   for (int i = 0; i < width / FOURS; i += 2) {
+    next.fetch(p.dim / 8);
     Floats first = power_of_two(x[i] * scale - shift), second = power_of_two(x[i + 1] * scale - shift);
     sums += first;
     sums += second;
@@ -510,10 +534,11 @@ static void set_few_tiles(long queries) {
   for (int t = 0; t < 8; t++) c.rows[t] = uint8_t(t < 5 ? 16 : queries), c.bytes[t] = 64;
   load_config(c);
 }
-static inline void few_score_tiles(const Keys& keys, const uint32_t* turned, long dim, long width, float* scores) {
+static inline void few_score_tiles(const Tiles& keys, const uint32_t* turned, long dim, long width, float* scores, NextKV& next) {
   for (long t = 0; t < width / 16; t += 2, scores += 512) {
     _tile_zero(0); _tile_zero(1);
     for (long c = 0; c < dim; c += DEEP) {
+      next.fetch(16);
       _tile_loadd(4, turned + c / 2 * LANES, 64);
       _tile_loadd(2, keys.tile[t] + c, keys.step[t]); _tile_dpbf16ps(0, 2, 4);
       _tile_loadd(3, keys.tile[t + 1] + c, keys.step[t + 1]); _tile_dpbf16ps(1, 3, 4);
@@ -522,10 +547,11 @@ static inline void few_score_tiles(const Keys& keys, const uint32_t* turned, lon
   }
 }
 // As `few_value_pairs`, by tiles that `set_few_tiles` has set for as many queries.
-static inline void few_value_tiles(const uint32_t* pairs, const bf16* weights, long dim, long width, float* out) {
+static inline void few_value_tiles(const uint32_t* pairs, const bf16* weights, long dim, long width, float* out, NextKV& next) {
   for (long c = 0; c < dim; c += 2 * LANES) {
     _tile_loadd(5, out + c, dim * 4); _tile_loadd(6, out + c + LANES, dim * 4);
     for (long t = 0; t < width; t += DEEP) {
+      next.fetch(16);
       _tile_loadd(7, weights + t, POSITIONS * 2);
       _tile_loadd(2, pairs + t / 2 * dim + c, dim * 4); _tile_dpbf16ps(5, 7, 2);
       _tile_loadd(3, pairs + t / 2 * dim + c + LANES, dim * 4); _tile_dpbf16ps(6, 7, 3);
@@ -535,8 +561,8 @@ static inline void few_value_tiles(const uint32_t* pairs, const bf16* weights, l
 }
 #else
 static void set_few_tiles(long) {}
-static void few_score_tiles(const Keys&, const uint32_t*, long, long, float*) {}
-static void few_value_tiles(const uint32_t*, const bf16*, long, long, float*) {}
+static void few_score_tiles(const Tiles&, const uint32_t*, long, long, float*, NextKV&) {}
+static void few_value_tiles(const uint32_t*, const bf16*, long, long, float*, NextKV&) {}
 #endif
 // As `attend_tiles`, with the same bits, of at most FEW queries of a head: four of them are weighed at once, and outputs are weights by
 // values, which need not be turned over.
@@ -572,6 +598,7 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
     }
   }
   if (has_tiles) set_few_tiles(rows);
+  const int32_t* table = p.tables + row * p.table_step;
   long end = p.causal ? start + (last - first) : p.seq_lens[row];
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
@@ -579,17 +606,19 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
     bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
     for (long of = head; of < last_head; of++) {
       float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
-      Keys keys = read_kv<KV>(p, p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);
-      if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores); else score_pairs(keys, (uint32_t*)query, dim, width, scores);
+      bool is_last = of + 1 == last_head;
+      NextKV next = next_kv<KV>(p, table, is_last ? base + POSITIONS : base, end, is_last ? head : of + 1);
+      Tiles keys = read_kv<KV>(p, table, base, count, of, dim, key, pairs, next);
+      if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores, next); else score_pairs(keys, (uint32_t*)query, dim, width, scores);
       for (long q = 0; q < rows; q += FOURS) {
         Four& four = fours[((of - head) * rows + q) / FOURS];
-        Floats keep = weigh_four(p, scores + q, base, count, int(width), all_seen, four, weights + q * POSITIONS);
+        Floats keep = weigh_four(p, scores + q, base, count, int(width), all_seen, four, weights + q * POSITIONS, next);
         Ints changed = keep != 1.0f;
         if (any(changed))
           for (long r = 0; r < FOURS; r++)
             for (long c = 0; c < dim; c += LANES) store(output + (q + r) * dim + c, load(output + (q + r) * dim + c) * keep[r]);
       }
-      if (has_tiles) few_value_tiles(pairs, weights, dim, width, output); else few_value_pairs(pairs, weights, rows, dim, width, output);
+      if (has_tiles) few_value_tiles(pairs, weights, dim, width, output, next); else few_value_pairs(pairs, weights, rows, dim, width, output);
     }
   }
   if (has_tiles) free_tiles();
