@@ -125,9 +125,9 @@ class RunningRequests:
         """How long the responses that wait do so: as many leave in a second as may. A stream whose steps take longer
         never waits, nor one alone of vLLM's backend, whose tests count its responses."""
         waiting = Counter(request.delta_stream for request in self._waiting.values())
-        responses = waiting.pop(None, 0) - self._as_vllm
-        responses += sum(1 + BATCHED_RESPONSE * (num_requests - 1) for num_requests in waiting.values())
-        return min(MAX_WAIT_S, responses / self._responses_per_s)
+        num_responses: float = waiting.pop(None, 0) - self._as_vllm
+        num_responses += sum(1 + BATCHED_RESPONSE * (num_requests - 1) for num_requests in waiting.values())
+        return min(MAX_WAIT_S, num_responses / self._responses_per_s)
 
     def add(self, request: TritonRequest) -> None:
         """Hand a request over to the output thread."""

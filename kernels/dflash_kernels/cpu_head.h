@@ -20,10 +20,15 @@ struct Sampling {
 };
 
 #if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AMX_INT8__)
+static bool has_byte_tiles = has_tiles;
+#else
+constexpr bool has_byte_tiles = false;
+#endif
 // Rows up to which this is faster than the whole product: all where that multiplies 8 numbers at once, else those that wait for memory.
 static int64_t coarse_rows_at_most(bool is_float) {
 #if defined(__AMX_BF16__)
-  if (has_tiles) return 4;
+  if (has_tiles) return is_float && has_byte_tiles ? 32 : 4;
 #endif
   return REGISTER_BYTES < 64 ? INT64_MAX : is_float ? 4 : 8;
 }
@@ -43,7 +48,7 @@ struct CoarseRows {
 template <class T> static bool coarse_rows(const Product& p, CoarseRows& rows) {
   rows.rounding = std::is_same<T, float>::value ? 0.0f : 1.0f / 256;
   long k = p.k, deep = rows.deep = rounded_up(k, 2);
-  float most = std::min(32767.0f, std::floor(2147483392.0f / (127.0f * float(deep))));
+  float most = std::min(32639.0f, std::floor(2147483392.0f / (127.0f * float(deep))));  // 127 * 256 + 127
   rows.numbers.assign(p.m * deep, 0), rows.steps.resize(p.m), rows.norms.resize(p.m), rows.errors.resize(p.m);
   for (long r = 0; r < p.m; r++) {
     const T* x = (const T*)p.x + r * p.x_step;
@@ -110,42 +115,92 @@ static void panel_noise(const Sampling& sampling, long row, long panel, float* o
   for (int i = 0; i < LANES; i++) ids[i] = panel * LANES + i;
   store(out, gumbel(noise_key(sampling.seeds[row], sampling.positions[row]), ids));
 }
-// Of ROWS rows and a panel: the least that the largest of its scores can be, and the most; of a row that filters, of its logits.
+// Of a row and a panel, by its sums: the least that the largest of its scores can be, and the most; of a row that filters, of its logits.
+static inline void row_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, const __m256i sums[2], float& least, float& most) {
+  bool filters = rows.filters[row];
+  float temperature = rows.sampling.temperature && !filters ? rows.sampling.temperature[row] : 0.0f, noise[LANES];
+  if (temperature != 0.0f) panel_noise(rows.sampling, row, panel, noise);
+  __m256 of_least = _mm256_set1_ps(-INFINITY), of_most = of_least;
+  for (int half = 0; half < 2; half++) {
+    long first = panel * LANES + half * 8;
+    __m256 steps = _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row]));
+    __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[half]), steps);
+    __m256 off = _mm256_mul_ps(_mm256_loadu_ps(head.errors + first), _mm256_set1_ps(rows.norms[row]));
+    off = _mm256_fmadd_ps(_mm256_loadu_ps(head.norms + first), _mm256_set1_ps(rows.errors[row]), off);
+    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    // A logit is off by its rounding too.
+    const __m256 rounding = _mm256_set1_ps(rows.rounding + 1e-6f);
+    if (temperature != 0.0f || filters) off = _mm256_fmadd_ps(_mm256_add_ps(_mm256_and_ps(about, no_sign), off), rounding, off);
+    if (temperature != 0.0f) {
+      // And a score by those of its quotient and of the sum.
+      __m256 by = _mm256_set1_ps(1.0f / temperature), added = _mm256_loadu_ps(noise + half * 8);
+      off = _mm256_fmadd_ps(_mm256_and_ps(added, no_sign), _mm256_set1_ps(1e-6f), _mm256_mul_ps(off, by));
+      about = _mm256_fmadd_ps(about, by, added);
+    }
+    __m256 below = _mm256_sub_ps(about, off), above = _mm256_add_ps(about, off);
+    if (first + 8 > head.n) {
+      __m256 lane = _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), none = _mm256_cmp_ps(lane, _mm256_set1_ps(float(head.n - first)), _CMP_GE_OQ);
+      below = _mm256_blendv_ps(below, _mm256_set1_ps(-INFINITY), none), above = _mm256_blendv_ps(above, _mm256_set1_ps(-INFINITY), none);
+    }
+    of_least = _mm256_max_ps(of_least, below), of_most = _mm256_max_ps(of_most, above);
+  }
+  least = most_of(of_least), most = most_of(of_most);
+}
 template <int ROWS>
 static void panel_bounds(const CoarseHead& head, const CoarseRows& rows, long row, long panel, float* least, float* most) {
   __m256i sums[ROWS][2];
   panel_sums<ROWS>(head.codes + panel * LANES * rows.deep, rows.numbers.data() + row * rows.deep, rows.deep, sums);
-  for (int r = 0; r < ROWS; r++) {
-    bool filters = rows.filters[row + r];
-    float temperature = rows.sampling.temperature && !filters ? rows.sampling.temperature[row + r] : 0.0f, noise[LANES];
-    if (temperature != 0.0f) panel_noise(rows.sampling, row + r, panel, noise);
-    __m256 of_least = _mm256_set1_ps(-INFINITY), of_most = of_least;
-    for (int half = 0; half < 2; half++) {
-      long first = panel * LANES + half * 8;
-      __m256 steps = _mm256_mul_ps(_mm256_loadu_ps(head.steps + first), _mm256_set1_ps(rows.steps[row + r]));
-      __m256 about = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), steps);
-      __m256 off = _mm256_mul_ps(_mm256_loadu_ps(head.errors + first), _mm256_set1_ps(rows.norms[row + r]));
-      off = _mm256_fmadd_ps(_mm256_loadu_ps(head.norms + first), _mm256_set1_ps(rows.errors[row + r]), off);
-      const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-      // A logit is off by its rounding too.
-      const __m256 rounding = _mm256_set1_ps(rows.rounding + 1e-6f);
-      if (temperature != 0.0f || filters) off = _mm256_fmadd_ps(_mm256_add_ps(_mm256_and_ps(about, no_sign), off), rounding, off);
-      if (temperature != 0.0f) {
-        // And a score by those of its quotient and of the sum.
-        __m256 by = _mm256_set1_ps(1.0f / temperature), added = _mm256_loadu_ps(noise + half * 8);
-        off = _mm256_fmadd_ps(_mm256_and_ps(added, no_sign), _mm256_set1_ps(1e-6f), _mm256_mul_ps(off, by));
-        about = _mm256_fmadd_ps(about, by, added);
-      }
-      __m256 below = _mm256_sub_ps(about, off), above = _mm256_add_ps(about, off);
-      if (first + 8 > head.n) {
-        __m256 lane = _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), none = _mm256_cmp_ps(lane, _mm256_set1_ps(float(head.n - first)), _CMP_GE_OQ);
-        below = _mm256_blendv_ps(below, _mm256_set1_ps(-INFINITY), none), above = _mm256_blendv_ps(above, _mm256_set1_ps(-INFINITY), none);
-      }
-      of_least = _mm256_max_ps(of_least, below), of_most = _mm256_max_ps(of_most, above);
+  for (int r = 0; r < ROWS; r++) row_bounds(head, rows, row + r, panel, sums[r], least[r], most[r]);
+}
+#if defined(__AMX_INT8__)
+// Rows for tiles, `[2][rows, up to 16][inputs, up to 64]`: a number is 256 times the first of its bytes, and the second. Zeros fill up.
+struct ByteRows { long wide, rows; std::vector<int8_t> bytes; };
+static ByteRows byte_rows(const CoarseRows& rows, long m) {
+  ByteRows two{rounded_up(rows.deep, 64), rounded_up(m, 16), {}};
+  two.bytes.assign(2 * two.rows * two.wide, 0);
+  for (long r = 0; r < m; r++)
+    for (long c = 0; c < rows.deep; c++) {
+      int number = rows.numbers[r * rows.deep + c], upper = (number + 128) >> 8;
+      two.bytes[r * two.wide + c] = int8_t(upper), two.bytes[(two.rows + r) * two.wide + c] = int8_t(number - upper * 256);
     }
-    least[r] = most_of(of_least), most[r] = most_of(of_most);
+  return two;
+}
+// Codes of a panel as tiles have them, `[wide / 4][16][4]`.
+static inline void turn_codes(const int8_t* codes, long deep, long wide, int8_t* to) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (long c = 0; c < wide; c += 4) {
+    __mmask16 words = c + 4 <= deep ? 0xffff : c < deep ? 0xff : 0;
+    _mm512_storeu_si512(to + c * LANES, _mm512_permutexvar_epi16(order, _mm512_maskz_loadu_epi32(words, codes + c * LANES)));
   }
 }
+// As `panel_bounds`, of all rows and panels [first, last), with the same sums.
+static void tile_bounds(const CoarseHead& head, const CoarseRows& rows, const ByteRows& two, long m, long first, long last, float* least, float* most) {
+  int8_t* turned = (int8_t*)scratch(two.wide * LANES / 4 + 512);
+  int32_t* sums = (int32_t*)(turned + two.wide * LANES);
+  set_tiles(16, 16);
+  for (long panel = first; panel < last; panel++) {
+    turn_codes(head.codes + panel * LANES * rows.deep, rows.deep, two.wide, turned);
+    const char* next = (const char*)(head.codes + (panel + 1) * LANES * rows.deep);  // the last one's is fetched, not read
+    for (long row = 0; row < m; row += 16) {
+      const int8_t *upper = two.bytes.data() + row * two.wide, *lower = upper + two.rows * two.wide;
+      _tile_zero(0); _tile_zero(1);
+      for (long c = 0; c < two.wide; c += 64) {
+        for (long line = 0; row == 0 && line < 16; line++) fetch_line(next + c * LANES + line * 64);
+        _tile_loadd(6, turned + c * LANES, 64);
+        _tile_loadd(4, upper + c, two.wide); _tile_dpbssd(0, 4, 6);
+        _tile_loadd(5, lower + c, two.wide); _tile_dpbssd(1, 5, 6);
+      }
+      _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
+      for (long r = 0; r < std::min<long>(16, m - row); r++) {
+        __m512i both = _mm512_add_epi32(_mm512_slli_epi32(_mm512_loadu_si512(sums + r * LANES), 8), _mm512_loadu_si512(sums + 256 + r * LANES));
+        __m256i halves[2] = {_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1)};
+        row_bounds(head, rows, row + r, panel, halves, least[panel * m + row + r], most[panel * m + row + r]);
+      }
+    }
+  }
+  free_tiles();
+}
+#endif
 // The least that a logit may have which a row's filters keep, by the least that the largest of each panel can be, `step` apart, and of
 // all; -infinity where they keep any, or top-p has to know what all weigh.
 static float kept_from(const Sampling& sampling, long row, long vocab, const float* least, long panels, long step, float least_top) {
@@ -176,6 +231,12 @@ struct Candidate { long row, unit; float best; int64_t place; };
 // Of each row the least and the most that the largest score of each panel can be, `[panels][rows]`.
 static void all_bounds(const CoarseHead& head, const CoarseRows& rows, long m, int threads, float* least, float* most) {
   long panels = rounded_up(head.n, LANES) / LANES;
+#if defined(__AMX_INT8__)
+  if (has_byte_tiles && m > COARSE_ROWS) {
+    ByteRows two = byte_rows(rows, m);
+    return share(threads, panels, 16, [&](long first, long last) { tile_bounds(head, rows, two, m, first, last, least, most); });
+  }
+#endif
   share(threads, panels, 16, [&](long first, long last) {
     for (long panel = first; panel < last; panel++)
       for (long row = 0; row < m;) {
@@ -265,7 +326,8 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
     }
   }
   begins.push_back(long(candidates.size()));
-  if (begins[m] * FEW_OF > units * std::max(m, 2L)) return -1;
+  // By tiles the whole product of more rows takes hardly longer.
+  if (begins[m] * FEW_OF > units * std::max(has_byte_tiles ? std::min(m, 8L) : m, 2L)) return -1;
   std::vector<T> logits(sampling.temperature ? begins[m] * of_unit : 0);  // of rows that filter
   share(threads, begins[m], 1, [&](long first, long last) {
     for (long i = first; i < last; i++) {

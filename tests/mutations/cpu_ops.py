@@ -159,17 +159,22 @@ CPU_OPS_MUTANTS = (
             "hidden = four.position - int(p.window) + 1",
             "hidden = four.position - int(p.window)",
         ),
-        ("a row's blocks are its neighbour's", "p.tables + row * p.table_step;", "p.tables;"),
+        (
+            "a row's blocks are its neighbour's",
+            "p.tables + row * p.table_step;\n  for",
+            "p.tables;\n  for",
+        ),
         (
             "in tiles a row's blocks are its neighbour's",
-            "p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);\n      turn_values",
-            "p.tables, base, count, end, of, dim, key, pairs);\n      turn_values",
+            "set_tiles(16, 16);\n  const int32_t* table = p.tables + row * p.table_step;",
+            "set_tiles(16, 16);\n  const int32_t* table = p.tables;",
         ),
         (
             "of few a row's blocks are its neighbour's",
-            "p.tables + row * p.table_step, base, count, end, of, dim, key, pairs);\n      if",
-            "p.tables, base, count, end, of, dim, key, pairs);\n      if",
+            "set_few_tiles(rows);\n  const int32_t* table = p.tables + row * p.table_step;",
+            "set_few_tiles(rows);\n  const int32_t* table = p.tables;",
         ),
+        ("tiles read positions past the last", "if (in_place && rows == 16) {", "if (in_place && rows > 0) {"),
         ("of few all queries are weighed as the first four", "weigh_four(p, scores + q,", "weigh_four(p, scores,"),
         (
             "in tiles outputs are not scaled as larger scores come",
@@ -246,7 +251,7 @@ CPU_OPS_MUTANTS = (
         ("tests/kernels/test_cpu_head.py",),
         (
             "bounds of logits leave out what codes miss",
-            "_mm256_set1_ps(rows.norms[row + r])",
+            "_mm256_set1_ps(rows.norms[row])",
             "_mm256_setzero_ps()",
         ),
         ("logits that round to one number are not compared", "std::fabs(lowest[row]) * rows.rounding * 4", "0.0f"),
@@ -275,6 +280,13 @@ CPU_OPS_MUTANTS = (
         ("codes choose where a rounded sum decides", "return chosen >= is;", "return true;"),
         ("top-p has the weights of what top-k hides", "each.logit >= is ? std::exp(", "true ? std::exp("),
         ("codes choose of all candidates' logits", "count(*each), &may_be, *each", "count(*each), nullptr, *each"),
+        # Where the processor has tiles.
+        ("tiles multiply the upper bytes alone", "int8_t(number - upper * 256)", "int8_t(0)"),
+        (
+            "bounds of rows after the 16th are those of the first",
+            "row_bounds(head, rows, row + r, panel, halves",
+            "row_bounds(head, rows, r, panel, halves",
+        ),
     ),
     *mutants_of(
         f"{KERNELS}/cpu_choice.h",

@@ -38,9 +38,9 @@ SERVING_MUTANTS = (
         "dflash_backend/triton/running_requests.py",
         ("tests/triton/test_settings.py",),
         ("requests that say an interval wait", "if state.parsed.may_wait and (", "if ("),
-        ("a stream that is slow enough waits", "num_waiting / self._responses_per_s", "1.0"),
-        ("one stream alone never waits", "len(self._waiting) - self._as_vllm", "len(self._waiting) - 1"),
-        ("one stream alone waits as vLLM's do not", "len(self._waiting) - self._as_vllm", "len(self._waiting)"),
+        ("a stream that is slow enough waits", "num_responses / self._responses_per_s", "1.0"),
+        ("one stream alone never waits", "waiting.pop(None, 0) - self._as_vllm", "waiting.pop(None, 0) - 1"),
+        ("one stream alone waits as vLLM's do not", "waiting.pop(None, 0) - self._as_vllm", "waiting.pop(None, 0)"),
         (
             "tokens that wait are lost with the engine",
             "        self._send_waiting(at_once=True)\n        for request in",
