@@ -326,8 +326,7 @@ template <class T> static int64_t likeliest(const Product& p, const CoarseHead& 
     }
   }
   begins.push_back(long(candidates.size()));
-  // By tiles the whole product of more rows takes hardly longer.
-  if (begins[m] * FEW_OF > units * std::max(has_byte_tiles ? std::min(m, 8L) : m, 2L)) return -1;
+  if (begins[m] * FEW_OF > units * std::max(m, 2L)) return -1;
   std::vector<T> logits(sampling.temperature ? begins[m] * of_unit : 0);  // of rows that filter
   share(threads, begins[m], 1, [&](long first, long last) {
     for (long i = first; i < last; i++) {
