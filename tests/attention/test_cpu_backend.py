@@ -34,6 +34,7 @@ def paged(kv_dtype: torch.dtype, kv_heads: int, dim: int) -> KVLayer:
         (4, 2, 32, torch.float32, torch.float32),
         (9, 3, 80, torch.float32, torch.uint8),
         (9, 3, 80, torch.bfloat16, torch.bfloat16),
+        (9, 3, 64, torch.bfloat16, torch.bfloat16),
         (4, 2, 32, torch.bfloat16, torch.float32),
         (6, 2, 64, torch.bfloat16, torch.uint8),
     ],
@@ -60,6 +61,28 @@ def test_rows_equal_those_of_torch_and_each_is_its_own(
         last = AttentionBatch(QUERY_LENS[3:4], SEQ_LENS[4:5], tables[4:5])
         own = alone.attend(query[-1:], layer, alone.prepare(last, pattern, dtype), sinks)
         assert torch.equal(own, results[0][-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [8, 16, 24, 64])
+def test_a_block_may_hold_anything_after_the_last_position_of_its_row(block: int, dtype: torch.dtype) -> None:
+    """Also one that tiles would read whole."""
+    num_blocks = -(-150 // block)
+    data = torch.randn(3 * num_blocks, block, 2, 2, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    tables = torch.randperm(3 * num_blocks, generator=torch.Generator().manual_seed(4)).view(3, num_blocks).int()
+    query_lens, seq_lens = np.array([1, 1, 20]), np.array([142, 67, 150])
+    unwritten = data.clone()
+    for table, num_tokens in zip(tables.tolist(), seq_lens.tolist(), strict=True):
+        for index, at in enumerate(table):
+            data[at, max(0, num_tokens - index * block) :] = 0.0
+            unwritten[at, max(0, num_tokens - index * block) :] = torch.nan
+    query = torch.randn(22, 6, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    layout, pattern = AttentionBatch(query_lens, seq_lens, tables), AttentionPattern(True, None, False)
+    cpu, reference = CpuBackend(block), TorchBackend(block)
+    found = cpu.attend(query, KVLayer(unwritten), cpu.prepare(layout, pattern, dtype), None)
+    expected = reference.attend(query, KVLayer(data), reference.prepare(layout, pattern, dtype), None)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

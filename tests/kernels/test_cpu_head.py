@@ -172,12 +172,12 @@ def test_rows_that_bounds_say_little_of_are_left_to_the_product_and_more_rarely_
 def test_tokens_with_noise_are_those_that_are_sampled_from_all_logits(dtype: torch.dtype) -> None:
     """Greedy rows beside others, cold ones and hot ones, logits of any size."""
     rng = torch.Generator().manual_seed(5)
-    temperature = torch.tensor([0.0, 0.05, 0.7, 1.0, 1.0, 1.3, 2.0, 0.0, 1.0])
+    temperature = torch.tensor([0.0, 0.05, 0.7, 1.0, 1.0, 1.3, 2.0, 0.0, 1.0] * 2 + [1.3, 0.7])
     num_found, differ = 0, 0
     for seed in range(40):
         weight = (random(4113, 96, seed=seed) * 4.0 ** (seed % 5 - 3)).to(dtype)
-        packed, x = PackedWeight(weight), (rows_for(weight, 9, seed) / (1 + seed % 3)).to(dtype)
-        seeds, positions = (torch.randint(-(2**62), 2**62, (9,), generator=rng) for _ in range(2))
+        packed, x = PackedWeight(weight), (rows_for(weight, 20, seed) / (1 + seed % 3)).to(dtype)
+        seeds, positions = (torch.randint(-(2**62), 2**62, (20,), generator=rng) for _ in range(2))
         logits, noise = packed.product(x), (temperature, seeds, positions.abs())
         expected = cpu_ops.sample(logits, *noise)
         if (found := CoarseHead(packed).likeliest(x, *noise)) is not None:
@@ -303,6 +303,23 @@ def test_bounds_hold_however_numbers_are_spread(dtype: torch.dtype) -> None:
         found = CoarseHead(packed).likeliest(x)
         if found is not None:
             assert found.tolist() == argmax_reference(packed.product(x)).tolist(), seed
+
+
+@needs_codes
+@pytest.mark.usefixtures("rows_without_end")
+def test_all_bits_of_a_row_count() -> None:
+    """Codes hold these numbers as they are. The large one is the same for all outputs: the last bits of others decide."""
+    rng = torch.Generator().manual_seed(6)
+    weight = torch.randint(-127, 128, (4096, 64), generator=rng) / 128
+    weight[:, 0] = 127 / 128
+    packed = PackedWeight(weight)
+    head = CoarseHead(packed)
+    for _ in range(10):
+        x = torch.randn((20, 64), generator=rng)
+        x[:, 0] = 50.0
+        found = head.likeliest(x)
+        assert found is not None
+        assert found.tolist() == argmax_reference(packed.product(x)).tolist()
 
 
 @needs_codes
