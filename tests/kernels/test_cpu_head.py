@@ -308,8 +308,7 @@ def test_bounds_hold_however_numbers_are_spread(dtype: torch.dtype) -> None:
 @needs_codes
 @pytest.mark.usefixtures("rows_without_end")
 def test_all_bits_of_a_row_count() -> None:
-    """Codes hold these numbers as they are. The large one is the same for all outputs, so the last bits of others decide:
-    tiles multiply them by themselves."""
+    """Codes hold these numbers as they are. One input is large, and its weights are equal: others decide."""
     rng = torch.Generator().manual_seed(6)
     weight = torch.randint(-127, 128, (4096, 64), generator=rng) / 128
     weight[:, 0] = 127 / 128
