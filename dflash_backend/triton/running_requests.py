@@ -32,8 +32,8 @@ MAX_SEPARATE_DELTAS = 32
 # `max_stream_responses_per_s` auto: from stub to client a response takes some 300 us of processor time, an eighth of
 # each core's at this rate; and one thread of Python sends them.
 RESPONSES_PER_CORE, MOST_RESPONSES = 600, 6000
-# A batch of a delta stream costs as a response with one request in it, and each other request this part of one more:
-# some 60 us, all of them its client's.
+# A batch of a delta stream with one request costs as much as a response. Each other request adds this part of one, some
+# 60 us, in its client.
 BATCHED_RESPONSE = 0.25
 # For no longer than this do tokens wait: readers see no difference.
 MAX_WAIT_S = 0.05

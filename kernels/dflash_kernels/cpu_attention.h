@@ -214,7 +214,7 @@ static inline long tile_at(const Attention& p, const int32_t* table, long positi
 // Keys, or values, of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
 struct Tiles { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
 // The keys and values that are read next, from the first to the last. They are fetched a few lines at a time, between what else is done: a
-// core waits for some 16 lines at once, and drops what it is asked for meanwhile, or waits.
+// core has some 16 lines under way at once, and one that is asked for more waits for them.
 struct NextKV {
   const char* tile[POSITIONS / 16];
   long step, bytes, beside, count = 0, at = 0;  // rows lie `step` apart, values `beside` their keys

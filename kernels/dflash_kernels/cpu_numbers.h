@@ -243,8 +243,7 @@ template <class T> static inline Floats gated(Floats gate, Floats up, bool is_ge
   return rounded<T>(gate / (1.0f + vexp(-turn))) * up;
 }
 
-// Fetches a line of memory. By an instruction that GCC does not understand: it takes a function that only fetches for one that does nothing,
-// and leaves out where it is called.
+// Fetches a line of memory. Written as assembly, since GCC removes the calls of a function that does nothing but `__builtin_prefetch`.
 static inline void fetch_line(const char* at) {
 #if defined(__x86_64__)
   asm volatile("prefetcht0 (%0)" : : "r"(at));
