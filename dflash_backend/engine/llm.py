@@ -7,11 +7,12 @@ print(llm.generate("Write a function that adds 3.", max_tokens=64, temperature=0
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, cast
@@ -127,7 +128,8 @@ class LLM:
 
         `params` is one set for all prompts or one each; `sampling` gives single parameters instead:
         `generate("...", max_tokens=8, temperature=0)`. An output has `n` completions, each with a seed of its own.
-        `on_finished` is called with the index and the output of each finished prompt. Raises `ParameterError` for a bad
+        `on_finished` is called with the index and the output of each finished prompt; what it raises ends the others
+        and passes. Raises `ParameterError` for a bad
         parameter and `RequestError` for a prompt that cannot be served, which may show only as it runs; the other
         prompts are aborted then. So are all after Ctrl-C, which ends it behind the step that runs; a second one ends it
         at once, and then another `LLM` is needed.
@@ -140,11 +142,13 @@ class LLM:
         indices = {state.request_id: index for index, state in enumerate(states)}
         outputs: dict[int, RequestOutput] = {}
         started = time.monotonic()
-        for state in self._run(states):
-            index = indices[state.request_id]
-            outputs[index] = _request_output(state, started)
-            if on_finished is not None:
-                on_finished(index, outputs[index])
+        # Closed at once where `on_finished` raises: the other requests leave the engine.
+        with contextlib.closing(self._run(states)) as finished:
+            for state in finished:
+                index = indices[state.request_id]
+                outputs[index] = _request_output(state, started)
+                if on_finished is not None:
+                    on_finished(index, outputs[index])
         return [outputs[index] for index in range(len(batch))]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> RequestOutput:
@@ -214,7 +218,7 @@ class LLM:
         self._num_requests += 1
         return RequestState(f"offline-{self._num_requests}", parsed, self.tokenizer, logprobs_as_json=False)
 
-    def _run(self, states: list[RequestState]) -> Iterator[RequestState]:
+    def _run(self, states: list[RequestState]) -> Generator[RequestState, None, None]:
         """Feed the engine as its queue has space, step it, and yield each request as it finishes."""
         core = self.engine.core
         eos = self.tokenizer.eos_token_ids

@@ -27,7 +27,7 @@ def measure_acceptance(
     is taken, loaded by an engine with the same `settings`. Returns the acceptance length, 1 + accepted drafts / blocks,
     and tokens of all answers a second."""
     loaded = None if teacher is None else teacher.target
-    llm = LLM(target, str(draft), loaded=loaded, adaptive_speculation=False, **settings)
+    llm = LLM(target, str(draft), loaded=loaded, **{**settings, "adaptive_speculation": False})
     space = llm.engine.ready.max_model_len
     params = [
         {"temperature": temperature, "seed": index, "max_tokens": max(1, min(MAX_TOKENS, space - len(prompt)))}

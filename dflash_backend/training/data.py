@@ -1,11 +1,13 @@
 """What a drafter is trained on: prompts with the target's own answers, kept on disk as they are made.
 
-`samples.jsonl` has a prompt and its answer a line, `held_out.jsonl` the prompts that are kept apart. A line that was
-cut off by the end of a run is taken away, and the next run goes on behind it.
+`samples.jsonl` has a prompt and its answer a line, `held_out.jsonl` the prompts that are kept apart, `rounds` how often
+the target was asked for questions. A line that was cut off by the end of a run is taken away, and the next run goes on
+behind it. Only their owner can read the files: they may hold what people wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +22,7 @@ from dflash_backend.traffic import target_digest, tokenizer_digest
 from dflash_backend.training.errors import TrainingError, cannot_write
 from dflash_backend.training.prompts import Prompt, QuestionWriter, read_prompts, recorded_prompts
 
-SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
+SAMPLES, HELD_OUT, ROUNDS = "samples.jsonl", "held_out.jsonl", "rounds"
 ROUND = 128
 """Prompts that are answered together."""
 HELD_OUT_SHARE, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.05, 4, 48
@@ -57,8 +59,9 @@ class DataOptions:
     traffic: Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def fingerprint(self, target: Path) -> str:
-        """What tells the data of one target and these options, `num_tokens` apart: 16 hexadecimal digits."""
+    def fingerprint(self, target: Path, numbers: Mapping[str, str] | None = None) -> str:
+        """What tells the data of one target and these options, `num_tokens` apart: 16 hexadecimal digits. numbers:
+        settings of the engine on which answers depend."""
         digest = hashlib.sha256(f"{target_digest(target)} {tokenizer_digest(target)}".encode())
         for name in ("tokenizer_config.json", "chat_template.jinja"):
             if (target / name).is_file():
@@ -67,6 +70,8 @@ class DataOptions:
         if self.traffic is not None:
             # Not what is in it: the server goes on writing.
             own.append(str(self.traffic.resolve()))
+        if numbers:
+            own.append(dict(numbers))
         digest.update(json.dumps(own, sort_keys=True).encode())
         for path in self.files:
             try:
@@ -82,9 +87,13 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from None
+        self.num_rounds = 0
+        # Where it cannot be read the first questions come again, and are left out.
+        with contextlib.suppress(OSError, ValueError):
+            self.num_rounds = int((folder / ROUNDS).read_text())
         self.held_out = [tuple(row["prompt"]) for row in self._read(HELD_OUT, "prompt")]
         self.samples = [
             Sample(tuple(row["prompt"]), tuple(row["answer"])) for row in self._read(SAMPLES, "prompt", "answer")
@@ -111,10 +120,20 @@ class Store:
         self._append(SAMPLES, {"prompt": sample.prompt, "answer": sample.answer})
         self.samples.append(sample)
 
+    def begin_round(self) -> int:
+        """The number of another round of questions, from 1 on."""
+        self.num_rounds += 1
+        path = self.folder / ROUNDS
+        try:
+            path.write_text(f"{self.num_rounds}\n")
+        except OSError as error:
+            raise cannot_write(path, error) from None
+        return self.num_rounds
+
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         path = self.folder / name
         try:
-            with path.open("ab") as file:
+            with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 size = file.tell()
                 try:
                     file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
@@ -155,16 +174,28 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
     """Fill the store up to `options.num_tokens` tokens of answers, or to the last prompt, or to `deadline`
     (`time.monotonic`). Held-out prompts come first. Raises `TrainingError`."""
     report(store.num_tokens, options.num_tokens)
-    source = _Source(llm, store, options)
+    source = _Source(llm, store, options, deadline)
+    with contextlib.suppress(_TimeIsUp):
+        _fill(store, source, options, report)
+    if not store.samples or len(store.held_out) < 1:
+        few = "the files of --data have" if options.files else f"{options.traffic} has"
+        where = f"{few} too few prompts" if source.is_finite else "the target writes no usable questions"
+        raise TrainingError(
+            f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
+            "prompts by --data, or more --minutes"
+        )
+
+
+def _fill(store: Store, source: _Source, options: DataOptions, report: Report) -> None:
     known = store.known
     wanted = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, source.expected_held_out))
     empty = 0
-    while store.num_tokens < options.num_tokens and (deadline is None or time.monotonic() < deadline):
+    while store.num_tokens < options.num_tokens:
         prompts = source.next()
         if not prompts:
             empty += 1
             if source.is_finite or empty == MOST_EMPTY_ROUNDS:
-                break
+                return
             continue
         empty = 0
         fresh = []
@@ -180,22 +211,20 @@ def collect(llm: LLM, store: Store, options: DataOptions, report: Report, deadli
                 store.add(Sample(prompt.token_ids, prompt.answer[: options.max_answer]))
         source.answer([prompt.token_ids for prompt in trained if not prompt.answer], report)
         report(store.num_tokens, options.num_tokens)
-    if not store.samples or len(store.held_out) < 1:
-        few = "the files of --data have" if options.files else f"{options.traffic} has"
-        where = f"{few} too few prompts" if source.is_finite else "the target writes no usable questions"
-        raise TrainingError(
-            f"{where}: {len(store.samples)} samples and {len(store.held_out)} held-out prompts came of it; give more "
-            "prompts by --data, or more --minutes"
-        )
+
+
+class _TimeIsUp(Exception):
+    """The deadline has come, also in the middle of a round: what is answered is kept."""
 
 
 class _Source:
     """Rounds of prompts, from files or from the target, which writes those of a round beside the answers to the round
     before: answers of different lengths leave rows free."""
 
-    def __init__(self, llm: LLM, store: Store, options: DataOptions) -> None:
+    def __init__(self, llm: LLM, store: Store, options: DataOptions, deadline: float | None) -> None:
         self.is_finite = bool(options.files) or options.traffic is not None
-        self._llm, self._store, self._options, self._round = llm, store, options, 0
+        self._llm, self._store, self._options, self._deadline = llm, store, options, deadline
+        self._round = store.num_rounds
         self.expected_held_out = MOST_HELD_OUT
         self._prompts: list[Prompt] = []
         self._writer: QuestionWriter | None = None
@@ -206,16 +235,15 @@ class _Source:
                     options.traffic, llm.target_dir, llm.engine.ready.vocab_size, self._longest, options.seed
                 )
             else:
+                most = options.num_tokens // FEWEST_ANSWER_TOKENS + MOST_HELD_OUT
                 prompts = read_prompts(
-                    options.files, llm.tokenizer, options.template_options, self._longest, options.seed
+                    options.files, llm.tokenizer, options.template_options, self._longest, options.seed, most
                 )
             known = store.known
             self.expected_held_out = int(HELD_OUT_SHARE * len(prompts))
             self._prompts = [prompt for prompt in prompts if prompt.token_ids not in known]
             return
         self._writer = QuestionWriter(llm, options.template_options)
-        # The seeds behind those of the prompts that are there.
-        self._round = len(store.known) // (ROUND // 2)
         for prompt in store.known:
             self._writer.know(llm.tokenizer.decode(prompt, skip_special_tokens=False))
 
@@ -223,11 +251,16 @@ class _Source:
     def _seed(self) -> int:
         return self._options.seed * 1_000_003 + self._round * ROUND
 
+    def _check_time(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise _TimeIsUp
+
     def next(self) -> list[Prompt]:
         """The next round."""
+        self._check_time()
         if self._writer is not None and not self._prompts:
-            self._round += 1
-            self._prompts = self._writer.write(ROUND, self._seed)
+            self._round = self._store.begin_round()
+            self._prompts = self._writer.write(ROUND, self._seed, lambda *_: self._check_time())
         taken, self._prompts = self._prompts[:ROUND], self._prompts[ROUND:]
         return [prompt for prompt in taken if len(prompt.token_ids) <= self._longest]
 
@@ -249,12 +282,13 @@ class _Source:
             if index < len(prompts) and len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
                 store.add(Sample(prompts[index], tuple(output.token_ids)))
             report(store.num_tokens, options.num_tokens)
+            self._check_time()
 
         is_last = store.num_tokens + len(prompts) * options.max_answer // 2 >= options.num_tokens
         writer = None if is_last else self._writer
         begun: list[list[int]] = []
         if writer is not None:
-            self._round += 1
+            self._round = store.begin_round()
             begun, their_params = writer.requests(ROUND, self._seed)
             params += their_params
         outputs = llm.generate([*map(list, prompts), *begun], params, on_finished=keep)

@@ -57,9 +57,11 @@ class LoopOptions:
 
 @dataclass
 class Progress:
-    """How far a run is. loss: smoothed. losses: step and loss of each report. seconds: spent on steps."""
+    """How far a run is. evaluated: the step of the last evaluation. loss: smoothed. losses: step and loss of each
+    report. seconds: spent on steps."""
 
     step: int = 0
+    evaluated: int = 0
     tokens: int = 0
     loss: float = math.nan
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -248,12 +250,13 @@ def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
 @dataclass
 class Schedule:
     """What happens beside steps: a checkpoint now and then, a report every `report_every` steps, an evaluation every
-    `evaluate_every`."""
+    `evaluate_every` steps, a number that changes with that of all steps. `evaluate` notes what it has done in
+    `Progress.evaluated`, and says whether the run is to end."""
 
     save: Callable[[], None]
     report: Callable[[], None]
     evaluate: Callable[[], bool]
-    evaluate_every: int
+    evaluate_every: Callable[[], int]
     report_every: int = 20
 
 
@@ -267,6 +270,11 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
     seconds, step = progress.seconds, progress.step
     try:
         while progress.step < trainer.options.steps:
+            # Looked at before a step: an evaluation that was interrupted is done when the run goes on.
+            if progress.step - progress.evaluated >= schedule.evaluate_every():
+                if schedule.evaluate():
+                    return "plateau"
+                saved = time.monotonic()
             if deadline is not None and time.monotonic() > deadline:
                 return "deadline"
             with whole:
@@ -278,12 +286,7 @@ def run_steps(trainer: Trainer, schedule: Schedule, deadline: float | None = Non
                     trainer.options = replace(trainer.options, steps=progress.step + max(1, int(left)))
                     seconds, step = progress.seconds, progress.step
                 schedule.report()
-            is_last = progress.step == trainer.options.steps
-            if progress.step % schedule.evaluate_every == 0 and not is_last:
-                if schedule.evaluate():
-                    return "plateau"
-                saved = time.monotonic()
-            elif time.monotonic() - saved > SAVE_EVERY_S:
+            if time.monotonic() - saved > SAVE_EVERY_S:
                 schedule.save()
                 saved = time.monotonic()
         return "steps"

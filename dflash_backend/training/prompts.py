@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,10 @@ class Prompt:
 
 
 def read_prompts(
-    files: Sequence[Path], tokenizer: Tokenizer, options: Mapping[str, Any], longest: int, seed: int
+    files: Sequence[Path], tokenizer: Tokenizer, options: Mapping[str, Any], longest: int, seed: int, most: int
 ) -> list[Prompt]:
     """The prompts of JSONL files in an order drawn by `seed`, each once; those of more than `longest` tokens are left
-    out.
+    out. All rows are read; where there are more than `most`, as many are drawn, and the others are not tokenised.
 
     A row has `messages` (or `conversations`, as ShareGPT has them), whose last answer is dropped, or `prompt`, a text
     to continue as it is. options: variables of the chat template. Raises `TrainingError`.
@@ -52,13 +52,12 @@ def read_prompts(
     found: dict[str, Prompt] = {}
     num_long = 0
     try:
-        for path in files:
-            for row in read_rows(path):
-                prompt = _read_row(row, tokenizer, options)
-                if len(prompt.token_ids) > longest:
-                    num_long += 1
-                else:
-                    found.setdefault(prompt.text, prompt)
+        for row in _some_of((row for path in files for row in read_rows(path)), most, random.Random(seed)):
+            prompt = _read_row(row, tokenizer, options)
+            if len(prompt.token_ids) > longest:
+                num_long += 1
+            else:
+                found.setdefault(prompt.text, prompt)
     except EvaluationError as error:
         raise TrainingError(str(error)) from None
     names = ", ".join(map(str, files))
@@ -68,6 +67,17 @@ def read_prompts(
     prompts = list(found.values())
     random.Random(seed).shuffle(prompts)
     return prompts
+
+
+def _some_of(rows: Iterable[Row], most: int, chance: random.Random) -> list[Row]:
+    """`most` of the rows, each as likely as the others: Waterman's reservoir (Knuth, TAOCP 2, algorithm R)."""
+    kept: list[Row] = []
+    for number, row in enumerate(rows):
+        if number < most:
+            kept.append(row)
+        elif (other := chance.randrange(number + 1)) < most:
+            kept[other] = row
+    return kept
 
 
 def recorded_prompts(folder: Path, target: Path, vocab_size: int, longest: int, seed: int) -> list[Prompt]:
@@ -164,9 +174,12 @@ class QuestionWriter:
         """Take note of a prompt that is there already."""
         self._seen.add(normal(text))
 
-    def write(self, count: int, seed: int) -> list[Prompt]:
-        """The prompts that are left of `count` that the target writes, drawn by seeds from `seed` on."""
-        return self.prompts_of(self._llm.generate(*self.requests(count, seed)), seed)
+    def write(
+        self, count: int, seed: int, on_finished: Callable[[int, RequestOutput], None] | None = None
+    ) -> list[Prompt]:
+        """The prompts that are left of `count` that the target writes, drawn by seeds from `seed` on. on_finished: as
+        of `LLM.generate`."""
+        return self.prompts_of(self._llm.generate(*self.requests(count, seed), on_finished), seed)
 
     def requests(self, count: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """What `LLM.generate` is to continue so that the target writes `count` prompts, and the parameters of each."""

@@ -27,7 +27,9 @@ from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import captured_layers
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import resolve_target_dir
+from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.llm import LLM, RequestError
 from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import PromptError
@@ -40,7 +42,7 @@ from dflash_backend.training.features import Teacher
 from dflash_backend.training.formats import FORMATS, KINDS, SPECULATORS, ZLAB, Naming, make_drafter
 from dflash_backend.training.loop import LoopOptions, Schedule, Trainer, run_steps, save_atomically
 from dflash_backend.training.loss import Distillation
-from dflash_backend.training.network import DFLASH, DrafterConfig, DraftModel, Tables
+from dflash_backend.training.network import DFLASH, DFLASH2, EAGLE3, DrafterConfig, DraftModel, Tables
 from dflash_backend.training.publish import Publication, plot, vocabulary_tensors, write_json
 from dflash_backend.training.sizes import check_fits, free_bytes, memory_of
 from dflash_backend.training.start import (
@@ -59,15 +61,22 @@ DATA_SHARE, LAST_SHARE = 0.4, 0.05
 EVALUATIONS = 8
 PATIENCE, BETTER = 4, 1.005
 """A run ends after this many evaluations that were no better than this times the best before them."""
-NEW_RATE, FROM_RATE = 4e-3, 1e-3
+NEW_RATE, FROM_RATE, RATE_WIDTH = 12e-3, 1e-3, 576
+"""Learning rates for targets of up to `RATE_WIDTH` hidden numbers; of wider ones less, in proportion."""
+SOFT_LABELS, HIDDEN_LOSS = 1.0, 2.0
 FEWEST_STEPS = 20
 KV_GIB = {"cpu": 1.0, "cuda": 4.0}
 # Options that a run must have in common with the one that it goes on with, beside others of other names.
 IDENTITY = (
-    *("kind", "learning_rate", "decay", "soft_labels", "hidden_loss", "batch_tokens", "accumulate", "draft_vocab"),
-    "share_head",
+    *("kind", "steps", "learning_rate", "decay", "soft_labels", "hidden_loss", "batch_tokens", "accumulate"),
+    *("draft_vocab", "share_head", "bf16"),
 )
-STATE, SUMMARY, PLOT = "state.pt", "train.json", "train.png"
+# Sizes that one kind has and others have not, by the options that give them.
+OF_EAGLE3 = {"eagle_drafts": "--drafts"}
+NOT_OF_EAGLE3 = {"draft_layers": "--layers", "block_size": "--block-size", "mask_token_id": "--mask-token"}
+# Settings of the engine that its answers and the target's features depend on.
+NUMBER_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "batch_invariant")
+STATE, CANDIDATE, SUMMARY, PLOT = "state.pt", "candidate", "train.json", "train.png"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError)
 Say = Callable[[str], None]
 
@@ -75,9 +84,9 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class TrainOptions:
     """What is asked of a run. `drafter`: fields of `DrafterConfig` that were given. settings: of the engine. Without
-    `steps` there are as many as fit `minutes`; a temperature below 0 is the one that the checkpoint recommends. kind,
-    form: one of `KINDS` and of `FORMATS`; None: those of the drafter that training begins with, else DFlash and
-    z-lab's."""
+    `steps` there are as many as fit `minutes`; a temperature below 0 is the one that the checkpoint recommends; what is
+    None follows from target and kind. kind, form: one of `KINDS` and of `FORMATS`; None: those of the drafter that
+    training begins with, else DFlash and z-lab's."""
 
     target: str
     out: Path
@@ -90,8 +99,8 @@ class TrainOptions:
     evaluate_minutes: float | None = None
     learning_rate: float | None = None
     decay: float | None = None
-    soft_labels: float = 0.0
-    hidden_loss: float = 0.0
+    soft_labels: float | None = None
+    hidden_loss: float | None = None
     batch_tokens: int | None = None
     accumulate: int = 1
     draft_vocab: int | None = None
@@ -104,16 +113,13 @@ class TrainOptions:
 
 @dataclass
 class Record:
-    """What `train.json` says beside options: evaluations, and seconds of each phase."""
+    """What `train.json` says beside options: evaluations, the acceptance length of the drafter that is published (0
+    before any is), and seconds of each phase."""
 
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    published: float = 0.0
     data_seconds: float = 0.0
     ended: str = ""
-
-    @property
-    def longest(self) -> float:
-        """The best acceptance length; 0 before any."""
-        return max((each["acceptance_length"] for each in self.evaluations), default=0.0)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -177,7 +183,10 @@ class Run:
                     f"{self.published.config.drafter}; leave --kind out"
                 )
         self.folder = options.out / "training"
-        self.fingerprint = options.data.fingerprint(directory)
+        numbers = {name: str(options.settings[name]) for name in NUMBER_SETTINGS if name in options.settings}
+        self.fingerprint = options.data.fingerprint(directory, numbers)
+        if self.published is None:
+            self._new_config(0)  # options that no drafter has are refused before anything is made
         self.record = Record()
         self._resumed = self._read_state()
 
@@ -192,9 +201,15 @@ class Run:
         del llm  # its KV; the target stays
         samples = store.samples
         if self._resumed is not None:
-            samples = samples[: self._resumed["num_samples"]]
+            wanted = self._resumed["num_samples"]
+            if len(samples) < wanted:
+                raise TrainingError(
+                    f"{store.folder} has {len(samples):,} samples, and the run that is to go on has {wanted:,}: some "
+                    "were taken away; add --restart to train anew, from what is there and more"
+                )
+            samples = samples[:wanted]
         config, draft, tables, publication = self._drafter(teacher, tokenizer, [sample.answer for sample in samples])
-        loop = self._loop_options(teacher.device)
+        loop = self._loop_options(teacher.device, config, tables)
         if options.hidden_loss and tables.target_head is not None:
             raise TrainingError(
                 "--hidden-loss is for drafters with the target's LM head; the one of --from has its own"
@@ -211,12 +226,19 @@ class Run:
         if tables.draft_ids is not None:
             can_draft = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
             can_draft[draft_tokens_of(publication.tensors["d2t"])] = True
-        trainer = Trainer(draft, teacher, tables, samples, self._capture(config), loop, can_draft)
-        trainer.options = replace(loop, steps=self._num_steps(trainer))
+        trainer = Trainer(draft, teacher, tables, samples, self._capture(draft, publication), loop, can_draft)
+        by_time = options.evaluate_minutes is not None or (options.steps is None and self._resumed is None)
+        seconds = self._agree(trainer.seconds_of_a_step() if by_time else 0.0)
+        trainer.options = replace(loop, steps=self._num_steps(trainer, seconds))
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-            self._say(f"going on behind step {trainer.progress.step:,} of {trainer.options.steps:,}")
-        return self._train(trainer, teacher, store, publication)
+            done, steps = trainer.progress.step, trainer.options.steps
+            self._say(f"going on behind step {done:,} of {steps:,}")
+            if done >= steps:
+                self._say(
+                    f"all are done: --restart trains anew, --from {options.out} with another --out trains further"
+                )
+        return self._train(trainer, teacher, store, publication, seconds)
 
     def _settings(self, spare: bool = False) -> dict[str, Any]:
         """The engine's: rows of prompt and answer, and where spare positions for drafts behind them."""
@@ -240,7 +262,9 @@ class Run:
                 if options.data.traffic is not None:
                     what = "prompts are read with this target's answers; the others are answered"
                 self._say(f"{what} at temperature {options.data.temperature:g}")
-                collect(llm, store, options.data, self._data_report, deadline)
+                # Held-out prompts are answered with fewer positions than there are here.
+                longest = min(options.data.max_prompt, self._settings()["max_model_len"] - 2)
+                collect(llm, store, replace(options.data, max_prompt=longest), self._data_report, deadline)
             seconds = time.monotonic() - began
             self.record.data_seconds += seconds
             new = store.num_tokens - had
@@ -270,15 +294,14 @@ class Run:
             published.load(draft)
             fields, tensors = published.fields, published.tensors
             return published.config, draft, tables, Publication(published.config, self.form, naming, fields, tensors)
-        whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=None)
-        given = dict(options.drafter)
-        mask = given.pop("mask_token_id", None)
-        config = default_config(
-            self.spec, options.kind or DFLASH, mask_token(tokenizer, whole.embedding) if mask is None else mask, **given
-        )
+        kind = options.kind or DFLASH
+        # As each kind's reader says: the authors of DFlash take embeddings as the target's first layer reads them.
+        scaled = self.form == ZLAB and kind in (DFLASH, DFLASH2)
+        whole = teacher.tables(dtype, scaled, draft_tokens=None)
+        config = self._new_config(mask_token(tokenizer, whole.embedding))
         tokens = draft_vocabulary(answers, options.draft_vocab or self.spec.vocab_size, self.spec.vocab_size)
         if tokens is not None:
-            whole = teacher.tables(dtype, scaled=self.form == ZLAB, draft_tokens=tokens)
+            whole = teacher.tables(dtype, scaled, draft_tokens=tokens)
             config = replace(config, draft_vocab_size=len(tokens))
         head = None if options.share_head else whole.head
         tensors = vocabulary_tensors(tokens, head, self.spec.vocab_size, self.form)
@@ -301,54 +324,74 @@ class Run:
                 tables = replace(tables, head=own, target_head=tables.head)
         return tables
 
-    def _capture(self, config: DrafterConfig) -> tuple[int, ...]:
-        published = self.published
-        if published is not None and isinstance(published.spec, DFlashSpec):
-            return captured_layers(published.spec, self.spec.decoder.num_layers)
-        return config.target_layer_ids
+    def _new_config(self, mask_token_id: int) -> DrafterConfig:
+        """Of a new drafter; mask_token_id: where none was given. Raises `TrainingError`."""
+        given = {"mask_token_id": mask_token_id, **self.options.drafter}
+        return default_config(self.spec, self.options.kind or DFLASH, **given)
+
+    def _capture(self, draft: DraftModel, publication: Publication) -> tuple[int, ...]:
+        """The target's layers that the engine will capture for this drafter, by its own reader."""
+        candidate = self.folder / CANDIDATE
+        if self._speaks:
+            publication.write(draft, candidate)
+        self._agree(None)
+        spec = read_draft(candidate).for_target(self.spec)
+        assert isinstance(spec, DraftModelSpec)
+        if isinstance(spec, DFlashSpec):
+            return captured_layers(spec, self.spec.decoder.num_layers)
+        return spec.target_layer_ids
 
     def _bf16(self, device: torch.device) -> bool:
         return has_bf16(device) if self.options.bf16 is None else self.options.bf16
 
-    def _loop_options(self, device: torch.device) -> LoopOptions:
+    def _loop_options(self, device: torch.device, config: DrafterConfig, tables: Tables) -> LoopOptions:
         options = self.options
-        rate = options.learning_rate or (NEW_RATE if options.begin_from is None else FROM_RATE)
+        narrow = min(1.0, RATE_WIDTH / config.shape.hidden_size)
+        rate = options.learning_rate or narrow * (NEW_RATE if options.begin_from is None else FROM_RATE)
         tokens = options.batch_tokens or (2048 if device.type == "cpu" else 16384)
         seed, bf16 = options.data.seed, self._bf16(device)
-        distillation = None
-        if options.soft_labels or options.hidden_loss:
-            temperature = options.data.temperature or 1.0
-            distillation = Distillation(options.soft_labels, temperature, options.hidden_loss)
+        soft, hidden, distillation = options.soft_labels, options.hidden_loss, None
+        if soft is None:
+            soft = SOFT_LABELS
+        if hidden is None:  # measured for this kind; its logits are those of its states by the target's head
+            hidden = HIDDEN_LOSS if config.drafter == DFLASH and tables.target_head is None else 0.0
+        if soft or hidden:
+            distillation = Distillation(soft, options.data.temperature or 1.0, hidden)
         return LoopOptions(
             1, rate, tokens, options.accumulate, seed, bf16, decay=options.decay, distillation=distillation
         )
 
-    def _num_steps(self, trainer: Trainer) -> int:
+    def _num_steps(self, trainer: Trainer, seconds: float) -> int:
         """How many steps there are: as asked, as before, or as many as fit the time that is left."""
         options = self.options
         if self._resumed is not None:
             return int(self._resumed["steps"])
         if options.steps is not None:
             return options.steps
-        seconds = trainer.seconds_of_a_step()
         left = 60 * options.minutes * (1 - LAST_SHARE * 2) - (time.monotonic() - self.began)
-        steps = max(FEWEST_STEPS, int(left / seconds))
-        if dist.is_initialized():
-            shared = [steps]
-            dist.broadcast_object_list(shared)
-            steps = shared[0]
+        steps = self._agree(max(FEWEST_STEPS, int(left / seconds)))
         self._say(f"a step takes {seconds:.2f} s: {steps:,} steps in about {steps * seconds / 60:.1f} minutes")
         return steps
 
-    def _train(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> dict[str, Any]:
-        options = self.options
-        every = max(1, trainer.options.steps // EVALUATIONS)
-        if options.evaluate_minutes is not None:
-            every = max(1, round(60 * options.evaluate_minutes / trainer.seconds_of_a_step()))
-        if self.published is not None and not self.record.evaluations and self._speaks:
-            self._measure(0, self.published.spec.path, teacher, store)
+    @staticmethod
+    def _agree(value: Any) -> Any:
+        """What the first process has: clocks and records are each one's own."""
+        if not dist.is_initialized():
+            return value
+        shared = [value]
+        dist.broadcast_object_list(shared)
+        return shared[0]
 
+    def _train(
+        self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication, seconds: float
+    ) -> dict[str, Any]:
+        """seconds: of a step, as they were measured."""
+        options, fixed = self.options, 0
+        if options.evaluate_minutes is not None:
+            fixed = max(1, round(60 * options.evaluate_minutes / seconds))
         evaluate = partial(self._evaluate, trainer, teacher, store, publication)
+        if self.published is not None and self._resumed is None:
+            evaluate()  # what training has to better
 
         def report() -> None:
             progress, steps = trainer.progress, trainer.options.steps
@@ -360,51 +403,56 @@ class Run:
             )
 
         schedule = Schedule(
-            partial(self._save, trainer), report, evaluate, every, max(1, min(100, trainer.options.steps // 20))
+            partial(self._save, trainer),
+            report,
+            evaluate,
+            lambda: fixed or max(1, trainer.options.steps // EVALUATIONS),
+            max(1, min(100, trainer.options.steps // 20)),
         )
         alone = not dist.is_initialized() and options.steps is None
         deadline = self.began + 60 * options.minutes * (1 - LAST_SHARE) if alone else None
         self.record.ended = run_steps(trainer, schedule, deadline)
-        if not self.record.evaluations or self.record.evaluations[-1]["step"] != trainer.progress.step:
+        if trainer.progress.evaluated != trainer.progress.step:
             evaluate()
         return self._finish(trainer, store)
 
     def _evaluate(self, trainer: Trainer, teacher: Teacher, store: Store, publication: Publication) -> bool:
-        """Measure the drafter, publish it if it is the best, and save the state. Returns whether the run is to end."""
-        stops = [False]
+        """Measure the drafter, publish it if it is the best, and save the state. Returns whether the run is to end.
+
+        One that is interrupted leaves record and progress as they were, so that it is done again."""
+        stops = False
         if self._speaks:
-            before, candidate = self.record.longest, self.folder / "candidate"
+            candidate = self.folder / CANDIDATE
             publication.write(trainer.draft, candidate)
             found = self._measure(trainer.progress.step, candidate, teacher, store)
-            if found > before or not (self.options.out / "model.safetensors").exists():
+            if found["acceptance_length"] > self.record.published:
                 publication.write(trainer.draft, self.options.out)
-            stops = [self.options.steps is None and self.is_plateau()]
-            self._save(trainer)
-        if dist.is_initialized():
-            dist.broadcast_object_list(stops)
-        return stops[0]
+                self.record.published = found["acceptance_length"]
+            self.record.evaluations.append(found)
+            stops = self.options.steps is None and self.is_plateau()
+        trainer.progress.evaluated = trainer.progress.step
+        self._save(trainer)
+        return bool(self._agree(stops))
 
     def is_plateau(self) -> bool:
-        """Whether the last evaluations were no better than those before."""
-        lengths = [each["acceptance_length"] for each in self.record.evaluations]
+        """Whether the last evaluations were no better than those before; that of a drafter as training found it, which
+        the first steps may harm, does not count."""
+        lengths = [each["acceptance_length"] for each in self.record.evaluations if each["step"] > 0]
         return len(lengths) > PATIENCE and max(lengths[-PATIENCE:]) <= BETTER * max(lengths[:-PATIENCE])
 
-    def _measure(self, step: int, drafter: Path, teacher: Teacher, store: Store) -> float:
+    def _measure(self, step: int, drafter: Path, teacher: Teacher, store: Store) -> dict[str, Any]:
         temperature = self.options.data.temperature
         length, speed = measure_acceptance(
             self.options.target, drafter, store.held_out, temperature, self._settings(), teacher
         )
-        self.record.evaluations.append(
-            {
-                "step": step,
-                "minutes": round((time.monotonic() - self.began) / 60, 2),
-                "acceptance_length": round(length, 4),
-                "tokens_per_second": round(speed, 1),
-            }
-        )
         which = "the drafter it begins with" if step == 0 else f"step {step:,}"
         self._say(f"{which}: acceptance length {length:.2f} on {len(store.held_out)} held-out prompts")
-        return length
+        return {
+            "step": step,
+            "minutes": round((time.monotonic() - self.began) / 60, 2),
+            "acceptance_length": round(length, 4),
+            "tokens_per_second": round(speed, 1),
+        }
 
     def _identity(self) -> dict[str, Any]:
         """What a run must have in common with the one that it goes on with."""
@@ -414,6 +462,7 @@ class Run:
             "--format": options.form,
             "--from": None if options.begin_from is None else str(options.begin_from),
             **{f"--{name.replace('_', '-')}": getattr(options, name) for name in IDENTITY},
+            "--tokens": options.data.num_tokens,
             "--seed": options.data.seed,
             "sizes": {name: str(value) for name, value in sorted(options.drafter.items())},
         }
@@ -472,13 +521,13 @@ class Run:
             "training_seconds": round(progress.seconds, 1),
             "steps": progress.step,
             "ended": record.ended,
-            "acceptance_length": record.longest,
+            "acceptance_length": record.published,
             "evaluations": record.evaluations,
             "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
         }
         if self._speaks:
             write_json(options.out / SUMMARY, summary)
-            title = f"{summary['kind']} drafter for {self.spec.path.name}: acceptance length {record.longest:.2f}"
+            title = f"{summary['kind']} drafter for {self.spec.path.name}: acceptance length {record.published:.2f}"
             if not plot(options.out / PLOT, progress.losses, record.evaluations, title):
                 self._say("matplotlib is not installed: no plot is drawn")
         return summary if self._speaks else {}
@@ -503,7 +552,13 @@ def _check(options: TrainOptions) -> None:
             "--from keeps the format and the sizes of its drafter; leave --format, --layers, --intermediate-size, "
             "--layer-ids, --block-size, --drafts, --mask-token, --draft-vocab and --share-head out"
         )
-    if options.soft_labels > 1:
+    kind = options.kind or DFLASH
+    for name, option in NOT_OF_EAGLE3.items() if kind == EAGLE3 else OF_EAGLE3.items():
+        if name in options.drafter:
+            raise TrainingError(f"{option} is not for drafters of the kind {kind}; leave it out")
+    if kind == DFLASH2 and options.draft_vocab:
+        raise TrainingError("a dflash2 drafter proposes any token; leave --draft-vocab out")
+    if options.soft_labels is not None and options.soft_labels > 1:
         raise TrainingError(f"--soft-labels is {options.soft_labels:g}; expected a share from 0 to 1")
     if options.share_head and not options.draft_vocab:
         raise TrainingError("--share-head is for a --draft-vocab: without one the target's LM head is shared anyway")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +61,13 @@ def memory_of(config: DrafterConfig, draft: nn.Module, tables: Tables, options: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a run on this device can take now."""
+    """Memory that a process of a run on this device can take now: of a CPU each one of `torchrun` has its share."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024 // processes
     raise TrainingError("/proc/meminfo does not say how much memory is available")
 
 

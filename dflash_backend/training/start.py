@@ -42,6 +42,10 @@ def default_config(target: TargetSpec, kind: str, mask_token_id: int, **given: A
     `TrainingError`."""
     decoder, own = target.decoder, {name: value for name, value in given.items() if value is not None}
     large = decoder.hidden_size >= LARGE
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise TrainingError(f"--mask-token is {mask_token_id}; the target has the tokens 0 to {target.vocab_size - 1}")
+    if own.get("block_size", 2) < 2:
+        raise TrainingError(f"--block-size is {own['block_size']}; a block has an anchor and at least one draft")
     layers = 1 if kind == EAGLE3 else own.pop("draft_layers", 5 if large else 3)
     num = decoder.num_layers
     inner = own.pop("intermediate_size", None)
@@ -56,8 +60,6 @@ def default_config(target: TargetSpec, kind: str, mask_token_id: int, **given: A
         )
     if kind == DFLASH2:
         own.setdefault("conv_group_size", next(n for n in (16, 8, 4, 2, 1) if decoder.hidden_size % n == 0))
-        if own.get("draft_vocab_size"):
-            raise TrainingError("a dflash2 drafter proposes any token; leave --draft-vocab out")
     own.setdefault("block_size", 16 if large else 8)
     return DrafterConfig(shape, num, layers, mask_token_id=mask_token_id, drafter=kind, **own)
 

@@ -172,7 +172,8 @@ class DrafterSwaps:
                 del self._waiting[said.swap_id]
         if said.outcome == "swapped":
             # An engine that is started anew has it, too.
-            self._before[said.swap_id, index] = supervisor.drafter
+            if waiting.wanted.window:
+                self._before[said.swap_id, index] = supervisor.drafter
             supervisor.use_drafter(waiting.wanted.draft_model, waiting.wanted.draft_revision, said.drafting)
         if not waiting.engines:
             self._answer(waiting)

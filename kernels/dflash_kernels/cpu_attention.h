@@ -98,7 +98,10 @@ static void attend_piece(const Attention& p, long row, long head, long last_head
     long count = std::min<long>(POSITIONS, end - base);
     const KV* keys[POSITIONS];
     float scales[POSITIONS];
-    for (long t = 0; t < count;) {  // a block of KV after the other
+    // What the window hides from all queries is not read: its blocks may be another request's by now.
+    long unseen = std::max<long>(0, begin - base);
+    if (unseen > 0) std::memset(value, 0, unseen * dim * sizeof(float));
+    for (long t = unseen; t < count;) {  // a block of KV after the other
       long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
       long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + of;
       for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
@@ -114,7 +117,7 @@ static void attend_piece(const Attention& p, long row, long head, long last_head
         }
       }
     }
-    auto turn = [&](auto numbers) { transpose([&](long t, long d) { return t < count ? numbers(t, d) : Floats{}; }, turned, dim); };
+    auto turn = [&](auto numbers) { transpose([&](long t, long d) { return t >= unseen && t < count ? numbers(t, d) : Floats{}; }, turned, dim); };
     if (p.scales) turn([&](long t, long d) { return rounded<T>(load(keys[t] + d) * scales[t]); });
     else turn([&](long t, long d) { return load(keys[t] + d); });
     for (long q = 0; q < queries; q += AT_ONCE)
@@ -234,27 +237,30 @@ template <class KV> static inline NextKV next_kv(const Attention& p, const int32
   return next;
 }
 // Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values as pairs of neighbouring
-// positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on.
+// positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on. Positions before `begin`,
+// which a window hides from all queries, are not read, but for those that share a block with it, and may be zeros as well.
 template <class KV>
-static Tiles read_kv(const Attention& p, const int32_t* table, long base, long count, long head, long deep, bf16* key, uint32_t* pairs,
-                     NextKV& next) {
+static Tiles read_kv(const Attention& p, const int32_t* table, long begin, long base, long count, long head, long deep, bf16* key,
+                     uint32_t* pairs, NextKV& next) {
   const KV* cache = (const KV*)p.cache;
   bf16* plain = (bf16*)pairs + POSITIONS * deep;  // values as they are, where they are not read in place
   bool in_place = sizeof(KV) == 2 && p.dim == deep && p.block_size % 16 == 0;
   long width = rounded_up(count, DEEP);
   Tiles keys, values;
   for (long t = 0; t < width; t += 16) {
-    long rows = std::max<long>(0, std::min<long>(16, count - t)), i = t / 16;
-    if (in_place && rows == 16) {
+    long rows = std::max<long>(0, std::min<long>(16, count - t)), i = t / 16, unseen = std::min(std::max<long>(0, begin - base - t), rows);
+    if (in_place && rows == 16 && unseen < 16) {
       keys.tile[i] = (const bf16*)(cache + (tile_at(p, table, base + t) + head) * p.dim), values.tile[i] = keys.tile[i] + p.kv_heads * p.dim;
       keys.step[i] = values.step[i] = 4 * p.kv_heads * p.dim;
       continue;
     }
     bf16 *to = key + t * deep, *beside = plain + t * deep;
     keys.tile[i] = to, values.tile[i] = beside, keys.step[i] = values.step[i] = deep * 2;
-    each_key(p, table, base + t, rows, head, [&](long r, long at) {
-      read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, to + r * deep);
-      read_head(cache + (at + p.kv_heads) * p.dim, p.scales ? p.scales + at + p.kv_heads : nullptr, p.dim, deep, beside + r * deep);
+    std::memset((void*)to, 0, unseen * deep * 2);
+    std::memset((void*)beside, 0, unseen * deep * 2);
+    each_key(p, table, base + t + unseen, rows - unseen, head, [&](long r, long at) {
+      read_head(cache + at * p.dim, p.scales ? p.scales + at : nullptr, p.dim, deep, to + (unseen + r) * deep);
+      read_head(cache + (at + p.kv_heads) * p.dim, p.scales ? p.scales + at + p.kv_heads : nullptr, p.dim, deep, beside + (unseen + r) * deep);
     });
     std::memset((void*)(to + rows * deep), 0, (16 - rows) * deep * 2);
     std::memset((void*)(beside + rows * deep), 0, (16 - rows) * deep * 2);
@@ -290,6 +296,11 @@ static inline Floats power_of_two(Floats x) {
 // A total so far, and two sums that come to it: in one order of roundings, wherever it is compiled.
 static inline Floats total_of(Floats total, Floats keep, Floats left, Floats right) {
   return (Floats)_mm512_fmadd_ps((__m512)total, (__m512)keep, (__m512)left) + right;
+}
+// Whether queries at positions [start, last] all see all of a whole chunk at `base`.
+static inline bool sees_all(const Attention& p, long start, long last, long base, long count) {
+  if (count < POSITIONS || (p.causal && base + POSITIONS > start + 1)) return false;
+  return !p.window || (base > last - p.window && (p.causal || base + POSITIONS <= start + p.window));
 }
 // The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
 // neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by, which is 1 until
@@ -425,11 +436,11 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
-    bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
+    bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
     for (long of = head; of < last_head; of++) {
       Kept k = kept_of(of);
       NextKV next = next_kv<KV>(p, table, base + POSITIONS, end, of);
-      Tiles keys = read_kv<KV>(p, table, base, count, of, dim, key, pairs, next);
+      Tiles keys = read_kv<KV>(p, table, begin, base, count, of, dim, key, pairs, next);
       turn_values(pairs, width, dim, value);
       for (long lot = 0; lot < lots; lot++) {
         const uint32_t* query = k.query + lot * dim / 2 * LANES;
@@ -603,12 +614,12 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
   long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
-    bool all_seen = count == POSITIONS && !p.window && (!p.causal || base + POSITIONS <= start + 1);
+    bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
     for (long of = head; of < last_head; of++) {
       float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
       bool is_last = of + 1 == last_head;
       NextKV next = next_kv<KV>(p, table, is_last ? base + POSITIONS : base, end, is_last ? head : of + 1);
-      Tiles keys = read_kv<KV>(p, table, base, count, of, dim, key, pairs, next);
+      Tiles keys = read_kv<KV>(p, table, begin, base, count, of, dim, key, pairs, next);
       if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores, next); else score_pairs(keys, (uint32_t*)query, dim, width, scores);
       for (long q = 0; q < rows; q += FOURS) {
         Four& four = fours[((of - head) * rows + q) / FOURS];
@@ -636,17 +647,23 @@ template <class KV> static void attend_tiles(const Attention&, long, long, long,
 template <class KV> static void attend_few(const Attention&, long, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
-  struct Piece { int row, head, last_head, first, last; };
+  struct Piece { int row, head, last_head, first, last; long work; };
   bool by_tiles = HAS_PAIRS && std::is_same<T, bf16>::value;
   long group = p.heads / p.kv_heads, most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / group);
   std::vector<Piece> pieces;
   for (long row = 0; row < p.rows; row++) {
-    // Rows of few queries read memory, so a thread takes all of their heads, where there are rows for all threads.
-    long heads = p.rows >= threads && p.query_lens[row] * group <= TOGETHER ? p.kv_heads : 1;
+    // Rows of few queries read memory, so a thread takes all of their heads, where there are rows for all threads; those that are left
+    // over when all threads have had as many are shared by heads.
+    long heads = row < p.rows / std::max(1, threads) * threads && p.query_lens[row] * group <= TOGETHER ? p.kv_heads : 1;
+    long seen = p.window ? std::min<long>(p.seq_lens[row], p.window + p.query_lens[row]) : p.seq_lens[row];
     for (long head = 0; head < p.kv_heads; head += heads)
-      for (long first = 0; first < p.query_lens[row]; first += most)
-        pieces.push_back({int(row), int(head), int(head + heads), int(first), int(std::min(first + most, p.query_lens[row]))});
+      for (long first = 0; first < p.query_lens[row]; first += most) {
+        long last = std::min(first + most, p.query_lens[row]);
+        pieces.push_back({int(row), int(head), int(head + heads), int(first), int(last), heads * seen * (last - first)});
+      }
   }
+  // The longest first, so that no thread begins one when the others have nothing left.
+  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& one, const Piece& other) { return one.work > other.work; });
   share(threads, long(pieces.size()), 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const Piece& piece = pieces[i];

@@ -53,7 +53,8 @@ static inline uint8_t to_fp8(float x) {
 template <class T> static void write_head(const T* head, void* cache, int kv_dtype, float* scale, long at, long dim) {
   if (kv_dtype == 2) {
     float most = 0;
-    for (long c = 0; c < dim; c++) most = std::max(most, std::fabs(to_float(head[c])));
+    for (long c = 0; c < dim; c++)
+      if (float size = std::fabs(to_float(head[c])); size > most || size != size) most = size;  // a NaN stays one
     *scale = most / 448.0f;
     float divisor = *scale > 0 ? *scale : 1.0f;
     for (long c = 0; c < dim; c++) ((uint8_t*)cache)[at + c] = to_fp8(to_float(head[c]) / divisor);

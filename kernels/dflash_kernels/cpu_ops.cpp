@@ -13,14 +13,22 @@
 #include "cpu_step.h"
 
 constexpr long BLOCK_ROWS = 256;  // whose results a core's second cache holds until the next operation reads them
+constexpr long ROWS_ALONE = 64;   // with fewer rows a thread reads weights for longer than it multiplies them
 
 static int dtype_of(const Weight* w) { return is_float(w->kind) ? 0 : 1; }
 static void* at_row(int dtype, const void* p, long row, long step) { return (char*)p + row * step * (dtype == 0 ? 4 : 2); }
+static void* between(int dtype, size_t numbers) { return scratch(dtype == 0 ? numbers : (numbers + 1) / 2, BETWEEN); }
 // `each(threads, first, count)` over `rows` rows: few at once, by all threads; many in blocks of about equal size, each by a
-// thread alone, so that what it makes stays in its caches.
+// thread alone, so that what it makes stays in its caches. A block reads all weights, so where there are few rows for each thread, all
+// threads take one block after the other.
 template <class Each> static void in_blocks(int threads, long rows, const Each& each) {
   if (rows <= BLOCK_ROWS) return each(threads, 0, rows);
   long workers = std::max(1, threads), blocks = workers * ((rows + workers * BLOCK_ROWS - 1) / (workers * BLOCK_ROWS));
+  if (rows < workers * ROWS_ALONE) {
+    blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    for (long block = 0; block < blocks; block++) each(threads, rows * block / blocks, rows * (block + 1) / blocks - rows * block / blocks);
+    return;
+  }
   share(threads, blocks, 1, [&](long first, long last) {
     for (long block = first; block < last; block++) {
       long begin = rows * block / blocks, end = rows * (block + 1) / blocks;
@@ -207,7 +215,7 @@ void dflash_linear_rope_write(int norm_dtype, int kv_dtype, int threads, const v
                               int64_t kv_heads, int64_t dim) {
   int dtype = dtype_of(weight);
   in_blocks(threads, tokens, [&](int threads, long first, long count) {
-    void* qkv = scratch(count * weight->n, BETWEEN);
+    void* qkv = between(dtype, count * weight->n);
     dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, weight, bias, qkv, count);
     dflash_rope_write(dtype, norm_dtype, kv_dtype, threads, qkv, norm, eps, at_row(dtype, cos, first, dim), at_row(dtype, sin, first, dim),
                       slots + first, at_row(dtype, query, first, heads * dim), cache, scales, count, heads, kv_heads, dim);
@@ -217,7 +225,7 @@ void dflash_linear_norm(int norm_dtype, int threads, const void* x, int64_t x_st
                         const void* residual, const void* norm, void* normed, void* total, int64_t m, float eps) {
   int dtype = dtype_of(weight);
   in_blocks(threads, m, [&](int threads, long first, long count) {
-    void* product = scratch(count * weight->n, BETWEEN);
+    void* product = between(dtype, count * weight->n);
     dflash_linear(threads, at_row(dtype, x, first, x_step), x_step, weight, bias, product, count);
     dflash_norm(dtype, norm_dtype, threads, product, at_row(dtype, residual, first, weight->n), norm, at_row(dtype, normed, first, weight->n),
                 at_row(dtype, total, first, weight->n), count, weight->n, eps);
@@ -227,10 +235,11 @@ void dflash_gated_mlp(int threads, int is_gelu, const void* x, int64_t x_step, c
                       const Weight* down, const void* down_bias, void* out, int64_t m) {
   int dtype = dtype_of(gate_up);
   in_blocks(threads, m, [&](int threads, long first, long count) {
-    void* both = scratch(3 * count * down->k, BETWEEN);
-    void* gated = at_row(dtype, both, count, 2 * down->k);
+    void* gated = between(dtype, count * down->k);
     const void* from = at_row(dtype, x, first, x_step);
     if (!linear_gated(Product{from, gate_up, gate_up_bias, gated, count, down->k, gate_up->k, x_step, is_gelu != 0}, threads)) {
+      gated = between(dtype, 3 * count * down->k);
+      void* both = at_row(dtype, gated, count, down->k);
       dflash_linear(threads, from, x_step, gate_up, gate_up_bias, both, count);
       dflash_gate(dtype, threads, is_gelu, both, gated, count, down->k);
     }

@@ -85,6 +85,57 @@ def test_a_block_may_hold_anything_after_the_last_position_of_its_row(block: int
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [5, 20, 100])
+@pytest.mark.parametrize("block", [8, 16, 64])
+def test_blocks_before_the_window_are_not_read(
+    block: int, window: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """They are given back, and another request writes there what it will; the table keeps their ids."""
+    num_blocks = -(-230 // block)
+    data = torch.randn(2 * num_blocks, block, 2, 2, 64, generator=torch.Generator().manual_seed(3))
+    layer = KVLayer(*quantise_kv_reference(data)) if kv_dtype == torch.uint8 else KVLayer(data.to(kv_dtype))
+    foreign = KVLayer(layer.data.clone(), None if layer.scales is None else layer.scales.clone())
+    tables = torch.arange(2 * num_blocks).view(2, num_blocks).int()
+    query_lens, seq_lens = np.array([4, 30]), np.array([210, 230])
+    for table, first in zip(tables, (seq_lens - query_lens).tolist(), strict=True):
+        freed = table[: max(0, first - window + 1) // block].long()
+        if foreign.scales is None:
+            foreign.data[freed] = torch.nan
+        else:
+            foreign.scales[freed] = torch.nan
+    query = torch.randn(34, 6, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    layout, pattern = AttentionBatch(query_lens, seq_lens, tables), AttentionPattern(True, window, False)
+    cpu, reference = CpuBackend(block), TorchBackend(block)
+    found = cpu.attend(query, foreign, cpu.prepare(layout, pattern, dtype), None)
+    assert torch.equal(found, cpu.attend(query, layer, cpu.prepare(layout, pattern, dtype), None))
+    expected = reference.attend(query, layer, reference.prepare(layout, pattern, dtype), None)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3, 4, 8])
+def test_no_number_of_threads_changes_a_row(threads: int, dtype: torch.dtype) -> None:
+    """Rows of one thread each, rows that are left over and shared by heads, and long ones first."""
+    layer = paged(dtype, 3, 64)
+    query_lens, seq_lens = np.array([1, 1, 3, 1, 1]), np.array([17, 140, 33, 1, 64])
+    layout = AttentionBatch(query_lens, seq_lens, torch.arange(45).view(5, 9).int())
+    query = torch.randn(7, 6, 64, generator=torch.Generator().manual_seed(6)).to(dtype)
+    results, before = [], torch.get_num_threads()
+    try:
+        for number in (2, threads):
+            torch.set_num_threads(number)
+            cpu = CpuBackend(BLOCK)
+            results.append(
+                cpu.attend(query, layer, cpu.prepare(layout, AttentionPattern(True, None, False), dtype), None)
+            )
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("growth", [-0.2, 0.02, 0.2, 3.0])
 def test_scores_that_grow_with_the_position_move_the_maximum(growth: float, dtype: torch.dtype) -> None:

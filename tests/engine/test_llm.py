@@ -11,6 +11,7 @@ from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import ConfigError
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.plan import SchedulerOutput, StepOutOfMemory
+from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.sampling_params import ParameterError
 
@@ -102,6 +103,15 @@ def test_bad_input_is_named_and_the_engine_goes_on(
         llm.generate([prompt], **sampling)
     assert not llm.engine.core.has_unfinished()
     assert len(llm.generate(QUESTION, max_tokens=2, ignore_eos=True)[0].token_ids) == 2
+
+
+def test_what_on_finished_raises_ends_the_other_requests(llm: LLM) -> None:
+    def enough(index: int, output: RequestOutput) -> None:
+        raise TimeoutError(index)
+
+    with pytest.raises(TimeoutError):
+        llm.generate([QUESTION] * 8, [{"max_tokens": 4 + 8 * i, "ignore_eos": True} for i in range(8)], enough)
+    assert not llm.engine.core.has_unfinished()
 
 
 def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on(

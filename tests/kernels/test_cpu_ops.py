@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +50,13 @@ def test_a_product_by_a_packed_weight_is_that_of_float64(
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_by_any_threads(dtype: torch.dtype) -> None:
-    x, packed = random(70, 576).to(dtype), PackedWeight(random(200, 576, seed=1).to(dtype))
+    x, packed = random(300, 576).to(dtype), PackedWeight(random(200, 576, seed=1).to(dtype))
     before = torch.get_num_threads()
     together = packed.product(x)
     try:
-        torch.set_num_threads(2)
-        assert torch.equal(packed.product(x), together)
+        for threads in (1, 2, 8):  # of eight each one has few of 300 rows, so they take blocks together
+            torch.set_num_threads(threads)
+            assert torch.equal(packed.product(x), together)
     finally:
         torch.set_num_threads(before)
     for rows in (1, 3, 6, 16, 17, 33):
@@ -262,6 +264,24 @@ def test_rotation_and_the_write_of_kv_are_those_of_torch(
 
 
 @needs_library
+def test_a_number_of_kv_that_is_none_is_none_in_fp8_too() -> None:
+    """A request whose numbers are broken does not look as if they were not."""
+    qkv, slots = random(3, 4 * 32), torch.arange(3)
+    qkv[1, 2 * 32 + 5] = torch.nan  # of the key
+    tables = random(2, 3, 1, 32, seed=2)
+    scales = []
+    for call in (cpu_ops.qk_norm_rope_write, qk_norm_rope_write_reference):
+        cache, scale = torch.zeros(3, 2, 1, 32, dtype=torch.uint8), torch.zeros(3, 2, 1)
+        call(qkv, None, 1e-6, tables[0], tables[1], slots, cache, True, scale)
+        scales.append(scale)
+    assert (
+        scales[0].isnan().tolist()
+        == scales[1].isnan().tolist()
+        == [[[False], [False]], [[True], [False]], [[False], [False]]]
+    )
+
+
+@needs_library
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,12 +307,21 @@ def in_pieces(packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) 
     return torch.cat([packed.product(rows, bias) for rows in x.split(100)])
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many, as torch says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @needs_library
-@pytest.mark.parametrize("tokens", [7, 257, 600])
+@pytest.mark.parametrize(("tokens", "threads"), [(7, 2), (257, 2), (600, 2), (600, 12)], indirect=["threads"])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
-    dtype: torch.dtype, with_bias: bool, tokens: int
+    dtype: torch.dtype, with_bias: bool, tokens: int, threads: int
 ) -> None:
     heads, kv_heads, dim, hidden = 4, 2, 32, 96
     shapes = {"qkv": ((heads + 2 * kv_heads) * dim, hidden), "out": (hidden, heads * dim), "up": (160, hidden)}
@@ -319,12 +348,14 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
 
 @needs_library
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "inner"), [(7, 96, 80), (7, 70, 64), (20, 800, 96), (40, 800, 96), (257, 96, 96)]
+    ("tokens", "hidden", "inner", "threads"),
+    [(7, 96, 80, 2), (7, 70, 64, 2), (20, 800, 96, 2), (40, 800, 96, 2), (257, 96, 96, 2), (257, 96, 96, 12)],
+    indirect=["threads"],
 )
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("kind", [*DTYPES, "halves", "Q4_0"])
 def test_a_gated_mlp_in_one_call_has_the_bits_of_its_parts(
-    kind: torch.dtype | str, with_bias: bool, tokens: int, hidden: int, inner: int
+    kind: torch.dtype | str, with_bias: bool, tokens: int, hidden: int, inner: int, threads: int
 ) -> None:
     """Of 64 and 96 inner numbers, tiles compute the gate and what it lets through together."""
     dtype = kind if isinstance(kind, torch.dtype) else torch.float32 if kind == "halves" else torch.bfloat16

@@ -383,6 +383,26 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_attention.h",
         ATTENTION,
         ("what came before a larger maximum keeps its weight", "if (any(changed)) for", "if (0) for"),
+        (
+            "a block that a window has given back is read",
+            "long unseen = std::max<long>(0, begin - base);",
+            "long unseen = 0;",
+        ),
+        (
+            "in tiles a block that a window has given back is read",
+            "unseen = std::min(std::max<long>(0, begin - base - t), rows);",
+            "unseen = 0;",
+        ),
+        (
+            "a chunk that the last query's window does not reach is seen whole",
+            "return !p.window || (base > last - p.window &&",
+            "return !p.window || (base > start - p.window &&",
+        ),
+        (
+            "a row that is left over has all heads again",
+            "pieces.push_back({int(row), int(head), int(head + heads), int(first)",
+            "pieces.push_back({int(row), 0, int(p.kv_heads), int(first)",
+        ),
         ("of few what came before a larger maximum keeps its weight", "if (any(changed))\n", "if (0)\n"),
         ("a maximum stays behind its scores for ever", "constexpr float LAG = 8.0f;", "constexpr float LAG = 1e9f;"),
     ),

@@ -82,6 +82,68 @@ TRAINING_MUTANTS = (
         ("half a line stays", "                os.truncate(path, len(text) + len(newline))", "                pass"),
         ("held-out prompts are trained on", "trained = fresh[held:]", "trained = fresh"),
         ("recorded answers are made anew", "if not prompt.answer]", "]"),
+        (
+            "a run that goes on asks for the questions of before",
+            "        self._round = store.num_rounds",
+            "        self._round = 0",
+        ),
+        ("answers take longer than they may", "            self._check_time()\n\n        is_last", "\n        is_last"),
+        ("others read what people wrote", "os.open(name, flags, 0o600)", "os.open(name, flags, 0o644)"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/prompts.py",
+        ("tests/training/test_data.py",),
+        (
+            "the first rows of a large file",
+            "(other := chance.randrange(number + 1)) < most",
+            "(other := number) < most",
+        ),
+    ),
+    *mutants_of(
+        f"{TRAINING}/run.py",
+        ("tests/training/test_run.py",),
+        (
+            "what is worse than the drafter before is published",
+            'if found["acceptance_length"] > self.record.published:',
+            "if True:",
+        ),
+        (
+            "an evaluation counts before it is done",
+            "        stops = False\n",
+            "        stops = False\n        trainer.progress.evaluated = trainer.progress.step\n",
+        ),
+        ("each process decides alone", "return bool(self._agree(stops))", "return stops"),
+        (
+            "the last layer is read before the norm",
+            "return captured_layers(spec, self.spec.decoder.num_layers)",
+            "return spec.target_layer_ids",
+        ),
+        ("embeddings of DSpark are scaled", "self.form == ZLAB and kind in (DFLASH, DFLASH2)", "self.form == ZLAB"),
+        ("samples that are gone are not missed", "if len(samples) < wanted:", "if not wanted:"),
+        ("a drafter that it began with ends a run", 'if each["step"] > 0]', "]"),
+    ),
+    *mutants_of(
+        f"{TRAINING}/sizes.py",
+        ("tests/training/test_run.py",),
+        ("each process takes all memory", "* 1024 // processes", "* 1024"),
+    ),
+    *mutants_of(
+        "dflash_backend/triton/drafter_swaps.py",
+        ("tests/triton/test_drafter_swaps.py",),
+        (
+            "a drafter that is not compared is taken back",
+            "            if waiting.wanted.window:\n",
+            "            if True:\n",
+        ),
+    ),
+    *mutants_of(
+        f"{TRAINING}/loop.py",
+        ("tests/training/test_run.py",),
+        (
+            "an evaluation that was interrupted is left out",
+            "progress.step - progress.evaluated >= schedule.evaluate_every()",
+            "progress.step != step and progress.step % schedule.evaluate_every() == 0",
+        ),
     ),
     *mutants_of(
         f"{TRAINING}/formats.py",

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_rows_of_each_form_become_prompts(llm: LLM, tmp_path: Path) -> None:
         {"conversations": shared},
         {"prompt": "x " * 400},
     )
-    found = {prompt.text: list(prompt.token_ids) for prompt in read_prompts([file], llm.tokenizer, {}, 100, 0)}
+    found = {prompt.text: list(prompt.token_ids) for prompt in read_prompts([file], llm.tokenizer, {}, 100, 0, 100)}
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     expected = [
         llm.tokenizer.apply_chat_template(chat),
@@ -69,7 +70,7 @@ def test_a_damaged_row_is_named(llm: LLM, tmp_path: Path, line: str, said: str) 
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"prompt": "good"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(TrainingError) as error:
-        read_prompts([file], llm.tokenizer, {}, 100, 0)
+        read_prompts([file], llm.tokenizer, {}, 100, 0, 100)
     assert said in str(error.value)
 
 
@@ -80,16 +81,16 @@ def test_a_chat_needs_a_template(llm: LLM, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(
         TrainingError, match=r"rows.jsonl, line 2: .* has no chat template, and the row is a chat; give"
     ):
-        read_prompts([file], llm.tokenizer, {}, 100, 0)
-    assert len(read_prompts([write_rows(file, {"prompt": "2 + 3 ="})], llm.tokenizer, {}, 100, 0)) == 1
+        read_prompts([file], llm.tokenizer, {}, 100, 0, 100)
+    assert len(read_prompts([write_rows(file, {"prompt": "2 + 3 ="})], llm.tokenizer, {}, 100, 0, 100)) == 1
 
 
 def test_a_missing_or_empty_file_is_named(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"none.jsonl cannot be read: No such file"):
-        read_prompts([tmp_path / "none.jsonl"], llm.tokenizer, {}, 100, 0)
+        read_prompts([tmp_path / "none.jsonl"], llm.tokenizer, {}, 100, 0, 100)
     file = write_rows(tmp_path / "long.jsonl", {"prompt": "x " * 400})
     with pytest.raises(TrainingError, match=r"all 1 prompts have more than 20 tokens"):
-        read_prompts([file], llm.tokenizer, {}, 20, 0)
+        read_prompts([file], llm.tokenizer, {}, 20, 0, 100)
 
 
 def test_the_target_writes_questions_in_its_users_place(llm: LLM) -> None:
@@ -177,6 +178,71 @@ def test_questions_are_written_beside_the_answers_to_those_before(
     for sample in store.samples:
         expected = llm.generate([list(sample.prompt)], max_tokens=12, temperature=0)[0]
         assert list(sample.answer) == expected.token_ids
+
+
+def test_questions_go_on_where_the_run_before_stopped(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By other seeds, also where most of what was written was of no use: the same seeds give the same questions."""
+    monkeypatch.setattr(data, "ROUND", 8)
+    monkeypatch.setattr(data, "MOST_HELD_OUT", 4)
+    seeds: list[set[int]] = []
+    requests = QuestionWriter.requests
+
+    def noted(self: QuestionWriter, count: int, seed: int) -> Any:
+        prompts, params = requests(self, count, seed)
+        seeds.append({each["seed"] for each in params})
+        return prompts, params
+
+    monkeypatch.setattr(QuestionWriter, "requests", noted)
+    for tokens in (100, 300):
+        collect(llm, Store(tmp_path / "data"), DataOptions(tokens, max_answer=12, seed=5), lambda done, total: None)
+    assert len(seeds) == Store(tmp_path / "data").num_rounds > 2
+    assert len(set().union(*seeds)) == 8 * len(seeds)
+    (tmp_path / "data" / "rounds").write_text("x")
+    assert Store(tmp_path / "data").num_rounds == 0
+
+
+def test_answers_end_with_the_time_that_they_may_take(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a round; those that had ended are kept, and nothing of the others stays in the engine."""
+    rows = [{"prompt": f"{number} + 3 = "} for number in range(60)]
+    options = DataOptions(10_000, max_answer=12, files=(write_rows(tmp_path / "rows.jsonl", *rows),))
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    store = Store(tmp_path / "data")
+    collect(llm, store, options, lambda done, total: None, deadline=5)
+    assert 0 < len(store.samples) <= 6
+    assert not llm.engine.core.has_unfinished()
+    collect(llm, store, options, lambda done, total: None)
+    assert len(store.samples) > 50
+
+
+def test_of_a_large_file_some_rows_are_drawn(llm: LLM, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"{number} + 3 ="} for number in range(50)))
+
+    def drawn(seed: int) -> list[str]:
+        return [prompt.text for prompt in read_prompts([file], llm.tokenizer, {}, 100, seed, 10)]
+
+    assert len(set(drawn(0))) == 10
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len(set(drawn(0)) | set(drawn(1)) | set(drawn(2))) > 15
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write("[1]\n")
+    with pytest.raises(TrainingError, match="line 51: this is list"):
+        drawn(0)
+
+
+def test_nobody_else_reads_what_people_wrote(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out" / "data")
+    store.add(Sample((1, 2), (3, 4, 5)))
+    store.hold_out([(1,)])
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in store.folder.iterdir()} == {
+        "samples.jsonl": 0o600,
+        "held_out.jsonl": 0o600,
+    }
 
 
 def record(folder: Path, target: Path, *rows: Row) -> None:
@@ -267,6 +333,7 @@ def test_data_of_another_target_or_other_options_lies_elsewhere(tmp_path: Path, 
     first = DataOptions(10).fingerprint(target)
     assert DataOptions(99).fingerprint(target) == first
     assert DataOptions(10, temperature=0.5).fingerprint(target) != first
+    assert DataOptions(10).fingerprint(target, {"dtype": "bfloat16"}) != first
     (tmp_path / "traffic").mkdir()
     recorded = DataOptions(10, traffic=tmp_path / "traffic").fingerprint(target)
     record(tmp_path / "traffic", target, Row([1], [2], 0.0))  # the server goes on writing

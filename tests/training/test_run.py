@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -20,10 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.training import loop
 from dflash_backend.training import run as run_module
 from dflash_backend.training.data import DataOptions, Sample
 from dflash_backend.training.errors import TrainingError
+from dflash_backend.training.features import Teacher
 from dflash_backend.training.loop import (
     LoopOptions,
     Progress,
@@ -36,7 +39,7 @@ from dflash_backend.training.loop import (
 from dflash_backend.training.loss import Distillation, TargetStates
 from dflash_backend.training.network import DraftModel, Tables
 from dflash_backend.training.run import TrainOptions, train
-from dflash_backend.training.sizes import Memory, check_fits
+from dflash_backend.training.sizes import Memory, check_fits, free_bytes
 
 TARGET = asset_path("demo", "pair", "target")
 DRAFT = asset_path("demo", "pair", "draft")
@@ -67,7 +70,7 @@ def options(prompts: Path) -> Callable[..., TrainOptions]:
     def make(out: Path, **changes: Any) -> TrainOptions:
         data = DataOptions(40, max_answer=12, max_prompt=64, files=(prompts,))
         sizes = {"draft_layers": 1, "block_size": 4}
-        settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8}
+        settings = {"kv_cache_gb": 0.02, "max_num_seqs": 8, "adaptive_speculation": True}
         own: dict[str, Any] = {"steps": STEPS, "batch_tokens": 80, "accumulate": 2}
         own |= {"soft_labels": 0.25, "hidden_loss": 0.5, "drafter": sizes, "settings": settings}
         return TrainOptions(str(TARGET), out, data, **(own | changes))
@@ -164,9 +167,148 @@ def test_a_drafter_that_is_trained_further_is_measured_first_and_keeps_its_confi
     assert fields == json.loads((DRAFT / "config.json").read_text(encoding="utf-8"))
 
 
-def test_a_run_of_other_options_is_not_gone_on_with(whole: Path, options: Callable[..., TrainOptions]) -> None:
-    with pytest.raises(TrainingError, match=r"other options: --kind was None and is eagle3; take the options of that"):
-        quietly(options(whole, kind="eagle3"))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "dspark"}, "--kind was None and is dspark"),
+        ({"steps": 2 * STEPS}, f"--steps was {STEPS} and is {2 * STEPS}"),
+        ({"bf16": False}, "--bf16 was None and is False"),
+        ({"num_tokens": 41}, "--tokens was 40 and is 41"),
+    ],
+)
+def test_a_run_of_other_options_is_not_gone_on_with(
+    whole: Path, options: Callable[..., TrainOptions], changes: dict[str, Any], said: str
+) -> None:
+    asked = options(whole)
+    if "num_tokens" in changes:
+        changes = {"data": replace(asked.data, **changes)}
+    with pytest.raises(TrainingError, match=f"other options: {said}; take the options of that run"):
+        quietly(replace(asked, **changes))
+
+
+def test_answers_of_another_dtype_are_other_data(whole: Path, options: Callable[..., TrainOptions]) -> None:
+    settings = {**options(whole).settings, "dtype": "bfloat16"}
+    with pytest.raises(TrainingError, match="other options: data was"):
+        quietly(options(whole, settings=settings))
+
+
+def test_a_run_whose_samples_are_gone_is_not_gone_on_with(
+    whole: Path, options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    samples = next((out / "training").glob("data-*")) / "samples.jsonl"
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[1:]))
+    with pytest.raises(TrainingError, match=f"{len(lines) - 1} samples, and the run .* has {len(lines)}: some were"):
+        quietly(options(out))
+    samples.unlink()
+    with pytest.raises(TrainingError, match="has 0 samples"):
+        quietly(options(out))
+
+
+def test_an_evaluation_that_was_interrupted_is_done_when_the_run_goes_on(
+    whole: Path, options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "measure_acceptance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quietly(options(out))
+    assert not (out / "model.safetensors").exists()
+    summary = quietly(options(out))
+    assert [each["step"] for each in summary["evaluations"]] == [2, 4]
+    assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+class Written:
+    """A publication that notes what was written where."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+    def write(self, draft: object, folder: Path) -> None:
+        self.folders.append(folder)
+
+
+def test_the_best_drafter_is_published_and_its_length_is_told(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That which training began with among them: steps that make it worse are not published."""
+    run = run_module.Run(options(tmp_path / "out", steps=None), lambda text: None, lambda done, total: None, True)
+    monkeypatch.setattr(run, "_save", lambda trainer: None)
+    trainer: Any = SlowTrainer(100)
+    trainer.draft, best = None, []
+    for step, length in enumerate((3.0, 2.5, 2.7, 3.1, 2.9)):
+        found = {"step": step, "acceptance_length": length}
+        monkeypatch.setattr(run, "_measure", lambda *_, found=found: found)
+        written: Any = Written()
+        trainer.progress.step = step
+        assert not run._evaluate(trainer, None, None, written)  # type: ignore[arg-type]
+        if tmp_path / "out" in written.folders:
+            best.append(step)
+        assert trainer.progress.evaluated == step
+    assert best == [0, 3]
+    assert run.record.published == 3.1
+    assert len(run.record.evaluations) == 5
+
+
+def test_a_process_that_does_not_speak_ends_with_the_first(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the clock or the record of one says is not what those of the others say."""
+
+    def first_says(shared: list[Any]) -> None:
+        shared[0] = True
+
+    run = run_module.Run(options(tmp_path / "out"), lambda text: None, lambda done, total: None, False)
+    trainer: Any = SlowTrainer(100)
+    trainer.progress.step = 7
+    monkeypatch.setattr(run_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(run_module.dist, "broadcast_object_list", first_says)
+    assert run._evaluate(trainer, None, None, None)  # type: ignore[arg-type]
+    assert trainer.progress.evaluated == 7, "so that no process evaluates once more at the end, alone"
+
+
+@pytest.mark.parametrize("hidden_loss", [0.0, 1.0])
+def test_the_last_layer_is_read_as_the_engine_will_read_it(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_loss: float
+) -> None:
+    """z-lab's drafters read the target's last layer after the final norm, which counts as another layer."""
+    captured: set[tuple[int, ...]] = set()
+    features = Teacher.features
+
+    def noted(self: Teacher, rows: Any, capture: tuple[int, ...]) -> torch.Tensor:
+        captured.add(capture)
+        return features(self, rows, capture)
+
+    monkeypatch.setattr(Teacher, "features", noted)
+    layers = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
+    sizes = {"draft_layers": 1, "block_size": 4, "target_layer_ids": (1, layers - 1)}
+    changes = {"hidden_loss": hidden_loss, "soft_labels": 0.0, "drafter": sizes}
+    quietly(options(tmp_path / "out", steps=1, accumulate=1, **changes))
+    assert captured == {(1, layers, layers) if hidden_loss else (1, layers)}
+
+
+@pytest.mark.parametrize(("kind", "scaled"), [("dflash", True), ("dspark", False)])
+def test_embeddings_are_scaled_as_the_kinds_reader_says(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scaled: bool
+) -> None:
+    asked: list[bool] = []
+    tables = Teacher.tables
+
+    def noted(self: Teacher, dtype: torch.dtype, scaled: bool, draft_tokens: Any) -> Tables:
+        asked.append(scaled)
+        return tables(self, dtype, scaled, draft_tokens)
+
+    monkeypatch.setattr(Teacher, "tables", noted)
+    out = tmp_path / "out"
+    quietly(options(out, steps=1, accumulate=1, kind=kind, hidden_loss=0.0))
+    spec: Any = read_draft(out)
+    assert asked == [scaled] == [spec.scales_embedding]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +347,12 @@ def test_what_does_not_fit_is_refused() -> None:
         check_fits(memory, 5 << 30)
 
 
+def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = free_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
+
+
 @pytest.mark.parametrize("save", [torch.save, save_file])
 def test_a_file_on_a_full_disk_leaves_the_one_before(save: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "weights"
@@ -240,8 +388,12 @@ def test_a_loss_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_ends_when_it_gets_no_better(options: Callable[..., TrainOptions], tmp_path: Path) -> None:
     run = run_module.Run(options(tmp_path / "out"), lambda text: None, lambda done, total: None, True)
     lengths = [2.0, 2.5, 2.501, 2.4, 2.505, 2.5]
-    run.record.evaluations = [{"step": i, "acceptance_length": each} for i, each in enumerate(lengths)]
+    run.record.evaluations = [{"step": i, "acceptance_length": each} for i, each in enumerate(lengths, 1)]
     assert run.is_plateau()
+    run.record.evaluations.insert(0, {"step": 0, "acceptance_length": 9.9})  # of the drafter that it began with
+    del run.record.evaluations[1:3]
+    assert not run.is_plateau()
+    run.record.evaluations = [{"step": i, "acceptance_length": each} for i, each in enumerate(lengths, 1)]
     run.record.evaluations.append({"step": 9, "acceptance_length": 2.6})
     assert not run.is_plateau()
     assert replace(run.options, steps=3).steps == 3
@@ -336,7 +488,15 @@ def test_a_drafter_with_a_head_of_its_own_learns_from_the_targets_head(
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"soft_labels": 1.5}, "--soft-labels is 1.5; expected a share from 0 to 1"),
+    [({"drafter": {"eagle_drafts": 3}}, "--drafts is not for drafters of the kind dflash"),
+     ({"drafter": {"block_size": 4}, "kind": "eagle3"}, "--block-size is not for drafters of the kind eagle3"),
+     ({"drafter": {"draft_layers": 2}, "kind": "eagle3"}, "--layers is not for drafters of the kind eagle3"),
+     ({"drafter": {"mask_token_id": 2}, "kind": "eagle3"}, "--mask-token is not for drafters of the kind eagle3"),
+     ({"drafter": {"mask_token_id": 10**6}}, "--mask-token is 1000000; the target has the tokens 0 to"),
+     ({"drafter": {"block_size": 1}}, "--block-size is 1; a block has an anchor and at least one draft"),
+     ({"drafter": {"target_layer_ids": (1, 99)}}, r"--layer-ids are \[1, 99\]; the target has the layers 0 to"),
+     ({"draft_vocab": 40, "kind": "dflash2"}, "a dflash2 drafter proposes any token"),
+     ({"soft_labels": 1.5}, "--soft-labels is 1.5; expected a share from 0 to 1"),
      ({"share_head": True}, "--share-head is for a --draft-vocab"),
      ({"share_head": True, "draft_vocab": 40, "form": "speculators"}, "--share-head is not for --format speculators"),
      ({"share_head": True, "begin_from": DRAFT, "drafter": {}}, "--draft-vocab and --share-head out")],
@@ -346,6 +506,7 @@ def test_what_cannot_be_is_a_sentence(
 ) -> None:
     with pytest.raises(TrainingError, match=words):
         train(options(tmp_path / "out", **changes), lambda text: None, lambda *_: None)
+    assert not (tmp_path / "out").exists(), "before anything is made"
 
 
 class SlowTrainer(Trainer):
@@ -366,7 +527,9 @@ def test_a_run_has_the_steps_that_fit_its_time(
     trainer = SlowTrainer(steps)
     monkeypatch.setattr(time, "monotonic", lambda: trainer.now)
     told: list[int] = []
-    schedule = Schedule(lambda: None, lambda: told.append(trainer.options.steps), lambda: False, 1000, report_every=8)
+    schedule = Schedule(
+        lambda: None, lambda: told.append(trainer.options.steps), lambda: False, lambda: 1000, report_every=8
+    )
     assert run_steps(trainer, schedule, deadline) == "steps"
     assert trainer.progress.step == trainer.options.steps == taken
     assert set(told[1:]) == {taken}

@@ -152,6 +152,17 @@ def test_an_engine_that_dies_while_it_compares_is_back_with_the_drafter_before(
     assert eventually(lambda: bool(service._engines.up))
 
 
+def test_a_drafter_that_is_not_compared_stays_when_its_engine_dies(service: TritonService, triton: FakeTriton) -> None:
+    only(ask(service, "fine", window=0))
+    (supervisor,) = service._engines.supervisors
+    assert supervisor.engine is not None
+    os.kill(supervisor.engine.pid, signal.SIGKILL)
+    assert eventually(lambda: not service._engines.up)
+    assert eventually(lambda: bool(service._engines.up))
+    assert supervisor.drafter == ("fine", "")
+    assert "reverted" not in outcomes(triton)
+
+
 def test_all_engines_swap_before_it_is_answered(
     serve: Callable[..., TritonService], key_file: str, triton: FakeTriton
 ) -> None:

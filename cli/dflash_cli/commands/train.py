@@ -113,7 +113,12 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --draft-vocab: write no LM head; this engine takes its rows from the target, others do not",
     )
-    sizes.add_argument("--learning-rate", type=positive_float, metavar="R", help="(0.004; with --from 0.001)")
+    sizes.add_argument(
+        "--learning-rate",
+        type=positive_float,
+        metavar="R",
+        help="(0.012; with --from 0.001; less for targets of more than 576 hidden numbers, in proportion)",
+    )
     sizes.add_argument(
         "--decay",
         type=positive_float,
@@ -125,17 +130,15 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         "--soft-labels",
         type=non_negative_float,
         metavar="S",
-        default=0.0,
         help="the share of the loss, 0 to 1, that is by the target's whole distribution, not by the token that it "
-        "chose (%(default)g)",
+        "chose (1)",
     )
     sizes.add_argument(
         "--hidden-loss",
         type=non_negative_float,
-        default=0.0,
         metavar="W",
-        help="how much the distance from the target's final hidden states weighs beside the loss by tokens "
-        "(%(default)g)",
+        help="how much the distance from the target's final hidden states weighs beside the loss by tokens (2; of "
+        "other kinds than dflash 0)",
     )
     sizes.add_argument("--batch-tokens", **COUNT, help="of a batch (2048; on a GPU 16384)")
     sizes.add_argument("--accumulate", **COUNT, default=1, help="batches of a step")
