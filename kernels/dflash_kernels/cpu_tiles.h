@@ -21,6 +21,7 @@ static void set_tiles(long upper, long lower) {
 static void free_tiles() { _tile_release(); }
 constexpr long CHUNK = 384;                // inputs of a pair of panels that a core's first cache holds beside the rows
 constexpr long ROWS_BYTES = 1024 * 1024;   // of x that its second cache holds
+constexpr long MANY_ROWS = 256;            // for which numbers are read once
 constexpr long LINES = 32;                 // of a pair of tiles, in a core's caches
 constexpr long AHEAD_BYTES = 8192;         // of what a first pass fetches
 constexpr long SUMS = 6 * 256;             // of 32 rows and a pair of panels, or of the terms of 16
@@ -87,28 +88,30 @@ static void sum_tiles(const bf16* a, long step, const bf16* b, long count, bool 
   _tile_stored(0, sums, 64); _tile_stored(1, sums + 256, 64);
   if (LOWER) { _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64); }
 }
-// Of rows [row, last) and a pair of panels of each part. While they compute, the numbers of the pair `next` come, a part in each pass
-// over the present ones: but for the first pass, if the present ones have not come before. turn: which sums are the next ones.
+// Of rows [row, last), a pair of panels of each part and the inputs [from, until). While they compute, the numbers of the pair `next` come, a
+// part in each pass over the present ones: but for the first pass, if the present ones have not come before. turn: which sums are the next
+// ones. own: the pair's sums of these rows, where there are inputs before or after these; null where these are all.
 template <int PARTS>
-static void tile_pair(const Product& p, long row, long last, long pair, bool is_here, const bf16* next, Results<bf16, PARTS>& results, long& turn) {
+static void tile_pair(const Product& p, long row, long last, long pair, long from, long until, float* own, bool is_here, const bf16* next,
+                      Results<bf16, PARTS>& results, long& turn) {
   const bf16* x = (const bf16*)p.x;
-  long deep = depth(p.weight->kind, p.k), rows = rounded_up(last - row, PAIR), apart = rounded_up(p.n, PAIR) / PAIR, chunk = deep;
-  if (p.weight->kind != HALVES || (rows > 64 && deep > 2 * CHUNK)) chunk = std::min(CHUNK, deep);
+  long deep = depth(p.weight->kind, p.k), rows = rounded_up(last - row, PAIR), apart = rounded_up(p.n, PAIR) / PAIR, chunk = until - from;
+  if (p.weight->kind != HALVES || (rows > 64 && chunk > 2 * CHUNK)) chunk = std::min(CHUNK, chunk);
   // Beside the sums of all passes, or of one, those whose results are still to come.
   bool in_chunks = chunk < deep;
-  long passes = rows / PAIR, kept = in_chunks ? passes : 1, held = kept + PARTS - 1;
+  long passes = rows / PAIR, kept = in_chunks && !own ? passes : 1, held = kept + PARTS - 1;
   float* sums = scratch(held * SUMS * PARTS + CHUNK * PAIR / 2 * PARTS);
   bf16* made = (bf16*)(sums + held * SUMS * PARTS);
   long set = -1, late = is_here || passes == 1 ? 0 : 1, of_pass = (LINES + passes - late - 1) / (passes - late);
-  for (long begin = 0; begin < deep; begin += chunk) {
-    long end = std::min(deep, begin + chunk);
+  for (long begin = from; begin < until; begin += chunk) {
+    long end = std::min(until, begin + chunk);
     const bf16* b[PARTS];
     for (int i = 0; i < PARTS; i++) b[i] = numbers_of(*p.weight, pair + i * apart, begin, end, made + i * CHUNK * PAIR);
     for (long at = row; at < last; at += PAIR) {
       long upper = std::min<long>(16, last - at), lower = std::max<long>(0, std::min<long>(16, last - at - 16));
       if (set != upper * 32 + lower) set_tiles(upper, lower), set = upper * 32 + lower;
       long pass = (at - row) / PAIR;
-      float* to = sums + (turn + (in_chunks ? pass : 0)) % held * SUMS * PARTS;
+      float* to = own ? own + pass * SUMS * PARTS : sums + (turn + (in_chunks ? pass : 0)) % held * SUMS * PARTS;
       for (int i = 0; i < PARTS; i++) {
         long done = (pass - late) * of_pass;
         Ahead ahead{nullptr, 0};
@@ -124,7 +127,7 @@ static void tile_pair(const Product& p, long row, long last, long pair, bool is_
       turn += !in_chunks;
     }
   }
-  turn += in_chunks ? kept : 0;
+  turn += in_chunks && !own ? kept : 0;
 }
 // By pairs of panels [first, last).
 template <int PARTS> static void tile_product(const Product& p, long first, long last, int threads) {
@@ -132,14 +135,25 @@ template <int PARTS> static void tile_product(const Product& p, long first, long
   long deep = depth(p.weight->kind, p.k), most = std::max<long>(PAIR, ROWS_BYTES / 2 / deep / PAIR * PAIR), pairs = rounded_up(p.n, PAIR) / PAIR;
   auto numbers = [&](long pair) { return (const bf16*)p.weight->numbers + pair * deep * PAIR; };
   Results<bf16, PARTS> results{p};
-  long turn = 0;
+  long turn = 0, range = deep, of_pair = 0;
+  float* kept = nullptr;
+  if (p.m > (p.weight->kind == HALVES ? 64 : PAIR) && most < std::min(p.m, MANY_ROWS)) {
+    // Of wide rows few are in the cache together, and all numbers would be read anew for each few: instead the sums of many rows are kept,
+    // and added to by some inputs of all pairs after the others.
+    most = std::min(rounded_up(p.m, PAIR), MANY_ROWS);
+    range = ROWS_BYTES / 2 / most / CHUNK * CHUNK, of_pair = most / PAIR * SUMS * PARTS;
+    long others = PARTS * SUMS * PARTS + CHUNK * PAIR / 2 * PARTS;  // as `tile_pair` asks for
+    kept = scratch(others + (last - first) * of_pair) + others;
+  }
   for (long row = 0; row < p.m; row += most) {
-    for (long pair = first; pair < last; pair++) {
-      long after = pair + 1 < last ? pair + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
-      const bf16* next = p.weight->kind == HALVES && p.m > PAIR && row == 0 && after < pairs ? numbers(after) : nullptr;
-      tile_pair<PARTS>(p, row, std::min(p.m, row + most), pair, row > 0 || fetched == numbers(pair), next, results, turn);
-      if (next) fetched = next;
-    }
+    for (long from = 0; from < deep; from += range)
+      for (long pair = first; pair < last; pair++) {
+        long after = pair + 1 < last ? pair + 1 : last + std::max(0, threads - 1) * (last - first);  // as it seems
+        const bf16* next = p.weight->kind == HALVES && p.m > PAIR && row == 0 && after < pairs ? numbers(after) : nullptr;
+        float* own = kept ? kept + (pair - first) * of_pair : nullptr;
+        tile_pair<PARTS>(p, row, std::min(p.m, row + most), pair, from, std::min(deep, from + range), own, row > 0 || fetched == numbers(pair), next, results, turn);
+        if (next) fetched = next;
+      }
     results.go_on(PAIR);  // the next rows may be fewer, and keep their sums elsewhere
   }
   free_tiles();

@@ -105,7 +105,15 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "compare_trees": (3, ["a", "b", "--at-least", "0.97"], of_compare_trees),
 }
 # Of these the verdict is seen in their own tests.
-ELSEWHERE = {"coarse_head", "drafter_kinds", "float_weights", "recurrent_hits", "vocabulary_split", "window_blocks"}
+ELSEWHERE = {
+    "coarse_head",
+    "drafter_kinds",
+    "float_weights",
+    "recurrent_hits",
+    "vocabulary_split",
+    "wide_rows",
+    "window_blocks",
+}
 
 
 @pytest.mark.parametrize(

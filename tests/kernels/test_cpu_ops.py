@@ -49,8 +49,12 @@ def test_a_product_by_a_packed_weight_is_that_of_float64(
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_by_any_threads(dtype: torch.dtype) -> None:
-    x, packed = random(300, 576).to(dtype), PackedWeight(random(200, 576, seed=1).to(dtype))
+@pytest.mark.parametrize(("rows", "size"), [(300, 576), (140, 9000)])
+def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_by_any_threads(
+    rows: int, size: int, dtype: torch.dtype
+) -> None:
+    """Wide ones too, of which a cache holds few."""
+    x, packed = random(rows, size).to(dtype), PackedWeight(random(200, size, seed=1).to(dtype))
     before = torch.get_num_threads()
     together = packed.product(x)
     try:
@@ -59,10 +63,10 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_by_any_threa
             assert torch.equal(packed.product(x), together)
     finally:
         torch.set_num_threads(before)
-    for rows in (1, 3, 6, 16, 17, 33):
-        assert torch.equal(packed.product(x[:rows]), together[:rows])
+    for few in (1, 3, 6, 16, 17, 33, 70):
+        assert torch.equal(packed.product(x[:few]), together[:few])
     wide = torch.cat([x, x], dim=1)  # rows that lie apart
-    assert torch.equal(packed.product(wide[:, 576:]), together)
+    assert torch.equal(packed.product(wide[:, size:]), together)
 
 
 @needs_library
@@ -173,6 +177,18 @@ def test_a_weight_in_blocks_has_the_bits_of_its_numbers_in_fewer_bytes(kind: str
         x, bias = random(520, inputs, seed=1).to(dtype), random(outputs, seed=2).to(dtype)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 70, 520):
             assert torch.equal(packed.product(x[:rows], bias), product_by(numbers, x[:rows], bias))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_rows_by_a_weight_in_blocks_have_the_bits_of_its_numbers(dtype: torch.dtype) -> None:
+    """Of which a cache holds few, so that the sums of many are kept, and added to."""
+    raw, numbers = blocks_of("Q4_0", 70, 9216)
+    packed = PackedWeight.of_blocks([("Q4_0", raw)], dtype)
+    assert packed is not None
+    x, bias = random(300, 9216, seed=1).to(dtype), random(70, seed=2).to(dtype)
+    for rows in (5, 40, 70, 300):
+        assert torch.equal(packed.product(x[:rows], bias), product_by(numbers, x[:rows], bias))
 
 
 @needs_library
@@ -349,7 +365,15 @@ def test_a_product_in_one_call_with_what_follows_has_the_bits_of_two_calls(
 @needs_library
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "threads"),
-    [(7, 96, 80, 2), (7, 70, 64, 2), (20, 800, 96, 2), (40, 800, 96, 2), (257, 96, 96, 2), (257, 96, 96, 12)],
+    [
+        (7, 96, 80, 2),
+        (7, 70, 64, 2),
+        (20, 800, 96, 2),
+        (40, 800, 96, 2),
+        (257, 96, 96, 2),
+        (257, 96, 96, 12),
+        (100, 9216, 64, 2),
+    ],
     indirect=["threads"],
 )
 @pytest.mark.parametrize("with_bias", [True, False])

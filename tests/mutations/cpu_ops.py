@@ -14,6 +14,13 @@ CPU_OPS_MUTANTS = (
         f"{KERNELS}/cpu_tiles.h",
         TESTS,
         ("the lower rows of a tile are those of the upper ones", "a + 16 * step + k", "a + k"),
+        ("pairs of panels keep the sums of wide rows in one memory", "kept + (pair - first) * of_pair", "kept"),
+        (
+            "wide rows are summed by their last part alone",
+            "for (long from = 0; from < deep",
+            "for (long from = (deep - 1) / range * range; from < deep",
+        ),
+        ("of wide rows 32 have the sums of all", "own + pass * SUMS * PARTS :", "own :"),
         (
             "many inputs are summed by their first part alone",
             "b[i], end - begin, begin > 0,",
@@ -81,6 +88,11 @@ CPU_OPS_MUTANTS = (
     *mutants_of(
         f"{KERNELS}/cpu_ops.cpp",
         TESTS,
+        (
+            "rows that all threads take together are the first ones",
+            "each(threads, rows * block / blocks,",
+            "each(threads, 0,",
+        ),
         ("blocks of rows take the first rows' residual", "at_row(dtype, residual, first, weight->n)", "residual"),
         ("blocks of rows are rotated as the first", "at_row(dtype, cos, first, dim)", "cos"),
         (
@@ -174,7 +186,11 @@ CPU_OPS_MUTANTS = (
             "set_few_tiles(rows);\n  const int32_t* table = p.tables + row * p.table_step;",
             "set_few_tiles(rows);\n  const int32_t* table = p.tables;",
         ),
-        ("tiles read positions past the last", "if (in_place && rows == 16) {", "if (in_place && rows > 0) {"),
+        (
+            "tiles read positions past the last",
+            "if (in_place && rows == 16 && unseen < 16) {",
+            "if (in_place && rows > 0) {",
+        ),
         ("of few all queries are weighed as the first four", "weigh_four(p, scores + q,", "weigh_four(p, scores,"),
         (
             "in tiles outputs are not scaled as larger scores come",
