@@ -223,8 +223,7 @@ class _Source:
 
     def __init__(self, llm: LLM, store: Store, options: DataOptions, deadline: float | None) -> None:
         self.is_finite = bool(options.files) or options.traffic is not None
-        self._llm, self._store, self._options, self._deadline = llm, store, options, deadline
-        self._round = store.num_rounds
+        self._llm, self._store, self._options, self._deadline, self._round = llm, store, options, deadline, 0
         self.expected_held_out = MOST_HELD_OUT
         self._prompts: list[Prompt] = []
         self._writer: QuestionWriter | None = None

@@ -106,12 +106,13 @@ NUMBERS = [*STEP_NUMBERS, "first_tile", "num_pieces"]
 
 @triton.jit
 def _piece_span(
-    first, last, query_len, seq_len, table_len,
+    first, last, query_len, seq_len, table_len, num_pieces,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """The positions `[begin, end)` of a tile, from the beginning of a block on, and its first and last piece. A
-    tile that sees nothing has one piece of nothing, which writes its zeros."""
-    begin, end = tile_span(first, last, query_len, seq_len, table_len, CAUSAL, WINDOW)
+    tile that sees nothing has one piece of nothing, which writes its zeros. table_len: no position is from there on:
+    a row that has ended may be longer than its bound, by which pieces and partial results were counted."""
+    begin, end = tile_span(first, last, query_len, seq_len, tl.minimum(table_len, num_pieces * PIECE), CAUSAL, WINDOW)
     begin = begin // BLOCK_N * BLOCK_N
     first_piece = begin // PIECE
     return begin, end, first_piece, tl.maximum((end - 1) // PIECE, first_piece)
@@ -135,7 +136,7 @@ def _attend_pieces_kernel(
     query_len = tl.load(query_lens_ptr + row)
     seq_len = tl.load(seq_lens_ptr + row)
     begin, end, first_piece, last_piece = _piece_span(
-        first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW, BLOCK_N, PIECE
+        first, last, query_len, seq_len, table_width * BLOCK_SIZE, num_pieces, CAUSAL, WINDOW, BLOCK_N, PIECE
     )
     if (piece < first_piece) | (piece > last_piece):
         return
@@ -174,7 +175,7 @@ def _merge_pieces_kernel(
     query_len = tl.load(query_lens_ptr + row)
     seq_len = tl.load(seq_lens_ptr + row)
     _, _, first_piece, last_piece = _piece_span(
-        first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW, BLOCK_N, PIECE
+        first, last, query_len, seq_len, table_width * BLOCK_SIZE, num_pieces, CAUSAL, WINDOW, BLOCK_N, PIECE
     )
     if first_piece == last_piece:
         return  # written by its only program

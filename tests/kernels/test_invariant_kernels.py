@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -197,6 +199,28 @@ def test_partial_results_that_take_too_much_memory_come_in_several_launches(monk
     assert len(launches) == table.shape[1] == 6
     assert torch.equal(memory.attend(*rows), together)
     assert torch.equal(memory.attend([0, 1, 2], [16] * 3, [LONGEST] * 3)[32:], together[23:])
+
+
+@pytest.mark.parametrize(("bound", "end"), [(PIECE - 7, PIECE + 4), (2 * PIECE, 2 * PIECE + 9)])
+def test_a_row_that_is_longer_than_its_bound_writes_no_further(
+    bound: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has ended meanwhile, whose result is not used; partial results are made for its bound."""
+    memory, guards = Memory(2, torch.float32, longest=2 * PIECE + 16), []
+    expected = memory.attend([1], [16], [100])
+    empty = torch.empty
+
+    def guarded(*sizes: int, **options: Any) -> torch.Tensor:
+        whole = empty(sizes[0] + 4096, *sizes[1:], **options).fill_(7)
+        guards.append(whole[sizes[0] :])
+        return whole[: sizes[0]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guarded)
+        found = memory.attend([0, 1], [16, 16], [end, 100], bounds=[bound, 100])
+    assert len(guards) >= 2
+    assert all(bool((guard == 7).all()) for guard in guards)
+    assert torch.equal(found[16:], expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

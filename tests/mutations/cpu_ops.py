@@ -414,11 +414,6 @@ CPU_OPS_MUTANTS = (
             "return !p.window || (base > last - p.window &&",
             "return !p.window || (base > start - p.window &&",
         ),
-        (
-            "a row that is left over has all heads again",
-            "pieces.push_back({int(row), int(head), int(head + heads), int(first)",
-            "pieces.push_back({int(row), 0, int(p.kv_heads), int(first)",
-        ),
         ("of few what came before a larger maximum keeps its weight", "if (any(changed))\n", "if (0)\n"),
         ("a maximum stays behind its scores for ever", "constexpr float LAG = 8.0f;", "constexpr float LAG = 1e9f;"),
     ),

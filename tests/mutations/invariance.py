@@ -63,6 +63,11 @@ INVARIANCE_MUTANTS = (
         PIECES,
         OF_KERNELS,
         ("contexts are split by load", '"PIECE": PIECE,', '"PIECE": PIECE * launch.num_tiles,'),
+        (
+            "a row that is longer than its bound has more pieces",
+            "tl.minimum(table_len, num_pieces * PIECE)",
+            "table_len",
+        ),
         ("blocks of keys begin where a window does", "    begin = begin // BLOCK_N * BLOCK_N\n", ""),
         (
             "the tiling of a launch follows its rows",

@@ -84,8 +84,8 @@ TRAINING_MUTANTS = (
         ("recorded answers are made anew", "if not prompt.answer]", "]"),
         (
             "a run that goes on asks for the questions of before",
-            "        self._round = store.num_rounds",
-            "        self._round = 0",
+            "self.num_rounds = int((folder / ROUNDS).read_text())",
+            "self.num_rounds = 0",
         ),
         ("answers take longer than they may", "            self._check_time()\n\n        is_last", "\n        is_last"),
         ("others read what people wrote", "os.open(name, flags, 0o600)", "os.open(name, flags, 0o644)"),
