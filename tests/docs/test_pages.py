@@ -201,4 +201,4 @@ def test_the_speeds_of_the_readme_are_those_of_the_last_results() -> None:
     one, many = ([rows[system, n][2].removesuffix(" ms") for system in (with_drafts, without)] for n in ("1", "32"))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"({one[0]} ms against {one[1]} at one stream, {many[0]} against {many[1]} at 32)" in readme
-    assert f"that costs {min(lost):.0f} to {max(lost):.0f} % of the tokens per second" in readme
+    assert f"there are {min(lost):.0f} to {max(lost):.0f} % fewer tokens per second" in readme
