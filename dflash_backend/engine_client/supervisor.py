@@ -57,18 +57,17 @@ class Backoff:
     """The delay before the next start; it doubles with each failed one."""
 
     def __init__(self) -> None:
-        self._failures = 0
+        self._next_s = FIRST_DELAY_S
 
     def delay_s(self, served: bool, setup_error: bool) -> float:
         """The delay in seconds after a death. `served`: the engine had finished a request, so its start works.
         `setup_error`: its settings or files are at fault, and a restart fails until a person changes them."""
         if served:
-            self._failures = 0
+            self._next_s = FIRST_DELAY_S
             return 0.0
         if setup_error:
             return LONGEST_DELAY_S
-        delay = min(FIRST_DELAY_S * 2.0**self._failures, LONGEST_DELAY_S)
-        self._failures += 1
+        delay, self._next_s = self._next_s, min(2.0 * self._next_s, LONGEST_DELAY_S)
         return delay
 
 

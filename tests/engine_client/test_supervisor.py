@@ -124,6 +124,12 @@ def test_delays_double_up_to_a_minute_until_an_engine_served_and_are_the_longest
     assert Backoff().delay_s(served=False, setup_error=True) == 60
 
 
+def test_an_engine_that_never_starts_is_tried_again_for_ever():
+    backoff = Backoff()
+    delays = [backoff.delay_s(served=False, setup_error=False) for _ in range(5000)]
+    assert set(delays[6:]) == {LONGEST_DELAY_S}
+
+
 def test_an_engine_that_served_comes_back_at_once(watched):
     watched.begin()
     watched.serve_one()

@@ -13,6 +13,7 @@ from tests.mutations.drafter_swap import DRAFTER_SWAP_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.dspark import DSPARK_MUTANTS
 from tests.mutations.eagle3 import EAGLE3_MUTANTS
+from tests.mutations.engine_process import ENGINE_PROCESS_MUTANTS
 from tests.mutations.filters import FILTER_MUTANTS
 from tests.mutations.fp8_kv import FP8_KV_MUTANTS
 from tests.mutations.front_end import FRONT_END_MUTANTS
@@ -103,7 +104,7 @@ MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + RE
 MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
-MUTANTS += PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS
+MUTANTS += PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS + ENGINE_PROCESS_MUTANTS
 MUTANTS += KV_TIER_MUTANTS + DELTA_STREAM_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.

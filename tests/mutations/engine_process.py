@@ -1,0 +1,18 @@
+"""Defects of how the engine's process is started, asked to end and started again."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+CLIENT = "dflash_backend/engine_client"
+SUPERVISOR = "tests/engine_client/test_supervisor.py"
+
+ENGINE_PROCESS_MUTANTS = (
+    *mutants_of(
+        f"{CLIENT}/supervisor.py",
+        (
+            f"{SUPERVISOR}::test_delays_double_up_to_a_minute_until_an_engine_served_and_are_the_longest_for_an_error_of_the_setup",
+        ),
+        ("delays double for ever", "min(2.0 * self._next_s, LONGEST_DELAY_S)", "2.0 * self._next_s"),
+    ),
+)
