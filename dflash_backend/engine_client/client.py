@@ -111,10 +111,7 @@ class EngineClient:
         Raises `EngineError` when the process cannot be started.
         """
         arguments = list(command or engine_command())
-        self._dir = tempfile.mkdtemp(prefix="dflash-")
-        self._context = zmq.Context()
-        self._inputs = self._bind(zmq.PUSH, "in")
-        self._outputs = self._bind(zmq.PULL, "out")
+        theirs = self._prepare()
         self._send_lock = threading.Lock()
         self._num_requests_sent = 0
         # Requests that the engine has not confirmed, the oldest first: number among those sent, and tenant.
@@ -122,10 +119,6 @@ class EngineClient:
         self._unconfirmed_lock = threading.Lock()
         self._queue = QueueState(0, 0, config.max_num_seqs)
         self._ready = False
-        self._lifeline, theirs = os.pipe()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
         for source in (self._outputs, self._lifeline, self._wake_read):
             self._poller.register(source, zmq.POLLIN)
@@ -138,6 +131,32 @@ class EngineClient:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
             self._process.stdin.flush()
+
+    def _prepare(self) -> int:
+        """Make the sockets, their folder and the pipes; returns the engine's end of the lifeline. Raises `EngineError`
+        where the system has no place for them; then none of them is left."""
+        with contextlib.ExitStack() as made:
+            try:
+                self._dir = tempfile.mkdtemp(prefix="dflash-")
+                made.callback(shutil.rmtree, self._dir, ignore_errors=True)
+                self._context = zmq.Context()
+                made.callback(self._context.destroy, linger=0)
+                self._inputs = self._bind(zmq.PUSH, "in")
+                self._outputs = self._bind(zmq.PULL, "out")
+                self._wake_read, self._wake_write = os.pipe()
+                for end in (self._wake_read, self._wake_write):
+                    made.callback(os.close, end)
+                    os.set_blocking(end, False)
+                # Last: what starts the process closes the engine's end.
+                self._lifeline, theirs = os.pipe()
+                made.callback(os.close, self._lifeline)
+            except (OSError, zmq.ZMQError) as error:
+                raise EngineError(
+                    f"the engine process could not be started: {error}; free space in the folder for temporary files, "
+                    "or allow this process more open files"
+                ) from error
+            self._made = made.pop_all()
+        return theirs
 
     def _start(self, arguments: list[str], environ: Mapping[str, str], lifeline: int) -> subprocess.Popen[bytes]:
         """Start the process, which takes over its end of the lifeline."""
@@ -289,10 +308,7 @@ class EngineClient:
     def _release(self) -> None:
         """Close the sockets and descriptors, and remove the sockets' folder."""
         with self._send_lock:
-            self._context.destroy(linger=0)
-            for descriptor in (self._lifeline, self._wake_read, self._wake_write):
-                os.close(descriptor)
-        shutil.rmtree(self._dir, ignore_errors=True)
+            self._made.close()
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

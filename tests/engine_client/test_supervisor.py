@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import zmq
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineError, engine_command
@@ -255,6 +257,29 @@ def test_a_process_that_cannot_be_started_is_tried_again(watched, monkeypatch):
     assert "could not be started" in watched.failures(4)[-1]
     assert psutil.Process().num_fds() <= before
     monkeypatch.setattr(watched.supervisor, "_command", COMMAND)
+    watched.wait_until_replaced()
+
+
+@pytest.mark.parametrize("missing", ["tempfile.mkdtemp", "zmq.Context", "zmq.Socket.bind", "os.pipe"])
+def test_an_engine_that_cannot_be_prepared_is_tried_again(watched, tmp_path, monkeypatch, missing):
+    """As without space for its folder, or without descriptors for its sockets and pipes."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    watched.begin()
+    watched.serve_one()
+    watched.kill()
+    before = psutil.Process().num_fds()
+    error = (zmq.ZMQError if missing.startswith("zmq") else OSError)(errno.EMFILE, "Too many open files")
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(missing, refuse)
+        watched.failures(3)
+    assert all("could not be started: " in line and "Too many open files" in line for line in watched.deaths()[1:])
+    assert psutil.Process().num_fds() <= before
+    assert list(tmp_path.glob("dflash-*")) == []
+    watched.clock.now += LONGEST_DELAY_S
     watched.wait_until_replaced()
 
 

@@ -15,4 +15,10 @@ ENGINE_PROCESS_MUTANTS = (
         ),
         ("delays double for ever", "min(2.0 * self._next_s, LONGEST_DELAY_S)", "2.0 * self._next_s"),
     ),
+    *mutants_of(
+        f"{CLIENT}/client.py",
+        (f"{SUPERVISOR}::test_an_engine_that_cannot_be_prepared_is_tried_again",),
+        ("a system without place ends all engines", "except (OSError, zmq.ZMQError) as error:", "except EOFError as error:"),
+        ("an unprepared engine leaves its folder", "made.callback(shutil.rmtree, self._dir, ignore_errors=True)", "pass"),
+    ),
 )
