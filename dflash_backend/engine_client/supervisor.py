@@ -23,7 +23,15 @@ import msgspec
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
-from dflash_backend.messages import AbortRequests, EngineCoreOutputs, EngineFailed, EngineInput, EngineReady
+from dflash_backend.messages import (
+    AbortRequests,
+    DrafterSwapped,
+    EngineCoreOutputs,
+    EngineFailed,
+    EngineInput,
+    EngineReady,
+    SwapDrafter,
+)
 
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
@@ -107,6 +115,10 @@ class EngineSupervisor:
         self._served = False
         self._dead = False
         self._hung = False
+        # Drafters that the engine was asked for and has not answered, by id; and the one before that which drafts, as
+        # `drafter`, while the engine compares them.
+        self._asked: dict[str, SwapDrafter] = {}
+        self._drafter_before: tuple[str | None, str] | None = None
         # How long the engine that takes requests has sent nothing, and when it was last polled.
         self._silence_s = 0.0
         self._polled_at = 0.0
@@ -131,14 +143,6 @@ class EngineSupervisor:
         """The settings draft_model and draft_revision with which the next process starts."""
         return self._config.draft_model, self._config.draft_revision
 
-    def use_drafter(self, draft_model: str | None, draft_revision: str, drafting: str = "") -> None:
-        """Start the next process with this drafter, which has taken the other's place in the one that runs. drafting:
-        as of `EngineReady`; empty: that is as it was."""
-        self._config = replace(self._config, draft_model=draft_model, draft_revision=draft_revision)
-        if drafting:
-            text = self.ready.description.replace(self.ready.drafting or drafting, drafting)
-            self._ready = msgspec.structs.replace(self.ready, description=text, drafting=drafting)
-
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""
         self._started_at = self._clock()
@@ -156,6 +160,8 @@ class EngineSupervisor:
             # A stop string ended them: no delta with a finish reason follows.
             self._served = True
         if (engine := self.engine) is not None:
+            if isinstance(message, SwapDrafter):
+                self._asked[message.swap_id] = message
             engine.send(message)
 
     def receive(self, timeout_ms: int) -> list[EngineCoreOutputs]:
@@ -203,15 +209,45 @@ class EngineSupervisor:
                     self._exit_reason = message.message
                 elif isinstance(message, EngineCoreOutputs):
                     outputs.append(message)
+                    for said in message.drafter_swaps:
+                        self._follow_swap(said)
         except EngineError as error:
             # First refuse new requests, then answer those that run; the next poll waits for the process to end.
             self.lost = lost = EngineLost(str(error), engine, self._exit_reason is not None)
             self.engine = self._exit_reason = None
             self._dead = True
+            self._forget_swaps()
             self._plan_restart(str(error), self._served, setup_error=False)
             raise lost from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
         return outputs
+
+    def _follow_swap(self, said: DrafterSwapped) -> None:
+        """Follow which drafter drafts: the next process starts with it. The thread that starts processes must know it,
+        so it does not wait for the one that answers requests."""
+        asked = self._asked.pop(said.swap_id, None)
+        if said.outcome == "swapped" and asked is not None:
+            self._drafter_before = self.drafter if asked.window else None
+            self._use_drafter((asked.draft_model, asked.draft_revision), said.drafting)
+        elif said.outcome == "kept":
+            self._drafter_before = None
+        elif said.outcome == "reverted":
+            self._use_drafter(self._drafter_before or self.drafter, said.drafting)
+            self._drafter_before = None
+
+    def _forget_swaps(self) -> None:
+        """The engine is gone. It may have died of a drafter that it compared: the one before is back."""
+        self._asked.clear()
+        if self._drafter_before is not None:
+            self._use_drafter(self._drafter_before)
+            self._drafter_before = None
+
+    def _use_drafter(self, drafter: tuple[str | None, str], drafting: str = "") -> None:
+        """Start the next process with this drafter. drafting: as of `EngineReady`, where it drafts in this process."""
+        self._config = replace(self._config, draft_model=drafter[0], draft_revision=drafter[1])
+        if drafting:
+            text = self.ready.description.replace(self.ready.drafting or drafting, drafting)
+            self._ready = msgspec.structs.replace(self.ready, description=text, drafting=drafting)
 
     def _check_silence(self, has_messages: bool) -> None:
         """Measure the engine's silence. Raises `EngineError` when it exceeds the limit."""

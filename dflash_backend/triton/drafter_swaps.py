@@ -101,8 +101,8 @@ class DrafterSwaps:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
-        # Of drafters that are still compared: what each engine had before.
-        self._before: dict[tuple[str, int], tuple[str | None, str]] = {}
+        # Drafters that are still compared: their ids, and the engines that do so.
+        self._compared: set[tuple[str, int]] = set()
         if config.admin_key_file:
             try:
                 _admin_key(config.admin_key_file)
@@ -134,14 +134,14 @@ class DrafterSwaps:
 
     def lose_engine(self, index: int) -> None:
         """An engine is gone, and what it was asked with it. One that dies while it compares a drafter may have died of
-        it: the next one starts with the drafter before."""
+        it: its supervisor starts the next one with the drafter before."""
         with self._lock:
             asked = [swap_id for swap_id, each in self._waiting.items() if index in each.engines]
         for swap_id in asked:
             self._note(
                 index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter", "UNAVAILABLE")
             )
-        for swap_id in [swap_id for swap_id, engine in self._before if engine == index]:
+        for swap_id in [swap_id for swap_id, engine in self._compared if engine == index]:
             reason = "the engine died while it compared the drafter, and starts with the one before"
             self._note(index, DrafterSwapped(swap_id, "reverted", reason))
 
@@ -157,11 +157,8 @@ class DrafterSwaps:
         name = f"engine {index}: " if len(self._engines) > 1 else ""
         report = self._log.warning if said.outcome in ("refused", "reverted") else self._log.info
         report(f"{name}drafter {said.outcome}: {said.message}")
-        supervisor = self._engines.supervisors[index]
-        if said.outcome == "kept":
-            self._before.pop((said.swap_id, index), None)
-        elif said.outcome == "reverted":
-            supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter), said.drafting)
+        if said.outcome in ("kept", "reverted"):
+            self._compared.discard((said.swap_id, index))
         with self._lock:
             waiting = self._waiting.get(said.swap_id)
             if waiting is None:
@@ -170,11 +167,8 @@ class DrafterSwaps:
             waiting.said[index] = said
             if not waiting.engines:
                 del self._waiting[said.swap_id]
-        if said.outcome == "swapped":
-            # An engine that is started anew has it, too.
-            if waiting.wanted.window:
-                self._before[said.swap_id, index] = supervisor.drafter
-            supervisor.use_drafter(waiting.wanted.draft_model, waiting.wanted.draft_revision, said.drafting)
+        if said.outcome == "swapped" and waiting.wanted.window:
+            self._compared.add((said.swap_id, index))
         if not waiting.engines:
             self._answer(waiting)
 

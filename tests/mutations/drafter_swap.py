@@ -13,6 +13,21 @@ DRAFTER_SWAP_MUTANTS = (
             "description=text, drafting=drafting)",
             "drafting=drafting)",
         ),
+        (
+            "a new engine has the drafter that was put back",
+            "self._use_drafter(self._drafter_before or self.drafter, said.drafting)",
+            "pass",
+        ),
+        (
+            "an engine that died of a drafter starts with it",
+            "            self._dead = True\n            self._forget_swaps()\n",
+            "            self._dead = True\n",
+        ),
+        (
+            "an engine that dies takes a drafter back that was not compared",
+            "self.drafter if asked.window else None",
+            "self.drafter",
+        ),
     ),
     *mutants_of(
         "dflash_backend/engine/drafter_loader.py",
@@ -90,11 +105,6 @@ DRAFTER_SWAP_MUTANTS = (
             "the first engine's word is enough",
             "        if not waiting.engines:\n            self._answer(waiting)",
             "        self._answer(waiting)",
-        ),
-        (
-            "a new engine has the drafter that was put back",
-            "supervisor.use_drafter(*self._before.pop((said.swap_id, index), supervisor.drafter), said.drafting)",
-            "self._before.pop((said.swap_id, index), None)",
         ),
     ),
 )

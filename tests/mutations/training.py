@@ -132,8 +132,8 @@ TRAINING_MUTANTS = (
         ("tests/triton/test_drafter_swaps.py",),
         (
             "a drafter that is not compared is taken back",
-            "            if waiting.wanted.window:\n",
-            "            if True:\n",
+            'if said.outcome == "swapped" and waiting.wanted.window:',
+            'if said.outcome == "swapped":',
         ),
     ),
     *mutants_of(

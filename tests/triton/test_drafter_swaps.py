@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.messages import SwapDrafter
 from dflash_backend.triton.drafter_swaps import read_swap_request
 from dflash_backend.triton.service import TritonService
@@ -150,6 +151,30 @@ def test_an_engine_that_dies_while_it_compares_is_back_with_the_drafter_before(
     assert eventually(lambda: supervisor.drafter == ("kept", ""))
     assert outcomes(triton).get("reverted") == 1 or eventually(lambda: outcomes(triton).get("reverted") == 1)
     assert eventually(lambda: bool(service._engines.up))
+
+
+def test_one_of_several_engines_that_dies_while_it_compares_is_not_started_with_that_drafter(
+    serve: Callable[..., TritonService], key_file: str, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the thread that answers requests takes note of the loss."""
+    service = serve(data_parallel_size=2, admin_key_file=key_file)
+    only(ask(service, "kept"))
+    only(ask(service, "deadly"))
+    supervisor = service._engines.supervisors[1]
+    started: list[tuple[str | None, str]] = []
+    start, fail = supervisor._new_process, service._requests.fail_all_lost
+    monkeypatch.setattr(supervisor, "_new_process", lambda: (started.append(supervisor.drafter), start())[1])
+
+    def fail_late(lost: EngineLost) -> None:
+        eventually(lambda: service._engines.up == [0, 1])
+        fail(lost)
+
+    monkeypatch.setattr(service._requests, "fail_all_lost", fail_late)
+    assert supervisor.engine is not None
+    os.kill(supervisor.engine.pid, signal.SIGKILL)
+    assert eventually(lambda: outcomes(triton).get("reverted") == 1)
+    assert started == [("kept", "")]
+    assert [one.drafter for one in service._engines.supervisors] == [("deadly", ""), ("kept", "")]
 
 
 def test_a_drafter_that_is_not_compared_stays_when_its_engine_dies(service: TritonService, triton: FakeTriton) -> None:
