@@ -18,7 +18,9 @@ to the replay endpoint (a REQ or DEALER socket: an empty frame, 8 bytes) and get
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
+import socket
 import threading
 import time
 from collections import deque
@@ -38,6 +40,8 @@ HIGH_WATER_MARK = 100_000
 # How long until an address that another process has is tried again.
 BIND_RETRY_S = 1.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+# Names that begin with @ have no file, and the system refuses a second bind.
+_IPC = re.compile(r"^ipc://([^@].*)$")
 _TCP = re.compile(r"^(tcp://.+:)(\d+)$")
 
 
@@ -80,6 +84,8 @@ class KVEventPublisher:
         self._batches.bind(inbox := "inproc://batches")
         # Here and not by the thread: until a socket is connected, and once none is, sending would wait.
         inbox_end.connect(inbox)
+        # Addresses that were in use, and of which the log knows.
+        self._said: set[str] = set()
         self._next = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._ended = threading.Event()
@@ -112,30 +118,37 @@ class KVEventPublisher:
             self._batches.send(batch, zmq.NOBLOCK)
 
     def _run(self, batches: zmq.Socket[bytes], endpoint: str, replay_endpoint: str) -> None:
-        """The thread: until `close`."""
-        public = self._bind(zmq.PUB, endpoint)
-        replay = self._bind(zmq.ROUTER, replay_endpoint) if replay_endpoint else None
+        """The thread: until `close`. Without its address it keeps what can be replayed, and no more."""
+        public: zmq.Socket[bytes] | None = None
+        replay: zmq.Socket[bytes] | None = None
         poller = zmq.Poller()
-        for socket in filter(None, (batches, replay)):
-            poller.register(socket, zmq.POLLIN)
-        while public is not None:
-            ready = dict(poller.poll())
+        poller.register(batches, zmq.POLLIN)
+        next_try = time.monotonic()
+        while public is not None or not self._ended.is_set():
+            waits = public is None or (replay is None and bool(replay_endpoint))
+            if waits and time.monotonic() >= next_try:
+                public = public or self._bind(zmq.PUB, endpoint)
+                if replay is None and replay_endpoint and (replay := self._bind(zmq.ROUTER, replay_endpoint)):
+                    poller.register(replay, zmq.POLLIN)
+                next_try = time.monotonic() + BIND_RETRY_S
+            ready = dict(poller.poll(int(BIND_RETRY_S * 1000) if waits else None))
             if replay is not None and replay in ready:
                 self._replay(replay)
             if batches in ready and not self._publish(batches, public):
                 break
-        for socket in filter(None, (batches, public, replay)):
+        for each in filter(None, (batches, public, replay)):
             # A subscriber in this machine gets the last batch.
-            socket.close(linger=200)
+            each.close(linger=200)
 
-    def _publish(self, batches: zmq.Socket[bytes], public: zmq.Socket[bytes]) -> bool:
-        """Publish a batch; False at the end."""
+    def _publish(self, batches: zmq.Socket[bytes], public: zmq.Socket[bytes] | None) -> bool:
+        """Publish a batch, or without an address keep it for the replay; False at the end."""
         if not (batch := batches.recv()):
             return False
         number = self._next.to_bytes(8, "big")
         self._next += 1
         self._kept.append((number, batch))
-        public.send_multipart((self._topic, number, batch))
+        if public is not None:
+            public.send_multipart((self._topic, number, batch))
         return True
 
     def _replay(self, replay: zmq.Socket[bytes]) -> None:
@@ -150,25 +163,41 @@ class KVEventPublisher:
         replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes] | None:
-        """A socket at the endpoint, as soon as that is free; None when `close` came first."""
-        socket = self._context.socket(kind)
-        socket.set_hwm(HIGH_WATER_MARK)
-        has_said = False
-        while not self._ended.is_set():
-            try:
-                socket.bind(endpoint)
-            except zmq.ZMQError as error:
-                if not has_said:
-                    self._log(
-                        f"KV events cannot be published at {endpoint} ({error.strerror}), which is tried again every "
-                        f"{BIND_RETRY_S:g} s: free it, or correct kv_events_endpoint or kv_events_replay_endpoint"
-                    )
-                has_said = True
-                self._ended.wait(BIND_RETRY_S)
-            else:
-                return socket
-        socket.close(linger=0)
-        return None
+        """A socket at the endpoint; None while that is taken, which is said once."""
+        made: zmq.Socket[bytes] | None = None
+        try:
+            made = self._context.socket(kind)
+            made.set_hwm(HIGH_WATER_MARK)
+            if _has_listener(endpoint):
+                raise zmq.ZMQError(errno.EADDRINUSE)
+            made.bind(endpoint)
+        except zmq.ZMQError as error:
+            if made is not None:
+                made.close(linger=0)
+            if endpoint not in self._said:
+                self._said.add(endpoint)
+                self._log(
+                    f"KV events cannot be published at {endpoint} ({error.strerror}), which is tried again every "
+                    f"{BIND_RETRY_S:g} s: free it, or correct kv_events_endpoint or kv_events_replay_endpoint"
+                )
+            return None
+        return made
+
+
+def _has_listener(endpoint: str) -> bool:
+    """Whether a process listens at an ipc endpoint: ZeroMQ would take its file away and bind without an error."""
+    found = _IPC.match(endpoint)
+    if found is None:
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            probe.connect(found[1])
+    except BlockingIOError:
+        return True  # its queue of connections is full
+    except OSError:
+        return False  # what else may be wrong with it is for the bind to say
+    return True
 
 
 def _as_vllm(event: KVEvent, block_size: int) -> list[Any]:

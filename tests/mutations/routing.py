@@ -90,6 +90,12 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("tests/triton/test_kv_events.py",),
         ("published hashes are not those of earlier events", "block_hash[-8:]", "block_hash[:8]"),
         ("replay begins one batch late", "if number >= frames[2]:", "if number > frames[2]:"),
+        (
+            "events wait for the address of the replay",
+            "public = public or self._bind(zmq.PUB, endpoint)",
+            "public = public or (replay or not replay_endpoint or None) and self._bind(zmq.PUB, endpoint)",
+        ),
+        ("an ipc address is taken from its owner", "if _has_listener(endpoint):", "if False:"),
         ("engines publish at one address", "int(found[2]) + rank", "int(found[2])"),
         (
             "what is published while an address is in use is lost beyond some",

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine_client import kv_publisher
 from dflash_backend.engine_client.kv_publisher import KVEventPublisher, at_rank
 from dflash_backend.messages import BlocksRemoved, BlocksStored
 from tests.engine_client import toy_process
@@ -188,6 +189,42 @@ def test_an_address_in_use_is_said_once_and_taken_when_it_is_free(publisher) -> 
     late.close()
     assert len(said) == 1
     assert "Address already in use" in said[0]
+
+
+def test_without_its_address_a_publisher_keeps_what_is_replayed_and_no_more(
+    publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 10)
+    replay, said = free_address(), []
+    late = KVEventPublisher(publisher.endpoint, replay, "", 0, said.append)
+    for _ in range(50):
+        late.clear()
+    assert eventually(lambda: replayed_all(replay, 0) == [*range(41, 51), -1])
+    assert len(said) == 1
+    late.close()
+
+
+def test_events_do_not_wait_for_the_address_of_the_replay(publisher) -> None:
+    endpoint, said = free_address(), []
+    other = KVEventPublisher(endpoint, publisher.replay, "", 0, said.append)
+    subscriber = Subscriber(endpoint)
+    assert eventually(lambda: other.clear() or subscriber.read())
+    assert len(said) == 1
+    assert publisher.replay in said[0]
+    other.close()
+
+
+def test_an_ipc_address_is_not_taken_from_the_publisher_that_has_it(tmp_path) -> None:
+    endpoint, said = f"ipc://{tmp_path}/events", []
+    first = KVEventPublisher(endpoint, "", "", 0, pytest.fail)
+    subscriber = Subscriber(endpoint)
+    assert eventually(lambda: first.clear() or subscriber.read())
+    second = KVEventPublisher(endpoint, "", "", 1, said.append)
+    assert eventually(lambda: said)
+    assert "Address already in use" in said[0]
+    first.close()
+    assert eventually(lambda: second.clear() or (subscriber.read() and subscriber.batches[-1].data_parallel_rank))
+    second.close()
 
 
 def test_a_publisher_that_never_got_its_address_can_be_closed(publisher) -> None:
