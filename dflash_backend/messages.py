@@ -8,6 +8,7 @@ Stub to engine: `EngineSetup` as the first line of its standard input, then over
 
 from __future__ import annotations
 
+import signal
 from typing import Literal
 
 import msgspec
@@ -190,6 +191,11 @@ class SwapDrafter(DrafterChoice, frozen=True, tag=True, kw_only=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the engine process. Requests that still run are aborted."""
+
+
+END_SIGNAL = signal.SIGUSR1
+"""Asks the engine process to end, as `Shutdown` does, where it reads no messages. Not SIGTERM, which a service manager
+sends to all processes of a server at once: the stub decides when requests have ended."""
 
 
 class RequestStats(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """The engine's own process: builds the engine, then steps it and talks to Triton's Python stub over ZeroMQ.
 
 `engine_client.client` starts it as `python -m dflash_backend.engine.process` and writes an `EngineSetup` to its
-standard input, which then stays open: its end says that the stub is gone. The process ends on `Shutdown`, on SIGTERM,
-and with the stub; it ignores SIGINT, since a Ctrl-C in a terminal reaches it as well and the stub decides.
+standard input, which then stays open: its end says that the stub is gone. The process ends on `Shutdown`, on
+`END_SIGNAL`, and with the stub. It ignores SIGINT, and SIGTERM once it has loaded: a Ctrl-C in a terminal and a service
+manager that stops all processes of a server reach it as well, and the stub decides.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.heap import collector_at_rest, freeze_heap
 from dflash_backend.messages import (
     ENCODER,
+    END_SIGNAL,
     ENGINE_INPUT,
     AbortRequests,
     DrafterSwapped,
@@ -303,7 +305,8 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
                 return 1
         freeze_heap()
         loop = EngineLoop(built, channel)
-        signal.signal(signal.SIGTERM, lambda number, frame: loop.end())
+        signal.signal(END_SIGNAL, lambda number, frame: loop.end())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         channel.send(built.ready)
         with _failure_report(channel, "the engine stopped"):
             loop.run()

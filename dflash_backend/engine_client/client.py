@@ -27,6 +27,7 @@ import zmq
 from dflash_backend.config import EngineConfig
 from dflash_backend.messages import (
     ENCODER,
+    END_SIGNAL,
     ENGINE_OUTPUT,
     AbortRequests,
     EngineCoreOutputs,
@@ -43,7 +44,7 @@ from dflash_backend.messages import (
 
 ENGINE_MODULE = "dflash_backend.engine.process"
 SHUTDOWN_S = 3.0
-TERMINATE_S = 2.0
+END_S = 2.0
 # A process that waits in the kernel, such as for a driver that has lost its device, cannot end before the call returns.
 KILL_S = 10.0
 # The most messages of one `receive`: a fast engine must not keep its reader from all other work.
@@ -273,8 +274,8 @@ class EngineClient:
                 os.write(self._wake_write, b"w")
 
     def close(self, hung: bool = False) -> bool:
-        """End the process by `Shutdown`, then SIGTERM, then SIGKILL, and remove its sockets. One that `hung` gets no
-        `Shutdown`.
+        """End the process by `Shutdown`, then `END_SIGNAL`, then SIGKILL, and remove its sockets. One that `hung` gets
+        no `Shutdown`.
 
         False when the process lives on, which one that waits in the kernel does until its call returns.
         """
@@ -286,8 +287,8 @@ class EngineClient:
             self.send(Shutdown())
         ended = reads and self._ended_within(SHUTDOWN_S)
         if not ended:
-            self._process.terminate()
-            ended = self._ended_within(TERMINATE_S)
+            self._process.send_signal(END_SIGNAL)
+            ended = self._ended_within(END_S)
         if not ended:
             self._process.kill()
             ended = self._ended_within(KILL_S)

@@ -11,8 +11,9 @@ from dflash_backend.heap import collector_at_rest
 
 def main() -> int:
     """A rank; the exit status is `rank.main`'s."""
-    # A Ctrl-C in a terminal reaches it as well, and rank 0 decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A Ctrl-C in a terminal and a service manager's stop reach it as well, and rank 0 decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with collector_at_rest():
         from dflash_backend.parallel import rank
     return rank.main()

@@ -14,8 +14,9 @@ import pytest
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.process import EngineLoop
-from dflash_backend.engine_client.client import EngineClient, EngineError, QueueLoad, engine_command
+from dflash_backend.engine_client.client import SHUTDOWN_S, EngineClient, EngineError, QueueLoad, engine_command
 from dflash_backend.messages import (
+    END_SIGNAL,
     AbortRequests,
     EngineCoreOutputs,
     EngineFailed,
@@ -164,11 +165,30 @@ def test_a_killed_engine_is_noticed_with_its_signal(engine):
         receive_until(engine, lambda part: True)
 
 
-def test_sigint_is_left_to_the_stub_and_sigterm_ends_it_cleanly(engine):
-    os.kill(engine.pid, signal.SIGINT)
-    engine.send(request("a", [1]))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_reaches_all_processes_of_a_server_is_left_to_the_stub(engine, number):
+    """A Ctrl-C in a terminal, and the stop of a service manager."""
+    engine.send(request("a", [toy_process.SLOW], max_tokens=60))
+    receive_until(engine, lambda part: True)
+    os.kill(engine.pid, number)
     receive_until(engine, finished("a"))
-    os.kill(engine.pid, signal.SIGTERM)
+    engine.send(request("b", [1]))
+    receive_until(engine, finished("b"))
+    start = time.monotonic()
+    assert engine.close()
+    assert time.monotonic() - start < SHUTDOWN_S
+    assert not running(engine.pid)
+
+
+def test_an_engine_that_loads_ends_with_sigterm():
+    client = EngineClient(EngineConfig(), [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    os.kill(client.pid, signal.SIGTERM)
+    with pytest.raises(EngineError, match=r"died \(signal 15\)"):
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+
+
+def test_an_engine_that_is_asked_by_its_signal_ends_cleanly(engine):
+    os.kill(engine.pid, END_SIGNAL)
     with pytest.raises(EngineError, match=r"died \(exit status 0\)"):
         receive_until(engine, lambda part: True)
 

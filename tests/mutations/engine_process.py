@@ -18,7 +18,29 @@ ENGINE_PROCESS_MUTANTS = (
     *mutants_of(
         f"{CLIENT}/client.py",
         (f"{SUPERVISOR}::test_an_engine_that_cannot_be_prepared_is_tried_again",),
-        ("a system without place ends all engines", "except (OSError, zmq.ZMQError) as error:", "except EOFError as error:"),
-        ("an unprepared engine leaves its folder", "made.callback(shutil.rmtree, self._dir, ignore_errors=True)", "pass"),
+        (
+            "a system without place ends all engines",
+            "except (OSError, zmq.ZMQError) as error:",
+            "except EOFError as error:",
+        ),
+        (
+            "an unprepared engine leaves its folder",
+            "made.callback(shutil.rmtree, self._dir, ignore_errors=True)",
+            "pass",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/process.py",
+        ("tests/engine/test_process.py",),
+        (
+            "a stop of all processes of a server ends requests at once",
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+            "signal.signal(signal.SIGTERM, lambda number, frame: loop.end())",
+        ),
+        (
+            "an engine that takes no message is killed",
+            "signal.signal(END_SIGNAL, lambda number, frame: loop.end())",
+            "signal.signal(END_SIGNAL, signal.SIG_IGN)",
+        ),
     ),
 )

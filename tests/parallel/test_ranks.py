@@ -229,6 +229,13 @@ def test_a_rank_that_is_lost_ends_the_engine(
     end(built)
 
 
+def test_a_rank_leaves_the_stop_of_a_service_manager_to_rank_zero(pair: dict[str, str], shared: BuiltEngine) -> None:
+    before = texts(shared, temperature=0.0)
+    for pid in rank_pids(shared):
+        os.kill(pid, signal.SIGTERM)
+    assert texts(shared, temperature=0.0) == before
+
+
 def test_what_ranks_cannot_do_is_refused_at_the_start(pair: dict[str, str]) -> None:
     config = EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 3})
     with pytest.raises(ConfigError, match="4 attention heads are no multiple"):

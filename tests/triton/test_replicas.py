@@ -173,7 +173,7 @@ def test_a_hanging_engine_holds_up_no_other_while_it_is_noticed_and_ended(serve,
     stopped = service._engines.supervisors[0].engine
     os.kill(stopped.pid, signal.SIGSTOP)
     slowest, ended = 0.0, False
-    # A stopped process takes two seconds to end: SIGTERM does nothing to it.
+    # A stopped process takes two seconds to end: it is asked, and then killed.
     while not ended or psutil.pid_exists(stopped.pid):
         began = time.monotonic()
         other.next()
