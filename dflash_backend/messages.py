@@ -126,6 +126,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the tokens so far change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    def ending(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The end-of-sequence tokens that end an answer. A grammar allows one only when the answer is complete, or,
+        with `ignore_eos` or `min_tokens`, when it cannot go on; so with a grammar it always ends the answer."""
+        return () if self.ignore_eos and self.structured_outputs is None else eos_token_ids
+
     @property
     def masks_tokens(self) -> bool:
         """Whether some tokens are hidden at any position."""

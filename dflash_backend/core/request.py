@@ -131,10 +131,6 @@ class Request:
         k = sampling.num_speculative_tokens
         k = config.num_speculative_tokens if k is None else k
         limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
-        # A grammar allows the end of an answer only when it is complete, or, with `ignore_eos` or `min_tokens`, when it
-        # cannot go on; so with one an end-of-sequence token always ends it.
-        has_grammar = sampling.structured_outputs is not None
-        eos = () if sampling.ignore_eos and not has_grammar else request.eos_token_ids
         return cls(
             request_id=request.request_id,
             token_ids=list(request.prompt_token_ids),
@@ -143,8 +139,8 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             seed=derive_seed(config.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
-            stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
-            min_tokens=0 if has_grammar else sampling.min_tokens,
+            stop_ids=frozenset(sampling.ending(request.eos_token_ids)) | frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens if sampling.structured_outputs is None else 0,
             block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
             arrival=arrival,
             arrival_s=now,

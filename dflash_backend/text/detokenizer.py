@@ -70,7 +70,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = sampling.skip_special_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
-        eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
+        eos = sampling.ending(tokenizer.eos_token_ids)
         self._eos_token_ids = frozenset(eos)
         self._stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import mutants_of
+from tests.mutations.mutant import Mutant, mutants_of
 
 TEXT = "dflash_backend/text"
 FRONTEND = "frontend/dflash_openai"
@@ -31,6 +31,13 @@ TEXT_MUTANTS = (
             "            self._blocks.discard(block)\n\n",
             "            self._blocks.discard(block)\n        _raise_in(block.thread, ctypes.py_object())\n\n",
         ),
+    ),
+    Mutant(
+        "the end of a grammar's answer is text where ends are ignored",
+        "dflash_backend/messages.py",
+        "return () if self.ignore_eos and self.structured_outputs is None else eos_token_ids",
+        "return () if self.ignore_eos else eos_token_ids",
+        ("tests/text/test_detokenizer.py",),
     ),
     *mutants_of(
         f"{TEXT}/detokenizer.py",

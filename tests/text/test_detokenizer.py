@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checks.byte_tokenizer import EOS, START
-from dflash_backend.messages import SamplingParams
+from dflash_backend.messages import SamplingParams, StructuredOutputs
 from dflash_backend.text.detokenizer import Detokenizer
 from dflash_backend.text.stop_strings import StopAutomaton, StopStrings
 from dflash_backend.text.tokenizer import Tokenizer
@@ -113,6 +113,13 @@ def test_a_stop_token_adds_text_only_when_it_is_to_be_included(tokenizer):
     assert "".join(run(tokenizer, b"abc", [3], stop_token_ids=(ord("c"),))[0]) == "ab"
     included, _ = run(tokenizer, b"abc", [3], stop_token_ids=(ord("c"),), include_stop_str_in_output=True)
     assert "".join(included) == "abc"
+
+
+def test_the_end_of_sequence_token_of_a_grammar_adds_no_text_also_where_it_is_ignored(tokenizer):
+    """The engine ends the answer with it all the same."""
+    grammar = StructuredOutputs("choice", '["abc"]')
+    sampling = {"structured_outputs": grammar, "ignore_eos": True, "skip_special_tokens": False}
+    assert "".join(run(tokenizer, [*b"abc", EOS], [2], **sampling)[0]) == "abc"
 
 
 def test_an_ignored_end_of_sequence_token_is_text_like_any_other(tokenizer):
