@@ -265,6 +265,8 @@ class RequestState:
         """Where the KV of its prompt is kept for another server."""
         self._tokens_a_piece = max(1, PROMPT_PIECE // (1 + (parsed.sampling.prompt_logprobs or 0)))
         self.arrived_at = time.monotonic()
+        self.num_bytes = sum(completion.num_bytes for completion in self.completions)
+        """Bytes of the output of all completions, and of the prompt's log-probabilities, since the last `clear`."""
 
     def parts(self, delta: TokenDelta) -> Iterator[TokenDelta]:
         """A delta in parts, between which a response should leave where there is output: one, but for the
@@ -282,9 +284,15 @@ class RequestState:
         """Append new tokens of one completion, by the delta's request id."""
         if self.prompt_logprobs is not None and (delta.prompt_logprobs or delta.token_ids):
             # With its first token, for a prompt of one token, which has no others.
+            self.num_bytes -= self.prompt_logprobs.num_bytes
             self.prompt_logprobs.add(delta.prompt_logprobs)
+            self.num_bytes += self.prompt_logprobs.num_bytes
         self.kv_transfer_params = delta.kv_transfer_params or self.kv_transfer_params
-        return self.completions[int(delta.request_id.partition(SEPARATOR)[2] or 0)].add(delta)
+        completion = self.completions[int(delta.request_id.partition(SEPARATOR)[2] or 0)]
+        before = completion.num_bytes
+        added = completion.add(delta)
+        self.num_bytes += completion.num_bytes - before
+        return added
 
     def clear(self) -> None:
         """Drop the output so far: it was sent."""
@@ -292,6 +300,7 @@ class RequestState:
             completion.clear()
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
+        self.num_bytes = 0
 
     def keep_answers(self) -> None:
         """Keep all tokens of each completion's answer, also those that were sent."""
@@ -302,12 +311,6 @@ class RequestState:
     def num_new_tokens(self) -> int:
         """Tokens of all completions since the last `clear`."""
         return sum(len(completion.token_ids) for completion in self.completions)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the output of all completions since the last `clear`."""
-        of_prompt = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_bytes
-        return of_prompt + sum(completion.num_bytes for completion in self.completions)
 
     @property
     def finished(self) -> bool:

@@ -166,6 +166,11 @@ SERVING_MUTANTS = (
         ),
         ("a torn character at the end is lost", "text if finished else _complete(text)", "_complete(text)"),
     ),
+    *mutants_of(
+        f"{TEXT}/output.py",
+        ("tests/text/test_output.py",),
+        ("the bytes of what was sent go on counting", "        self.num_bytes = 0\n\n    def keep", "\n    def keep"),
+    ),
     Mutant(
         "log-probabilities go on past a stop string",
         f"{TEXT}/output.py",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from dflash_backend.messages import FinishReason, RequestStats, SamplingParams, TokenDelta, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.text.output import RequestState, request_id_of
+from dflash_backend.text.output import CompletionState, RequestState, request_id_of
 from dflash_backend.text.request import ParsedRequest, ReturnFlags
 from dflash_backend.text.tokenizer import Tokenizer
 
@@ -142,6 +143,35 @@ def test_the_engine_is_asked_for_the_logprobs_that_the_client_gets_to_see(
     assert [request.sampling.logprobs for request in requests] == [expected] * 2
     assert [(request.sampling.n, request.sampling.seed) for request in requests] == [(1, 7), (1, 8)]
     assert [(request.request_id, request.deadline_s) for request in requests] == [("r", 2.5), ("r/1", 2.5)]
+
+
+def test_the_bytes_of_a_request_are_those_of_its_completions_without_a_look_at_each(tokenizer: Tokenizer) -> None:
+    parsed = ParsedRequest(list(b"ab"), SamplingParams(n=2, logprobs=0, prompt_logprobs=0), False, "pré", NO_FLAGS)
+    request = RequestState("r", parsed, tokenizer)
+    first, second = request.completions
+
+    def total() -> int:
+        assert request.prompt_logprobs is not None
+        return first.num_bytes + second.num_bytes + request.prompt_logprobs.num_bytes
+
+    assert request.num_bytes == total() == 2 * 4
+    request.add(TokenDelta("r", [], prompt_logprobs=[TokenLogprobs([98], [-0.5], [1])]))
+    request.add(delta(b"c", logprobs=True))
+    request.add(delta(b"de", request_id="r/1", logprobs=True))
+    assert request.num_bytes == total() > 8
+    request.clear()
+    assert request.num_bytes == total() == 0
+    # With n completions a step has n deltas, so none may look at all of them.
+    request.completions = ForOne(request.completions)
+    request.add(delta(b"f"))
+    assert request.num_bytes == total() > 0
+
+
+class ForOne(list[CompletionState]):
+    """Completions that cannot be gone through."""
+
+    def __iter__(self) -> Iterator[CompletionState]:
+        raise AssertionError("a delta of one completion looks at all")
 
 
 def test_log_probabilities_of_the_prompt_wait_for_the_next_response(tokenizer: Tokenizer) -> None:
