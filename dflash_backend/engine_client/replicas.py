@@ -202,6 +202,7 @@ class Replicas(Engines):
                     is_up = True
                     with self._lock:
                         self._of_router.set_up(index)
+                        self._of_router.resize(self.most_blocks)
                     self._arrived.put(None)
                 self._pass_on(index, outputs)
             supervisor.close()

@@ -21,6 +21,10 @@ class BlockIndex:
         self._recency: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
         self._holders: dict[bytes, int] = {}
 
+    def resize(self, blocks_per_engine: int) -> None:
+        """Keep as many hashes of each engine from now on; what is more of an engine goes at its next `add`."""
+        self._capacity = blocks_per_engine
+
     def __len__(self) -> int:
         """The number of different hashes."""
         return len(self._holders)

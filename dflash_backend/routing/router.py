@@ -86,6 +86,10 @@ class Router:
         self._load[engine] = 0
         self._set_mask(self._up_mask | 1 << engine)
 
+    def resize(self, blocks_per_engine: int) -> None:
+        """Engines were started again and have this many blocks now, the largest of them, at least 1."""
+        self._index.resize(blocks_per_engine)
+
     def set_down(self, engine: int) -> None:
         """The engine has died or restarts: it gets no requests, and what it had is gone."""
         self._set_mask(self._up_mask & ~(1 << engine))

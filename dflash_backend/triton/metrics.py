@@ -166,7 +166,8 @@ class Metrics:
             self.set(alias, sum(values) / (len(values) if alias.endswith("_perc") else 1))
 
     def inform(self, name: str, values: Sequence[str]) -> None:
-        """Show a gauge with `more_labels`, which has the value 1 for good; under vLLM's name too where those are."""
+        """Show a gauge with `more_labels`, which has the value 1, in place of the one before; under vLLM's name too
+        where those are."""
         if not self._enabled:
             return
         spec = self._specs[name]
@@ -174,9 +175,14 @@ class Metrics:
         kinds = self._pb.MetricFamily
         alias = (name.replace("dflash:", "vllm:", 1),) if self._has_vllm_gauges else ()
         for each in (name, *alias):
-            family = kinds(name=each, description=spec.help, kind=kinds.GAUGE)
-            # Triton removes what is no longer referred to.
-            self._families[each], self._metrics[each, "", ""] = family, family.Metric(labels=labels)
+            try:
+                if each not in self._families:
+                    self._families[each] = kinds(name=each, description=spec.help, kind=kinds.GAUGE)
+                # Triton removes what is no longer referred to.
+                self._metrics[each, "", ""] = self._families[each].Metric(labels=labels)
+            except Exception as error:  # noqa: BLE001 - as in `_tell`
+                self._note_failure(error)
+                continue
             self._tell((each, "", ""), "set", 1.0)
 
     def set(self, name: str, value: float, index: int | None = None) -> None:
@@ -250,11 +256,14 @@ class Metrics:
         try:
             getattr(self._metric(*key), action)(value)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises: a figure is missing, and no more
-            if not self._has_failed:
-                self._log(f"metrics could not be handed to Triton: {error}")
-            self._has_failed = True
+            self._note_failure(error)
             return False
         return True
+
+    def _note_failure(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._log(f"metrics could not be handed to Triton: {error}")
+        self._has_failed = True
 
     def _is_native(self, spec: MetricSpec) -> bool:
         """Whether one of Triton's own histograms serves."""

@@ -10,6 +10,7 @@ from dflash_backend.engine_client.engines import Engines
 from dflash_backend.messages import EngineCoreOutputs
 from dflash_backend.triton.activity_log import ActivityLog
 from dflash_backend.triton.log import Log
+from dflash_backend.triton.metric_specs import CACHE_CONFIG
 from dflash_backend.triton.metrics import Metrics
 
 # The greatest age of the metrics page, with changes and without.
@@ -41,6 +42,8 @@ class Reporter:
         # A request has finished since the page last said so.
         self.has_finished = False
         self._num_restarts = 0
+        # The values of `CACHE_CONFIG` on the page.
+        self._cache_config = ("", "")
 
     def note_change(self) -> None:
         """Something was counted: the page is due sooner."""
@@ -87,6 +90,11 @@ class Reporter:
         if restarts != self._num_restarts:
             self.metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
             self._num_restarts = restarts
+        # An engine that was started again may have found another amount of memory.
+        cache_config = str(self.engines.ready.kv_block_size), str(self.engines.num_kv_blocks)
+        if cache_config != self._cache_config:
+            self._cache_config = cache_config
+            self.metrics.inform(CACHE_CONFIG, cache_config)
         takes_requests = self.takes_requests()
         for index, engine in enumerate(self.engines.supervisors):
             self.metrics.set("dflash:engine_ready", float(takes_requests and engine.engine is not None), index)

@@ -39,7 +39,6 @@ from dflash_backend.triton.drafter_swaps import INPUT as SWAP_DRAFTER
 from dflash_backend.triton.drafter_swaps import DrafterSwaps
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
-from dflash_backend.triton.metric_specs import CACHE_CONFIG
 from dflash_backend.triton.metrics import Metrics, engine_names
 from dflash_backend.triton.reporter import FINISHED_S, Reporter
 from dflash_backend.triton.responder import Responder, SendFailed, one_line, shared_memory_check
@@ -128,7 +127,7 @@ class TritonService:
             self._end_with(WatchedProcess(server_pid))
 
     def _make_metrics(self, pb_utils: ModuleType, model_name: str, instance: str, version: str) -> Metrics:
-        metrics = Metrics(
+        return Metrics(
             pb_utils,
             model_name,
             instance,
@@ -138,9 +137,6 @@ class TritonService:
             vllm_names=self._config.report_custom_metrics is True,
             engines=engine_names(instance, len(self._engines)),
         )
-        block_size = self._engines.ready.kv_block_size
-        metrics.inform(CACHE_CONFIG, (str(block_size), str(self._engines.num_kv_blocks)))
-        return metrics
 
     def _load(self, command: Sequence[str] | None, server_pid: int) -> None:
         """Start the engine, read the tokenizer meanwhile, and wait until the engine is ready."""

@@ -2,7 +2,7 @@
 
 Tests run it as a module. Prompts that begin with one of the ids below are special. A `max_model_len` of 13 fails
 the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file with a line for each start: `fail` and
-`die` while loading, `end` with the first request, anything else lives.
+`die` while loading, `end` with the first request, `large` with more KV blocks than others, anything else lives.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBu
     length = config.max_model_len or 512
     core, ready = (
         EndingCore() if life == "end" else ToyCore(),
-        EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy, drafter the first; KV", drafting="the first"),
+        EngineReady(length, 5, 99 if life == "large" else 8, BLOCK_SIZE, VOCAB, "toy, drafter the first; KV", drafting="the first"),
     )
     return ToyBuilt(core, ready, drafters=None if config.draft_model == "" else ToyDrafters())
 

@@ -49,6 +49,7 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
             "pass",
         ),
         ("engines give requests without a seed the same one", "index * SEED_STEP", "0 * SEED_STEP"),
+        ("the router's index stays as large as at first", "self._of_router.resize(self.most_blocks)", "pass"),
         ("a full engine gets requests all the same", "without = set(full)", "without = set()"),
         (
             "a request that ends stays a load",

@@ -150,6 +150,16 @@ def test_a_full_index_removes_what_was_longest_unused_from_its_end() -> None:
     assert index.cached_prefixes(text("c", 4), 1) == [(4, 1)]
 
 
+def test_an_index_keeps_as_many_as_the_engines_have_now() -> None:
+    index = BlockIndex(1, 10)
+    index.resize(12)
+    index.add(0, text("a", 20))
+    assert index.num_blocks(0) == 12
+    index.resize(5)
+    index.add(0, text("b", 1))
+    assert index.num_blocks(0) == 5
+
+
 class RouterMachine(RuleBasedStateMachine):
     """Any order of requests, reports, deaths and starts; a second router gets the same calls."""
 

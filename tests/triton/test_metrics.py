@@ -300,6 +300,34 @@ def test_gauges_that_routers_read_are_those_of_all_engines_under_vllms_names(tri
     assert triton.values["vllm:num_requests_running", "m_0_0"] == 4
 
 
+def test_what_an_engine_has_now_takes_the_place_of_what_it_had(triton, monkeypatch):
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    made = []
+    make = triton.MetricFamily.Metric
+
+    def metric(*arguments, **options):
+        made.append(make(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(triton.MetricFamily, "Metric", metric)
+    for blocks in ("2400", "1200"):
+        metrics.inform(CACHE_CONFIG, ("16", blocks))
+    assert triton.values["dflash:cache_config_info", "m_0_0", "16", "1200"] == 1
+    held = [each for each in made if any(each is one for one in metrics._metrics.values())]
+    assert held == made[1:], "Triton takes off its page what is no longer referred to"
+
+
+def test_a_page_that_triton_does_not_take_ends_nothing(triton, monkeypatch):
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("no shared memory")
+
+    monkeypatch.setattr(triton.MetricFamily, "Metric", refuse)
+    metrics.inform(CACHE_CONFIG, ("16", "2400"))
+    assert triton.lines == ["metrics could not be handed to Triton: no shared memory"]
+
+
 def test_counters_go_on_when_one_of_several_engines_starts_anew(triton):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, engines=engine_names("m_0_0", 2))
     for index in range(2):

@@ -165,6 +165,19 @@ def test_a_request_that_did_not_reach_the_engine_that_dies_is_served_by_another(
     assert len(engine._unconfirmed) == len(held)
 
 
+def test_the_blocks_of_an_engine_that_came_back_are_those_that_it_has_now(serve, triton, tmp_path, monkeypatch):
+    lives = tmp_path / "lives"
+    lives.write_text("live\nlive\nlarge", encoding="utf-8")
+    monkeypatch.setenv("TOY_ENGINE_LIVES", str(lives))
+    service = serve(data_parallel_size=2)
+    assert triton.values["dflash:cache_config_info", "dflash_0_0", "16", "16"] == 1
+    os.kill(service._engines.supervisors[1].engine.pid, signal.SIGKILL)
+    eventually(lambda: triton.values["dflash:cache_config_info", "dflash_0_0", "16", "107"] == 1)
+    held = service._engines._router.index
+    held.add(0, [bytes([number]) for number in range(200)])
+    assert held.num_blocks(0) == 99
+
+
 def test_a_hanging_engine_holds_up_no_other_while_it_is_noticed_and_ended(serve, triton):
     service = serve(data_parallel_size=2, engine_hang_timeout_s=1.5)
     senders = start_streams(service, 2)

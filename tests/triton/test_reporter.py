@@ -13,6 +13,7 @@ from dflash_backend.triton import reporter
 from dflash_backend.triton.reporter import Reporter
 
 FLUSH_S = 0.004
+BLOCKS = {"ready": SimpleNamespace(kv_block_size=16), "num_kv_blocks": 8}
 
 
 class Page:
@@ -33,6 +34,9 @@ class Page:
     def set(self, name: str, value: float) -> None:
         pass
 
+    def inform(self, name: str, values: tuple[str, str]) -> None:
+        pass
+
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Page:
@@ -43,7 +47,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 @pytest.fixture
 def reports(page: Page) -> Reporter:
-    return Reporter(page, MagicMock(), SimpleNamespace(num_restarts=0, supervisors=[]), lambda: True)
+    engines = SimpleNamespace(num_restarts=0, supervisors=[], **BLOCKS)
+    return Reporter(page, MagicMock(), engines, lambda: True)
 
 
 @pytest.fixture
@@ -98,7 +103,7 @@ def test_a_drafter_that_drafts_in_vain_is_warned_of_in_the_log(page: Page, has_d
     log = MagicMock()
     page.follow = lambda stats, index: None
     page.observe_step = lambda seconds: None
-    engines = SimpleNamespace(num_restarts=0, supervisors=[])
+    engines = SimpleNamespace(num_restarts=0, supervisors=[], **BLOCKS)
     reports = Reporter(page, log, engines, lambda: True, lambda: has_drafter)
     for _ in range(20):
         reports.note_finished()
@@ -117,6 +122,7 @@ def test_each_engine_has_its_own_figures_and_the_model_those_of_all(monkeypatch:
     engines = SimpleNamespace(
         num_restarts=2,
         supervisors=[SimpleNamespace(engine=object(), silence_s=0.5), SimpleNamespace(engine=None, silence_s=31.0)],
+        **BLOCKS,
     )
     takes_requests, metrics = True, MagicMock()
     reports = Reporter(metrics, MagicMock(), engines, lambda: takes_requests)
