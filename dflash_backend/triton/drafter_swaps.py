@@ -91,9 +91,17 @@ class DrafterSwaps:
     """Those that are under way."""
 
     def __init__(
-        self, config: EngineConfig, engines: Engines, responses: ResponseBuilder, metrics: Metrics, log: Log
+        self,
+        config: EngineConfig,
+        engines: Engines,
+        responses: ResponseBuilder,
+        metrics: Metrics,
+        log: Log,
+        num_instances: int = 1,
     ) -> None:
+        """num_instances: of the model. Triton gives a request to one of them."""
         self._config = config
+        self._num_instances = num_instances
         self._engines = engines
         self._responses = responses
         self._metrics = metrics
@@ -113,6 +121,13 @@ class DrafterSwaps:
     def begin(self, text: str, responder: Responder) -> None:
         """Ask all engines for it; Triton's thread calls it. Raises `Refused`."""
         request = read_swap_request(text, self._config.admin_key_file)
+        if self._num_instances > 1:
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"the model has {self._num_instances} instances (instance_group in config.pbtxt), and Triton would give "
+                "this request to one of them; restart the server with the new drafter as draft_model, or have one "
+                "instance with data_parallel_size",
+            )
         choice = {name: getattr(request, name) for name in DrafterChoice.__struct_fields__}
         wanted = SwapDrafter(swap_id=f"swap-{next(self._ids)}", **choice)
         engines = self._engines.up

@@ -17,6 +17,7 @@ from dflash_backend.heap import freeze_heap
 from dflash_backend.triton.model_config import (
     check_model_config,
     complete_model_config,
+    num_instances,
     read_model_json,
     use_gpus_of_model,
 )
@@ -51,6 +52,7 @@ class TritonPythonModel:
                 version=args["model_version"],
                 server_pid=os.getppid(),
                 as_vllm=model_config.get("backend") == "vllm",
+                num_instances=num_instances(model_config),
             )
         except (ConfigError, CheckpointError, EngineError) as error:
             raise pb_utils.TritonModelException(str(error)) from None

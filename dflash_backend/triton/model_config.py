@@ -143,6 +143,13 @@ def check_model_config(config: Mapping[str, Any]) -> None:
             )
 
 
+def num_instances(config: Mapping[str, Any]) -> int:
+    """How many instances of the model Triton starts, each with engines of its own: those of its instance groups, on
+    each of a group's GPUs; at least 1."""
+    groups = config.get("instance_group", [])
+    return max(1, sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups))
+
+
 def read_model_json(path: Path) -> dict[str, Any]:
     """The settings in a model.json, which Triton's vLLM backend reads, and its `disable_log_stats`; empty where there
     is none.

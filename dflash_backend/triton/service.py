@@ -76,13 +76,14 @@ class TritonService:
         server_pid: int = 0,
         abandon: Callable[[], None] = end_process,
         as_vllm: bool = False,
+        num_instances: int = 1,
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
         `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
         with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or the
-        server has ended. `as_vllm`: the model stands in for one of Triton's vLLM backend. Raises `ConfigError`,
-        `CheckpointError` or `EngineError`.
+        server has ended. `as_vllm`: the model stands in for one of Triton's vLLM backend. `num_instances`:
+        of the model, this one among them. Raises `ConfigError`, `CheckpointError` or `EngineError`.
         """
         self._log = Log(pb_utils, config.log_level, as_vllm)
         self._config = config
@@ -117,7 +118,9 @@ class TritonService:
             self._traffic,
             as_vllm,
         )
-        self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log)
+        self._swaps = DrafterSwaps(
+            config, self._engines, self._responses, self._metrics, self._log, num_instances
+        )
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
         self._log.info(f"ready: {several}{self._engines.ready.description}")
         self._reporter.report(time.monotonic(), 0)

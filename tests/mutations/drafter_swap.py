@@ -101,6 +101,7 @@ DRAFTER_SWAP_MUTANTS = (
             "if not hmac.compare_digest(key.encode(), wanted.admin_key.encode()):",
             "if False:",
         ),
+        ("one instance of several swaps", "if self._num_instances > 1:", "if False:"),
         (
             "the first engine's word is enough",
             "        if not waiting.engines:\n            self._answer(waiting)",

@@ -24,11 +24,22 @@ def serve(model_dir: Path, triton: FakeTriton) -> Iterator[Callable[..., TritonS
     services: list[TritonService] = []
 
     def serve(
-        abandon: Callable[[], None] = end_process, server_pid: int = 0, as_vllm: bool = False, **settings: Any
+        abandon: Callable[[], None] = end_process,
+        server_pid: int = 0,
+        as_vllm: bool = False,
+        num_instances: int = 1,
+        **settings: Any,
     ) -> TritonService:
         config = EngineConfig(target_model=str(model_dir), **settings)
         service = TritonService(
-            config, "dflash", triton, COMMAND, server_pid=server_pid, abandon=abandon, as_vllm=as_vllm
+            config,
+            "dflash",
+            triton,
+            COMMAND,
+            server_pid=server_pid,
+            abandon=abandon,
+            as_vllm=as_vllm,
+            num_instances=num_instances,
         )
         services.append(service)
         return service

@@ -200,6 +200,15 @@ def test_all_engines_swap_before_it_is_answered(
     assert "engine 0: the toy's target is another one; engine 1: the toy's target is another one" in error.message
 
 
+def test_one_of_several_instances_swaps_nothing(serve: Callable[..., TritonService], key_file: str) -> None:
+    """Triton gives a request to one of them."""
+    service = serve(num_instances=2, admin_key_file=key_file)
+    error = only(ask(service, "kept")).error
+    assert error is not None
+    assert "the model has 2 instances" in error.message
+    assert service._engines.supervisors[0].drafter == (None, "")
+
+
 def test_a_service_that_ends_answers_who_waits(serve: Callable[..., TritonService], key_file: str) -> None:
     service = serve(admin_key_file=key_file)
     sender = ask(service, "slow")

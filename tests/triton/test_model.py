@@ -70,6 +70,26 @@ def test_a_model_is_ready_while_its_service_is_and_hands_it_each_request(
     assert calls == ["a", "b", "closed"]
 
 
+@pytest.mark.parametrize(
+    ("groups", "number"),
+    [
+        ([], 1),
+        ([{"count": 1, "kind": "KIND_MODEL", "gpus": []}], 1),
+        ([{"count": 2, "kind": "KIND_CPU"}], 2),
+        ([{"count": 2, "kind": "KIND_GPU", "gpus": [0, 1]}, {"kind": "KIND_GPU", "gpus": [2]}], 5),
+    ],
+)
+def test_a_service_knows_how_many_instances_there_are(
+    triton_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[Any], number: int
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton_model, "TritonService", lambda *args, **options: made.append(options))
+    given = arguments(tmp_path)
+    given["model_config"] = json.dumps({**json.loads(given["model_config"]), "instance_group": groups})
+    triton_model.TritonPythonModel().initialize(given)
+    assert [options["num_instances"] for options in made] == [number]
+
+
 @pytest.mark.parametrize(("backend", "as_vllm"), [("vllm", True), ("python", False)])
 def test_a_model_of_the_backend_vllm_stands_in_for_one(
     triton_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, as_vllm: bool
