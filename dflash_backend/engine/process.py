@@ -63,6 +63,8 @@ MOVING_POLL_MS = 2
 KEEPING_POLL_MS = 20
 # And while a drafter is loaded beside the one that drafts.
 LOADER_POLL_MS = 20
+# How long that may take: as long as an engine (`supervisor.LOAD_TIMEOUT_S`).
+DRAFTER_LOAD_S = 3600.0
 # How often the engine speaks at least, between two steps and without any: the stub takes its silence for a hang.
 BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
@@ -116,9 +118,12 @@ class EngineLoop:
         self._channel = channel
         self._trace = built.trace
         self._drafters = built.drafters
-        # What a thread that loads a drafter has to say, once; and that thread.
-        self._loaded: queue.SimpleQueue[DrafterSwap | DrafterSwapped] = queue.SimpleQueue()
+        # The thread that loads a drafter, and what it has to say, once; which drafter that is, None where it is not
+        # wanted any more; and when the thread is given up, by `time.monotonic`.
         self._loader: threading.Thread | None = None
+        self._loaded: queue.SimpleQueue[DrafterSwap | DrafterSwapped] = queue.SimpleQueue()
+        self._loading: SwapDrafter | None = None
+        self._load_until = 0.0
         self._ending = False
         self._num_received = 0
         self._spoke_at = 0.0
@@ -136,8 +141,8 @@ class EngineLoop:
             self._take(self._channel.receive(0 if busy else self._idle_ms()))
             if self._ending:
                 return
-            if self._loader is not None and not self._loaded.empty():
-                self._end_loading()
+            if self._loader is not None:
+                self._follow_loading()
             moves = self._core.is_moving or self._core.is_keeping
             if self._core.has_unfinished():
                 outputs = self._core.step()
@@ -180,6 +185,8 @@ class EngineLoop:
                     rejected.append(refusal)
             elif isinstance(message, AbortRequests):
                 self._core.abort(message.request_ids, message.num_output_tokens)
+                if self._loading is not None and self._loading.swap_id in message.request_ids:
+                    self._drop_loading("the client that asked for it has left")
             elif isinstance(message, SwapDrafter):
                 self._begin_loading(message)
             elif isinstance(message, Shutdown):
@@ -203,7 +210,8 @@ class EngineLoop:
 
     def _begin_loading(self, wanted: SwapDrafter) -> None:
         """Load a drafter beside the one that drafts, in a thread, while steps go on."""
-        drafters, loaded = self._drafters, self._loaded
+        drafters = self._drafters
+        loaded: queue.SimpleQueue[DrafterSwap | DrafterSwapped] = queue.SimpleQueue()
         try:
             if drafters is None:
                 reason = "this server was started without a drafter that is a model; set draft_model and restart it"
@@ -225,12 +233,30 @@ class EngineLoop:
                 reason = f"it could not be loaded ({type(error).__name__}: {error}); the server's log has more"
                 loaded.put(DrafterSwapped(wanted.swap_id, "refused", reason, "INTERNAL"))
 
+        self._loading, self._loaded, self._load_until = wanted, loaded, time.monotonic() + DRAFTER_LOAD_S
         self._loader = threading.Thread(target=load, name="drafter-loader", daemon=True)
         self._loader.start()
 
+    def _follow_loading(self) -> None:
+        """End what has loaded, and what has loaded for too long: its thread may hang, and another drafter may come."""
+        if not self._loaded.empty():
+            self._end_loading()
+        elif time.monotonic() > self._load_until:
+            self._drop_loading(f"it was not loaded within {DRAFTER_LOAD_S:g} s; the disk may hang")
+            self._loader = None
+
+    def _drop_loading(self, reason: str) -> None:
+        """What is loaded is not wanted any more. Its thread goes on: until it ends, no other one is started."""
+        if self._loading is not None:
+            self._refuse(self._loading, RequestError("UNAVAILABLE", reason))
+            self._loading = None
+
     def _end_loading(self) -> None:
         """Give the core what was loaded, or say why it was not."""
-        self._loader, loaded = None, self._loaded.get()
+        loaded, wanted = self._loaded.get(), self._loading
+        self._loader = self._loading = None
+        if wanted is None:
+            return
         if isinstance(loaded, DrafterSwapped):
             self._say(EngineCoreOutputs(drafter_swaps=[loaded]))
             return

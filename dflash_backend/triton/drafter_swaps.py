@@ -7,6 +7,7 @@ log and the metrics.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import json
@@ -19,7 +20,7 @@ import msgspec
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.engines import EngineOutputs, Engines
 from dflash_backend.error_text import first_line
-from dflash_backend.messages import DrafterChoice, DrafterSwapped, SwapDrafter
+from dflash_backend.messages import AbortRequests, DrafterChoice, DrafterSwapped, SwapDrafter
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.responder import Responder, SendFailed
@@ -28,6 +29,8 @@ from dflash_backend.triton.submission import Refused
 
 INPUT = "swap_drafter"
 MAX_WINDOW = 10_000_000
+# How often Triton is asked whether the clients are still there, in seconds.
+NOTICE_S = 0.5
 MAX_CHARS = 16_384  # of the input: a path has at most a quarter of it
 
 
@@ -39,12 +42,14 @@ class SwapRequest(DrafterChoice, frozen=True, forbid_unknown_fields=True, kw_onl
 
 @dataclass
 class _Waiting:
-    """A request that is not answered yet: the engines that have to say something, and what was said, by engine."""
+    """A request of which engines have to say something: these, and what was said, by engine. left: its client has gone,
+    and it was answered."""
 
     responder: Responder
     wanted: SwapDrafter
     engines: set[int]
     said: dict[int, DrafterSwapped] = field(default_factory=dict)
+    left: bool = False
 
 
 def read_swap_request(text: str, admin_key_file: str) -> SwapRequest:
@@ -109,6 +114,8 @@ class DrafterSwaps:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}
+        # When Triton was last asked for their clients.
+        self._asked_at = 0.0
         # Drafters that are still compared: their ids, and the engines that do so.
         self._compared: set[tuple[str, int]] = set()
         if config.admin_key_file:
@@ -124,8 +131,8 @@ class DrafterSwaps:
         if self._num_instances > 1:
             raise Refused(
                 "INVALID_ARGUMENT",
-                f"the model has {self._num_instances} instances (instance_group in config.pbtxt), and Triton would give "
-                "this request to one of them; restart the server with the new drafter as draft_model, or have one "
+                f"the model has {self._num_instances} instances (instance_group in config.pbtxt), and Triton would "
+                "give this request to one of them; restart the server with the new drafter as draft_model, or have one "
                 "instance with data_parallel_size",
             )
         choice = {name: getattr(request, name) for name in DrafterChoice.__struct_fields__}
@@ -160,12 +167,32 @@ class DrafterSwaps:
             reason = "the engine died while it compared the drafter, and starts with the one before"
             self._note(index, DrafterSwapped(swap_id, "reverted", reason))
 
+    def check_cancelled(self, now: float) -> None:
+        """End the requests whose client has gone; engines that are still loading drop what they load. `now` is that of
+        `time.monotonic`."""
+        if not self._waiting or now - self._asked_at < NOTICE_S:
+            return
+        self._asked_at = now
+        gone: dict[str, _Waiting] = {}
+        # Under the lock, where requests that are answered have left.
+        with self._lock:
+            for swap_id, each in self._waiting.items():
+                with contextlib.suppress(SendFailed):  # it is asked again
+                    if not each.left and each.responder.is_cancelled():
+                        each.left, gone[swap_id] = True, each
+        for swap_id, each in gone.items():
+            for index in sorted(each.engines):
+                self._engines.send(index, AbortRequests([swap_id]))
+            each.responder.fail("CANCELLED", "the request was cancelled")
+            self._log.warning(f"the client that asked for the drafter {each.wanted.draft_model} has left")
+
     def fail_all(self, message: str) -> None:
         """End all requests that wait."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
-            each.responder.fail("UNAVAILABLE", message)
+            if not each.left:
+                each.responder.fail("UNAVAILABLE", message)
 
     def _note(self, index: int, said: DrafterSwapped) -> None:
         self._metrics.count("dflash:drafter_swaps_total", 1, said.outcome)
@@ -188,6 +215,8 @@ class DrafterSwaps:
             self._answer(waiting)
 
     def _answer(self, waiting: _Waiting) -> None:
+        if waiting.left:
+            return
         refused = [(index, said) for index, said in sorted(waiting.said.items()) if said.outcome == "refused"]
         if refused:
             several = len(self._engines) > 1

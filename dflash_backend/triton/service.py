@@ -118,9 +118,7 @@ class TritonService:
             self._traffic,
             as_vllm,
         )
-        self._swaps = DrafterSwaps(
-            config, self._engines, self._responses, self._metrics, self._log, num_instances
-        )
+        self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log, num_instances)
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
         self._log.info(f"ready: {several}{self._engines.ready.description}")
         self._reporter.report(time.monotonic(), 0)
@@ -321,6 +319,7 @@ class TritonService:
         self._heartbeat.beat(now, len(self._requests))
         self._requests.check_server_memory(now)
         self._requests.check_cancelled(now)
+        self._swaps.check_cancelled(now)
         if outputs or self._requests:
             self._reporter.note_change()
         self._reporter.report_if_due(now, len(self._requests))

@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.core.drafter_swap import DrafterSwap
 from dflash_backend.engine.process import EngineLoop
 from dflash_backend.engine_client.client import SHUTDOWN_S, EngineClient, EngineError, QueueLoad, engine_command
 from dflash_backend.messages import (
+    ENCODER,
     END_SIGNAL,
     AbortRequests,
     EngineCoreOutputs,
@@ -23,6 +27,7 @@ from dflash_backend.messages import (
     GenerationRequest,
     RequestRejected,
     SamplingParams,
+    SwapDrafter,
     TokenDelta,
 )
 from tests.engine_client import toy_process
@@ -311,6 +316,53 @@ def test_an_engine_speaks_within_a_step_that_takes_long(monkeypatch):
     loop.run()
     assert [message.stats for message in sent] == [None] * 5 + ["now"]
     assert [message.queue is None for message in sent] == [True] * 5 + [False]
+
+
+def test_a_drafter_that_loads_for_too_long_is_given_up_and_another_one_may_come(monkeypatch):
+    monkeypatch.setattr("dflash_backend.engine.process.DRAFTER_LOAD_S", 0.1)
+    sent: list[EngineCoreOutputs] = []
+    swapped: list[str] = []
+    may_load, has_loaded = threading.Event(), threading.Event()
+
+    def load(wanted: SwapDrafter) -> DrafterSwap:
+        if wanted.swap_id == "hangs":
+            may_load.wait(WAIT_S)
+            has_loaded.set()
+        return DrafterSwap(wanted, lambda: "")
+
+    def ask(swap_id: str) -> list[bytes]:
+        return [ENCODER.encode(SwapDrafter(draft_model="d", swap_id=swap_id))]
+
+    def inputs() -> Iterator[list[bytes]]:
+        deadline = time.monotonic() + WAIT_S
+        yield ask("hangs")
+        while not any(message.drafter_swaps for message in sent):
+            assert time.monotonic() < deadline, "the drafter is not given up"
+            yield []
+        yield ask("next")
+        while not swapped:
+            assert time.monotonic() < deadline, "the next drafter is not loaded"
+            yield []
+        may_load.set()
+        has_loaded.wait(WAIT_S)
+        time.sleep(0.05)
+        yield []
+        loop.end()
+        yield []
+
+    core = SimpleNamespace(
+        has_unfinished=lambda: False, is_moving=False, is_keeping=False, num_waiting=0, num_free_rows=1,
+        crowded_tenants=dict, check_swap=lambda: None, swap_drafter=lambda swap: swapped.append(swap.wanted.swap_id),
+    )  # fmt: skip
+    turns = inputs()
+    channel = SimpleNamespace(receive=lambda timeout_ms: time.sleep(0.001) or next(turns), send=sent.append)
+    drafters = SimpleNamespace(load=load)
+    loop = EngineLoop(SimpleNamespace(core=core, check=lambda: None, trace=None, drafters=drafters), channel)
+    loop.run()
+    (said,) = [said for message in sent for said in message.drafter_swaps]
+    assert (said.swap_id, said.outcome, said.status) == ("hangs", "refused", "UNAVAILABLE")
+    assert "it was not loaded within 0.1 s" in said.message
+    assert swapped == ["next"]
 
 
 def test_requests_are_confirmed_before_they_are_worked_on(engine):

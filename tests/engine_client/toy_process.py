@@ -54,6 +54,7 @@ KEEPS_NOTHING = 1010  # no KV is kept for another server
 SLOW = 1008  # a step with it takes a hundredth of a second
 BLOCK_SIZE = 16
 NUM_ROWS = 2  # free rows, whatever runs
+LOAD_S = {"slow": 0.3, "very slow": 3.0}  # seconds that drafters of these names load
 
 
 @dataclass
@@ -201,8 +202,8 @@ class ToyDrafters:
             raise KeyError("the toy lacks a tensor")
         if wanted.draft_model == "die":
             os._exit(9)
-        if wanted.draft_model == "slow":
-            time.sleep(0.3)
+        if wanted.draft_model in LOAD_S:
+            time.sleep(LOAD_S[wanted.draft_model])
         return DrafterSwap(wanted, lambda: None)
 
 
@@ -229,7 +230,15 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBu
     length = config.max_model_len or 512
     core, ready = (
         EndingCore() if life == "end" else ToyCore(),
-        EngineReady(length, 5, 99 if life == "large" else 8, BLOCK_SIZE, VOCAB, "toy, drafter the first; KV", drafting="the first"),
+        EngineReady(
+            length,
+            5,
+            99 if life == "large" else 8,
+            BLOCK_SIZE,
+            VOCAB,
+            "toy, drafter the first; KV",
+            drafting="the first",
+        ),
     )
     return ToyBuilt(core, ready, drafters=None if config.draft_model == "" else ToyDrafters())
 

@@ -30,6 +30,15 @@ DRAFTER_SWAP_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/engine/process.py",
+        ("tests/engine/test_process.py",),
+        (
+            "a drafter that hangs keeps others out",
+            'the disk may hang")\n            self._loader = None\n',
+            'the disk may hang")\n',
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/engine/drafter_loader.py",
         ("tests/engine/test_drafter_loader.py",),
         ("the first drafter is never told of again", "self.drafting = drafting\n            return", "return"),
@@ -100,6 +109,11 @@ DRAFTER_SWAP_MUTANTS = (
             "anybody may swap drafters",
             "if not hmac.compare_digest(key.encode(), wanted.admin_key.encode()):",
             "if False:",
+        ),
+        (
+            "a drafter whose client has left is loaded all the same",
+            "self._engines.send(index, AbortRequests([swap_id]))",
+            "pass",
         ),
         ("one instance of several swaps", "if self._num_instances > 1:", "if False:"),
         (

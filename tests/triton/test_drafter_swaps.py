@@ -97,6 +97,24 @@ def test_one_is_loaded_at_a_time(service: TritonService) -> None:
     assert only(first).error is None
 
 
+def test_a_drafter_whose_client_has_left_is_dropped_as_it_has_loaded(
+    service: TritonService, triton: FakeTriton
+) -> None:
+    sender = ask(service, "very slow")
+    sender.cancelled = True
+    error = only(sender).error
+    assert error is not None
+    assert error.code == "CANCELLED"
+    # Memory is for two drafters, so the next one waits until the one that was dropped has loaded.
+    error = only(ask(service, "other")).error
+    assert error is not None
+    assert "another drafter is loaded" in error.message
+    assert eventually(lambda: only(ask(service, "kept")).error is None)
+    assert service._engines.supervisors[0].drafter == ("kept", "")
+    assert eventually(lambda: outcomes(triton).get("swapped") == 1)
+    assert any("refused: the client that asked for it has left" in line for line in triton.lines)
+
+
 def test_an_engine_without_a_drafter_says_so(serve: Callable[..., TritonService], key_file: str) -> None:
     error = only(ask(serve(admin_key_file=key_file, draft_model=""), "other")).error
     assert error is not None
