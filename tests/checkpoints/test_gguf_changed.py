@@ -18,9 +18,12 @@ from safetensors.torch import save_file as save_torch_file
 
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model, read_target
+from dflash_backend.checkpoints.files import read_header
 from dflash_backend.checkpoints.gguf import convert
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
+from dflash_backend.models import load_target
+from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.text.tokenizer import Tokenizer
 from load_tests.prompts import load_prompts
 from tests.checkpoints.test_gguf import ARCHITECTURES, cache, copy_target, field, make_gguf, numbers, refused
@@ -118,6 +121,78 @@ def test_each_architecture_in_q8_0_is_its_dequantised_weights(tmp_path: Path, na
     assert len(quantised) > 20
     for tensor, expected in quantised.items():
         assert np.array_equal(back[tensor], expected), tensor
+
+
+class Mxfp4:
+    """Random blocks of MXFP4 for experts' matrices; `numbers` are what the package makes of them, by tensor. others:
+    how names end of tensors that are in Q8_0 instead."""
+
+    def __init__(self, *others: str) -> None:
+        self.numbers: dict[str, np.ndarray[Any, Any]] = {}
+        self._others, self._rng = others, np.random.default_rng(5)
+
+    def __call__(self, name: str, data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str] | None:
+        if not name.endswith(("_exps.weight", *self._others)):
+            return None
+        kind = "Q8_0" if name.endswith(self._others) else "MXFP4"
+        if kind == "Q8_0":
+            raw = gguf.quants.quantize(np.ascontiguousarray(data), gguf.GGMLQuantizationType.Q8_0)
+        else:
+            blocks = self._rng.integers(0, 256, (*data.shape[:-1], data.shape[-1] // 32, 17), np.uint8)
+            blocks[..., 0] = self._rng.integers(115, 125, blocks.shape[:-1])
+            raw = blocks.reshape(*data.shape[:-1], -1)
+        self.numbers[name] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+        return raw, kind
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.mark.usefixtures("inference_mode")
+def test_experts_of_gpt_oss_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OpenAI's checkpoints have them, to the bit; rows are read some at a time, of files and of large tensors."""
+    monkeypatch.setattr(convert, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(convert, "NUMBERS_AT_ONCE", 1000)
+    block = Mxfp4("attn_q.weight", "attn_output.weight")
+    make_changed_gguf(tmp_path / "m.gguf", "gpt-oss", WIDE, block=block)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    assert (directory / "model.safetensors").stat().st_size < 1.1 * (tmp_path / "m.gguf").stat().st_size
+    spec = read_target(directory)
+    assert spec.decoder.moe is not None
+    assert spec.decoder.moe.mxfp4
+    target = load_target(spec, 64, torch.float32, torch.device("cpu"))
+    assert isinstance(target, DecoderTarget)
+    for number, layer in enumerate(target.layers):
+        gate, up, down = (block.numbers[f"blk.{number}.ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
+        assert np.array_equal(layer.weights.mlp.gate_up.numpy(), np.concatenate([gate, up], axis=1))
+        assert np.array_equal(layer.weights.mlp.down.numpy(), down)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_numbers_of_mxfp4_that_does_not_stay_are_bfloat16(tmp_path: Path, plain: bool) -> None:
+    """Which holds them exactly: for programs that read numbers alone, and where other experts are of another type."""
+    block = Mxfp4(*(() if plain else ("ffn_down_exps.weight",)))
+    source = make_changed_gguf(tmp_path / "m.gguf", "gpt-oss", WIDE, block=block)
+    directory = convert.converted(tmp_path / "m.gguf", plain=plain)
+    moe = read_target(directory).decoder.moe
+    assert moe is not None
+    assert not moe.mxfp4
+    found = load_torch_file(directory / "model.safetensors")
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+    here = {key: each.float().numpy() for key, each in found.items()}
+    back = as_converter(here, {}, "gpt-oss", json.loads((source / "config.json").read_text()))
+    assert all(np.array_equal(back[name], expected) for name, expected in block.numbers.items())
+
+
+def test_experts_of_other_architectures_in_mxfp4_keep_their_blocks(tmp_path: Path) -> None:
+    block = Mxfp4()
+    changes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    make_gguf(tmp_path / "m.gguf", "qwen3moe", changes=changes, block=block)
+    directory = find_model(str(tmp_path / "m.gguf"), "target_model")
+    headers = read_header(directory / "model.safetensors")
+    assert {header.blocks for name, header in headers.items() if ".experts." in name} == {"MXFP4"}
+    back = as_converter(numbers(directory), {})
+    assert all(np.array_equal(back[name], expected) for name, expected in block.numbers.items())
 
 
 @pytest.mark.parametrize(

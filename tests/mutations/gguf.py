@@ -29,6 +29,7 @@ GGUF_MUTANTS = (
     *mutants_of(
         "dflash_backend/checkpoints/gguf/convert.py",
         CHANGED_TESTS,
+        ("numbers of MXFP4 take twice the bytes", 'EXACT.get(kind, "F32")', '"F32"'),
         ("numbers in BF16 that change are halved", '(numbers.astype("<u4") << 16)', '(numbers.astype("<u4") << 15)'),
         (
             "rows of a large tensor are read as one run",
@@ -80,6 +81,13 @@ GGUF_MUTANTS = (
             "np.array([0, count * inner])).reshape(-1)",
             "np.array([0, count * inner])).T.reshape(-1)",
         ),
+        (
+            "codes of MXFP4 stay in ggml's order",
+            "codes[..., 0::2] | codes[..., 1::2] << 4",
+            "octets",
+        ),
+        ("scales of MXFP4 are other bytes", "rows[:, ::BLOCK_BYTES]", "rows[:, 1::BLOCK_BYTES]"),
+        ("experts in MXFP4 become numbers", "if kinds == {GGML_MXFP4} else", "if False else"),
         (
             "down matrices are not turned over",
             "rows=np.arange(count * hidden), matrix_rows=hidden",

@@ -230,7 +230,7 @@ def _own_config(
     if model_type == "gemma4_text":
         return gemma4.read_gemma4(fields, config, frozenset(model.tensors), rope_factors)
     if model_type == "gpt_oss":
-        return gpt_oss.read_gpt_oss(fields, config)
+        return gpt_oss.read_gpt_oss(fields, config, model.tensors)
     return hybrids.read_hybrid(fields, config) if read_architecture(model).centred else {}
 
 

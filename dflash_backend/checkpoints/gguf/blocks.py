@@ -23,6 +23,7 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 """Types whose blocks are kept as they are, with numbers and bytes of each; others become numbers as a file is read."""
 

@@ -3,8 +3,9 @@
 Ranks, the front end, `inspect` and the engine then read one format, and a second start costs nothing. A tensor of the
 usual quantised types keeps its blocks, whose type the metadata of `model.safetensors` names (`blocks.BLOCKS`); its rows
 may change places. Other types, and tensors whose numbers change, become float32, which holds them exactly (what a
-step or two of 4 bits and a 16-bit scale give does not fit bfloat16), a few rows at a time. The model is served in the
-dtype that its config names.
+step or two of 4 bits and a 16-bit scale give does not fit bfloat16), a few rows at a time; gpt-oss's experts in MXFP4
+become what OpenAI publishes, or bfloat16, which holds those exactly. The model is served in the dtype that its config
+names.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from dflash_backend.error_text import shown
 Report = Callable[[str], None]
 
 # Of what this module writes: another one converts anew.
-FORMAT = 3
+FORMAT = 4
 FOLDER = "dflash-gguf"
 # Floats that are written as they are, with their names in safetensors and their sizes.
 KEPT = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
+BYTES = {"U8": ("U8", 1)}
+# Numbers of a float of 4 bits times a power of two.
+EXACT = {"MXFP4": "BF16"}
 NUMBERS_AT_ONCE = 1 << 20
 # A tensor of fewer bytes is read whole where its rows change places.
 WHOLE_BYTES = 1 << 23
@@ -88,6 +92,8 @@ def _convert(path: Path, files: tuple[Path, ...], directory: Path, report: Repor
     model = read_model(path)
     _check_kinds(model)
     config = read_config(model, _rope_factors(model))
+    if plain:
+        config.pop("quantization_config", None)
     parts = read_parts(model, config)
     # A drafter's tokens are the target's.
     tokenizer = None if read_architecture(model).is_drafter else read_tokenizer(model, config["vocab_size"])
@@ -148,7 +154,7 @@ def _write_tensors(path: Path, parts: Mapping[str, Part], file: Path, report: Re
             (numbers, num_bytes), dtype, size = BLOCKS[kinds[name]], "U8", 1
             shape[-1] = shape[-1] // numbers * num_bytes
         else:
-            dtype, size = KEPT[kinds[name]]
+            dtype, size = (KEPT | BYTES)[kinds[name]]
         begin, end = end, end + math.prod(shape) * size
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     in_blocks = {name: kind for name, kind in kinds.items() if kind in BLOCKS}
@@ -180,6 +186,8 @@ def _check_space(path: Path, directory: Path, size: int) -> None:
 
 def _written_kind(part: Part, plain: bool) -> str:
     """The type that a part is written in: its sources' own where it is kept and is one type. plain: no blocks."""
+    if part.repack is not None:
+        return "U8"
     kinds = {source.kind for source in part.sources}
     kind = kinds.pop()
     if kinds or part.change is not None:
@@ -187,8 +195,9 @@ def _written_kind(part: Part, plain: bool) -> str:
     if kind in BLOCKS and not plain:
         numbers, (last, *before) = BLOCKS[kind][0], part.shape[::-1]
         turned = part.column_order is not None or part.matrix_rows or (part.rows is not None and part.columns != last)
-        return kind if before and last % numbers == 0 and not turned else "F32"
-    return kind if kind in KEPT else "F32"
+        if before and last % numbers == 0 and not turned:
+            return kind
+    return kind if kind in KEPT else EXACT.get(kind, "F32")
 
 
 def _write_part(part: Part, kind: str, stream: IO[bytes]) -> Iterator[int]:
@@ -196,7 +205,9 @@ def _write_part(part: Part, kind: str, stream: IO[bytes]) -> Iterator[int]:
     if part.rows is not None:
         step = part.matrix_rows or max(1, NUMBERS_AT_ONCE // part.columns)
         for at in range(0, part.rows.size, step):
-            numbers = _rows(part, part.rows[at : at + step], kind)
+            numbers = _rows(part, part.rows[at : at + step], kind if part.repack is None else part.sources[0].kind)
+            if part.repack is not None:
+                numbers = part.repack(numbers)
             if part.column_order is not None:
                 numbers = numbers[:, part.column_order]
             yield stream.write(np.ascontiguousarray(numbers.T if part.matrix_rows else numbers).data)
@@ -263,6 +274,8 @@ def _changed(numbers: Array, part: Part, kind: str, source: str) -> Array:
         numbers = numbers.view(_dtype(source))
     if kind == "F32" and source in ("F16", "BF16"):
         numbers = numbers.view("<f2").astype("<f4") if source == "F16" else (numbers.astype("<u4") << 16).view("<f4")
+    if kind == "BF16" and source in EXACT:
+        return (numbers.view("<u4") >> 16).astype("<u2")
     with np.errstate(all="ignore"):  # what is no number is found, and named, as it is loaded
         return numbers if part.change is None else part.change(numbers).astype("<f4", copy=False)
 

@@ -22,7 +22,8 @@ class Part:
 
     columns: numbers of one row of the tensors; 0 where all come in order. rows: which rows, counted through all
     sources. column_order: of the numbers in each row. matrix_rows: not 0 where every `matrix_rows` rows are turned
-    over, so that their columns become rows. change: what becomes of each number, as float32.
+    over, so that their columns become rows. change: what becomes of each number, as float32. repack: what is written of
+    rows of whole blocks, uint8 `[num_rows, num_bytes]`, in place of numbers: as many bytes as `shape` has.
     """
 
     sources: tuple[GgufTensor, ...]
@@ -33,6 +34,7 @@ class Part:
     column_order: Array | None = None
     matrix_rows: int = 0
     change: Callable[[Array], Array] | None = None
+    repack: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         if self.rows is not None:
