@@ -24,7 +24,14 @@ from dflash_backend.error_text import MAX_REASON_CHARS, shown, what_ails
 
 # What we and the tokenizer read, as patterns of a hub download.
 MASK_EMBEDDING = "mask_embedding.pt"
-READ_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", MASK_EMBEDDING)
+TEMPLATES = "*.jinja"
+READ_PATTERNS = ("*.json", "*.safetensors", TEMPLATES, "*.txt", "*.model", MASK_EMBEDDING)
+# What of these is not read: the hub's `*` matches folders too, of which only that of chat templates is read, and
+# Mistral's repositories have the weights a second time.
+UNREAD_PATTERNS = (
+    *(f"*/{pattern}" for pattern in READ_PATTERNS if pattern != TEMPLATES),
+    "consolidated*.safetensors",
+)
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

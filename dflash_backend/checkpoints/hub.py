@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from dflash_backend.checkpoints.files import READ_PATTERNS, part_of_bytes
+from dflash_backend.checkpoints.files import READ_PATTERNS, UNREAD_PATTERNS, part_of_bytes
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.error_text import first_line
 
@@ -29,18 +30,50 @@ def from_hub(
     """The snapshot of a model, fetched or, without the network, what the local cache has. `revision` is a branch, a tag
     or a commit, by default the main branch. `report` gets a line every few seconds while files are fetched. patterns:
     of the names of the files. Raises `CheckpointError`."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         with _reported(name, revision, report, patterns):
-            return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
-    except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
+            return _fetch(name, revision, report or (lambda text: None), patterns)
+    except (OSError, HFValidationError) as error:
         of = f" in revision '{revision}'" if revision else ""
         raise CheckpointError(
             f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} "
             f"({_reason(error)}); check the name, or download the model and give its directory or file"
         ) from None
+
+
+def _fetch(name: str, revision: str, report: Report, patterns: tuple[str, ...]) -> Path:
+    """Download what the cache lacks; with `HF_HUB_OFFLINE` take what it has, which those who read the files check."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(_snapshot(name, revision, patterns))
+    except LocalEntryNotFoundError as error:
+        found = _incomplete_snapshot(error)
+        if HF_HUB_OFFLINE and found is not None:
+            report(f"{name}: the local cache has not all of it and HF_HUB_OFFLINE is set: {first_line(error)}")
+            return found
+        raise
+
+
+def _snapshot(name: str, revision: str, patterns: tuple[str, ...], **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        name,
+        revision=revision or None,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(UNREAD_PATTERNS),
+        **options,
+    )
+
+
+def _incomplete_snapshot(error: Exception) -> Path | None:
+    """What the cache has of a model of which it lacks files, which only newer libraries say."""
+    found = getattr(error, "snapshot_path", None)
+    return None if found is None else Path(found)
 
 
 def _reason(error: Exception) -> str:
@@ -50,7 +83,8 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, LocalEntryNotFoundError):
         return first_line(error)
     cause = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub is not reached"
-    return f"the local cache has not all of it, and {cause}"
+    instead = "" if _incomplete_snapshot(error) is None else "; HF_HUB_OFFLINE=1 takes the files that are there"
+    return f"the local cache has not all of it, and {cause}{instead}"
 
 
 class DownloadProgress:
@@ -108,11 +142,10 @@ def _follow(name: str, revision: str, report: Report, ended: threading.Event, pa
 
 def _bytes_to_fetch(name: str, revision: str, patterns: tuple[str, ...]) -> int:
     """What the cache lacks; 0 also when the hub does not answer, since the download then fails with the reason."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = snapshot_download(name, revision=revision or None, allow_patterns=list(patterns), dry_run=True)
+        files = _snapshot(name, revision, patterns, dry_run=True)
     except (OSError, HFValidationError, TypeError):  # TypeError: an older library.
         return 0
     return sum(int(file.file_size or 0) for file in files if file.will_download)

@@ -223,7 +223,8 @@ def test_a_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     source = make_gguf(snapshot / "m-00001-of-00001.gguf")
     asked: list[Any] = []
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert not any("gguf" in pattern for pattern in ignore_patterns)
         asked.append((name, revision, allow_patterns))
         return str(snapshot)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -56,7 +57,7 @@ class Hub(BaseHTTPRequestHandler):
         self.asked.append(self.path)
         parts = self.path.partition("?")[0].split("/")
         if self.path.startswith("/some/model/resolve/") and parts[4] in (COMMIT, "v1"):
-            return self._file(self.files[parts[5]], with_body)
+            return self._file(self.files["/".join(parts[5:])], with_body)
         if self.path.startswith("/api/models/some/model/tree/") and parts[6] in (COMMIT, "v1"):
             return self._json([self._entry(name) for name in self.files])
         if self.path.startswith("/api/models/some/model/revision/") and parts[6] in (COMMIT, "v1"):
@@ -100,6 +101,13 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     files = {path.name: path.read_bytes() for path in target.iterdir()}
     # Large enough for more than one line: the hub's client writes 10 MB at a time.
     files["more.safetensors"] = bytes(24 << 20)
+    with serving(files) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serving(files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub that has these files, and what it is asked for."""
     handler = type("Demo", (Hub,), {"files": files, "asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -108,9 +116,10 @@ def hub() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-def load(hub: str, revision: str, cache: Path) -> list[str]:
+def load(hub: str, revision: str, cache: Path, offline: bool = False) -> list[str]:
     """The lines of a process that looks for the model; the hub's client reads its environment once."""
     environ = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, revision], env=environ, capture_output=True, text=True, timeout=90
     )
@@ -143,10 +152,34 @@ def test_a_revision_that_is_not_there_is_named(hub: tuple[str, list[str]], tmp_p
     assert "in revision 'v2'" in line
 
 
+def test_files_that_are_not_read_are_not_fetched(tmp_path: Path) -> None:
+    """The hub's patterns match files in folders, and some repositories have their weights twice."""
+    read = ["config.json", "model.safetensors", "additional_chat_templates/tools.jinja"]
+    unread = ["original/model.safetensors", "original/config.json", "consolidated.safetensors"]
+    with serving(dict.fromkeys(read + unread, b"{}")) as (url, asked):
+        *_, found = load(url, "v1", tmp_path)
+    snapshot = Path(found.removeprefix("found "))
+    assert sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*.*")) == sorted(read)
+    assert not any(name in path for path in asked for name in ("original/", "consolidated"))
+
+
+def test_offline_a_cache_that_lacks_files_is_taken_as_it_is(tmp_path: Path) -> None:
+    with serving(dict.fromkeys(("config.json", "model.safetensors", "notes.txt"), b"{}")) as (url, _):
+        *_, found = load(url, "v1", tmp_path)
+    Path(found.removeprefix("found "), "notes.txt").unlink()
+    said, again = load(url, "v1", tmp_path, offline=True)
+    assert again == found
+    assert "has not all of it and HF_HUB_OFFLINE is set" in said
+    assert "notes.txt" in said
+    # Without that setting nothing says that a download was not interrupted.
+    (refused,) = load(url, "v1", tmp_path)
+    assert "the hub is not reached; HF_HUB_OFFLINE=1 takes the files that are there" in refused
+
+
 def test_target_and_drafter_each_have_their_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, revision: str | None, **patterns: list[str]) -> str:
         asked[name] = revision
         return str(asset_path("demo", "pair", name.partition("/")[2]))
 

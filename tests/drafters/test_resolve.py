@@ -75,7 +75,7 @@ def test_a_speculators_drafter_alone_is_enough(models: Path, setting: str, how: 
 def test_a_verifier_may_be_a_hub_id(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((name, set(allow_patterns)))
         return str(models / "t")
 

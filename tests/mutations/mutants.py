@@ -23,6 +23,7 @@ from tests.mutations.gpt_oss import GPT_OSS_MUTANTS
 from tests.mutations.gpu_benchmark import GPU_BENCHMARK_MUTANTS
 from tests.mutations.gpu_ranks import GPU_RANK_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
+from tests.mutations.hub import HUB_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.installing import INSTALLING_MUTANTS
 from tests.mutations.interrupts import INTERRUPT_MUTANTS
@@ -104,7 +105,7 @@ MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + RE
 MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
-MUTANTS += PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS + ENGINE_PROCESS_MUTANTS
+MUTANTS += HUB_MUTANTS + PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS + ENGINE_PROCESS_MUTANTS
 MUTANTS += KV_TIER_MUTANTS + DELTA_STREAM_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.

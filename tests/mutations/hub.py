@@ -1,0 +1,30 @@
+"""Defects of what is fetched from the hub, and of what is said of it."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+OF_HUB = "tests/checkpoints/test_hub.py"
+
+HUB_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/checkpoints/hub.py",
+        (f"{OF_HUB}::test_files_that_are_not_read_are_not_fetched",),
+        ("weights that are not read are fetched", "ignore_patterns=list(UNREAD_PATTERNS)", "ignore_patterns=[]"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/files.py",
+        (f"{OF_HUB}::test_files_that_are_not_read_are_not_fetched",),
+        ("chat templates in their folder are not fetched", "if pattern != TEMPLATES),", "),"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/hub.py",
+        (f"{OF_HUB}::test_offline_a_cache_that_lacks_files_is_taken_as_it_is",),
+        (
+            "a cache without files that are not needed is refused",
+            "if HF_HUB_OFFLINE and found is not",
+            "if False and found is not",
+        ),
+        ("an interrupted download is served", "if HF_HUB_OFFLINE and found is not", "if found is not"),
+    ),
+)
