@@ -15,6 +15,8 @@ from dflash_backend.error_text import first_line
 
 # Seconds between two reports on a download.
 REPORT_S = 2.0
+# Seconds before each further attempt at a download that broke off.
+PAUSES_S = (1.0, 4.0, 16.0)
 INCOMPLETE = ".incomplete"
 
 Report = Callable[[str], None]
@@ -29,14 +31,17 @@ def from_hub(
 ) -> Path:
     """The snapshot of a model, fetched or, without the network, what the local cache has. `revision` is a branch, a tag
     or a commit, by default the main branch. `report` gets a line every few seconds while files are fetched. patterns:
-    of the names of the files. Raises `CheckpointError`."""
-    from huggingface_hub.errors import HFValidationError
-
+    of the names of the files. A download that breaks off is tried again a few times. Raises `CheckpointError`."""
     try:
         with _reported(name, revision, report, patterns):
             return _fetch(name, revision, report or (lambda text: None), patterns)
-    except (OSError, HFValidationError) as error:
+    except _hub_errors() as error:
         of = f" in revision '{revision}'" if revision else ""
+        if _broke_off(error):
+            raise CheckpointError(
+                f"{setting} is '{name}': its download{of} broke off ({first_line(error)}); start again to go on: files "
+                "that are complete are kept"
+            ) from None
         raise CheckpointError(
             f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} "
             f"({_reason(error)}); check the name, or download the model and give its directory or file"
@@ -48,14 +53,27 @@ def _fetch(name: str, revision: str, report: Report, patterns: tuple[str, ...]) 
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        return Path(_snapshot(name, revision, patterns))
-    except LocalEntryNotFoundError as error:
-        found = _incomplete_snapshot(error)
-        if HF_HUB_OFFLINE and found is not None:
-            report(f"{name}: the local cache has not all of it and HF_HUB_OFFLINE is set: {first_line(error)}")
-            return found
-        raise
+    broken: Exception | None = None
+    for pause in (*PAUSES_S, None):
+        try:
+            return Path(_snapshot(name, revision, patterns))
+        except LocalEntryNotFoundError as error:
+            found = _incomplete_snapshot(error)
+            if HF_HUB_OFFLINE and found is not None:
+                report(f"{name}: the local cache has not all of it and HF_HUB_OFFLINE is set: {first_line(error)}")
+                return found
+            # Once a connection is lost, the hub may be out of reach for a while.
+            if broken is None:
+                raise
+            if pause is None:
+                raise broken from None
+        except _hub_errors() as error:
+            if pause is None or not _broke_off(error):
+                raise
+            broken = error
+        report(f"downloading {name}: it broke off ({first_line(broken)}); trying again in {pause:.0f} s")
+        time.sleep(pause)
+    raise AssertionError  # the last attempt returns or raises
 
 
 def _snapshot(name: str, revision: str, patterns: tuple[str, ...], **options: Any) -> Any:
@@ -68,6 +86,25 @@ def _snapshot(name: str, revision: str, patterns: tuple[str, ...], **options: An
         ignore_patterns=list(UNREAD_PATTERNS),
         **options,
     )
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What a download raises: `ValueError` for a name that is no id, `RuntimeError` by hf_xet, and the errors of the
+    HTTP library that the hub's client uses, which are bases of its own error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    bases = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    return (OSError, ValueError, RuntimeError, *bases)
+
+
+def _broke_off(error: Exception) -> bool:
+    """Whether another attempt may do: an error of a connection, thus of the HTTP library and no answer of the hub's, or
+    one of hf_xet."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OSError):
+        return isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, OfflineModeIsEnabled)
+    return not isinstance(error, ValueError)
 
 
 def _incomplete_snapshot(error: Exception) -> Path | None:
@@ -142,11 +179,10 @@ def _follow(name: str, revision: str, report: Report, ended: threading.Event, pa
 
 def _bytes_to_fetch(name: str, revision: str, patterns: tuple[str, ...]) -> int:
     """What the cache lacks; 0 also when the hub does not answer, since the download then fails with the reason."""
-    from huggingface_hub.errors import HFValidationError
-
+    errors: tuple[type[Exception], ...] = (TypeError, *_hub_errors())  # TypeError: an older library
     try:
         files = _snapshot(name, revision, patterns, dry_run=True)
-    except (OSError, HFValidationError, TypeError):  # TypeError: an older library.
+    except errors:
         return 0
     return sum(int(file.file_size or 0) for file in files if file.will_download)
 

@@ -17,8 +17,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.checkpoints import hub as hub_module
 from dflash_backend.checkpoints.hub import DownloadProgress
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.resolve import resolve_target_dir
@@ -174,6 +176,71 @@ def test_offline_a_cache_that_lacks_files_is_taken_as_it_is(tmp_path: Path) -> N
     # Without that setting nothing says that a download was not interrupted.
     (refused,) = load(url, "v1", tmp_path)
     assert "the hub is not reached; HF_HUB_OFFLINE=1 takes the files that are there" in refused
+
+
+HTTP_ERROR = HfHubHTTPError.__bases__[0]  # of the library that the hub's client uses: no OSError
+LOST = [
+    HTTP_ERROR("peer closed the connection"),
+    RuntimeError("of hf_xet"),
+    ConnectionResetError("reset"),
+    TimeoutError(),
+]
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | str) -> list[str]:
+    """Have each attempt at a download end in one of these, without pauses; returns the names that were asked for."""
+    asked: list[str] = []
+
+    def snapshot(name: str, **_: object) -> str:
+        asked.append(name)
+        outcome = outcomes[min(len(asked), len(outcomes)) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.0, 0.0, 0.0))
+    return asked
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_a_download_that_breaks_off_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = breaking(monkeypatch, error, LocalEntryNotFoundError("not reached"), error, "/snapshot")
+    assert hub_module._fetch("some/model", "", (said := []).append, ()) == Path("/snapshot")
+    assert len(asked) == 4
+    assert len(said) == 3
+    assert all(line.startswith("downloading some/model: it broke off (") for line in said)
+
+
+@pytest.mark.parametrize(
+    "last", [*LOST, LocalEntryNotFoundError("not reached")], ids=lambda error: type(error).__name__
+)
+def test_one_that_breaks_off_each_time_is_an_error_that_says_what_to_do(
+    last: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = breaking(monkeypatch, HTTP_ERROR("peer closed the connection"), last)
+    with pytest.raises(CheckpointError, match="target_model is 'some/model': its download broke off .*; start again"):
+        hub_module.from_hub("some/model", "target_model")
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LocalEntryNotFoundError("not reached"),
+        OfflineModeIsEnabled("offline"),
+        OSError("the disk is full"),
+        ValueError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_another_attempt_does_not_change_is_not_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = breaking(monkeypatch, error)
+    with pytest.raises(CheckpointError, match="the hub gave no model of that id"):
+        hub_module.from_hub("some/model", "target_model")
+    assert len(asked) == 1
 
 
 def test_target_and_drafter_each_have_their_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:

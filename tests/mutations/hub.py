@@ -27,4 +27,14 @@ HUB_MUTANTS = (
         ),
         ("an interrupted download is served", "if HF_HUB_OFFLINE and found is not", "if found is not"),
     ),
+    *mutants_of(
+        "dflash_backend/checkpoints/hub.py",
+        (
+            f"{OF_HUB}::test_a_download_that_breaks_off_is_tried_again",
+            f"{OF_HUB}::test_one_that_breaks_off_each_time_is_an_error_that_says_what_to_do",
+            f"{OF_HUB}::test_what_another_attempt_does_not_change_is_not_tried_again",
+        ),
+        ("errors of the HTTP library are a traceback", "RuntimeError, *bases)", "RuntimeError)"),
+        ("a full disk is tried again", "if pause is None or not _broke_off(error):", "if pause is None:"),
+    ),
 )
