@@ -134,13 +134,32 @@ def weight_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files
-    pickled = sorted(p.name for p in directory.glob("*") if p.suffix in PICKLED and p.name != MASK_EMBEDDING)
+    names = [path.name for path in directory.glob("*")] + _names_at_the_hub(directory)
+    pickled = sorted(name for name in names if Path(name).suffix in PICKLED and name != MASK_EMBEDDING)
     if pickled:
         raise CheckpointError(
             f"{directory} has pickled weights only ({pickled[0]}); loading them could run code, so only .safetensors "
             "files are loaded: convert the checkpoint"
         )
     raise CheckpointError(f"{directory} has no .safetensors file; other weight formats are not loaded")
+
+
+def _names_at_the_hub(directory: Path) -> list[str]:
+    """What the hub has of the model of a snapshot, outside folders, as its cache says; none for another directory."""
+    if len(directory.parts) < 4 or directory.parent.name != "snapshots":
+        return []
+    kind, *owner_and_name = directory.parents[1].name.split("--", 2)
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # an older library
+        return []
+    try:
+        name, cache = "/".join(owner_and_name), directory.parents[2]
+        files = get_cached_repo_tree(name, revision=directory.name, cache_dir=cache) if kind == "models" else []
+    except (OSError, ValueError, CachedRepoTreeNotFoundError):
+        return []
+    return [file.path for file in files if "/" not in file.path]
 
 
 def _indexed_files(directory: Path, index: JsonReader) -> list[Path]:

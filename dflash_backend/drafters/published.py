@@ -47,13 +47,14 @@ class Target(NamedTuple):
 @dataclass(frozen=True)
 class PublishedDrafter:
     """A drafter by its hub id. method: as `METHODS` names it. architecture: what its `config.json` says in its authors'
-    format; empty for the format of speculators."""
+    format; empty for the format of speculators. pickled: its weights are in `pytorch_model.bin` alone."""
 
     target: Target
     name: str
     method: str
     source: str
     architecture: str = ""
+    pickled: bool = False
 
     @property
     def kind(self) -> str:
@@ -76,6 +77,8 @@ class PublishedDrafter:
         architectures = [name for each in METHODS.values() if each.formats for name in each.formats.architectures]
         if self.architecture and self.architecture not in architectures:
             return f"its format ({self.architecture}) is not supported"
+        if self.pickled:
+            return "pickled weights (pytorch_model.bin) are not supported; convert them to safetensors"
         return None
 
 
@@ -109,7 +112,7 @@ def _deepspec(target: Target, name: str, method: str, family: str = "Qwen3") -> 
 
 
 def _eagle(target: Target, name: str) -> PublishedDrafter:
-    return PublishedDrafter(target, f"yuhuili/{name}", "eagle3", EAGLE, "LlamaForCausalLMEagle3")
+    return PublishedDrafter(target, f"yuhuili/{name}", "eagle3", EAGLE, "LlamaForCausalLMEagle3", pickled=True)
 
 
 DRAFTERS: tuple[PublishedDrafter, ...] = (

@@ -21,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints import hub as hub_module
+from dflash_backend.checkpoints.files import weight_files
 from dflash_backend.checkpoints.hub import DownloadProgress
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.resolve import resolve_target_dir
@@ -176,6 +177,14 @@ def test_offline_a_cache_that_lacks_files_is_taken_as_it_is(tmp_path: Path) -> N
     # Without that setting nothing says that a download was not interrupted.
     (refused,) = load(url, "v1", tmp_path)
     assert "the hub is not reached; HF_HUB_OFFLINE=1 takes the files that are there" in refused
+
+
+def test_a_repository_with_pickled_weights_alone_is_refused_as_such(tmp_path: Path) -> None:
+    with serving(dict.fromkeys(("config.json", "pytorch_model.bin", "code/optimizer.pt"), b"{}")) as (url, asked):
+        *_, found = load(url, "v1", tmp_path)
+    assert not any("pytorch_model.bin" in path for path in asked)
+    with pytest.raises(CheckpointError, match=r"has pickled weights only \(pytorch_model.bin\)"):
+        weight_files(Path(found.removeprefix("found ")))
 
 
 HTTP_ERROR = HfHubHTTPError.__bases__[0]  # of the library that the hub's client uses: no OSError

@@ -42,6 +42,10 @@ def test_what_is_supported_follows_from_the_code(monkeypatch: pytest.MonkeyPatch
     assert named("deepseek-ai/dspark_gemma4_12b_block7") == ["its format (Gemma4DSparkModel) is not supported"]
     assert named("z-lab/Kimi-K2.6-DFlash") == ["targets of the family Kimi K2 are not supported"]
     assert named("z-lab/gpt-oss-20b-DFlash") == [None]
+    assert (
+        named("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B")
+        == ["pickled weights (pytorch_model.bin) are not supported; convert them to safetensors"] * 2
+    )
     monkeypatch.delitem(FAMILIES, "GptOssForCausalLM")
     assert named("z-lab/gpt-oss-20b-DFlash") == ["targets of the family gpt-oss are not supported"]
     monkeypatch.setattr(published, "METHODS", {name: each for name, each in METHODS.items() if name != "dflash"})
@@ -63,6 +67,11 @@ def test_a_target_that_nobody_knows_has_none(tmp_path: Path, config: str) -> Non
     (tmp_path / "config.json").write_text(config)
     assert published_for("org/mine", tmp_path) == ()
     assert published_for("org/mine", tmp_path / "nowhere") == ()
+
+
+def test_a_drafter_that_does_not_load_is_not_named() -> None:
+    names = [each.name for each in published_for("meta-llama/Llama-3.1-8B-Instruct")]
+    assert names == ["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"]
 
 
 def test_words_are_looked_for_in_both_ids() -> None:

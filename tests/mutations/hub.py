@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import mutants_of
 
 OF_HUB = "tests/checkpoints/test_hub.py"
+OF_TABLE = ("tests/drafters/test_published.py",)
 
 HUB_MUTANTS = (
     *mutants_of(
@@ -16,6 +17,11 @@ HUB_MUTANTS = (
         "dflash_backend/checkpoints/files.py",
         (f"{OF_HUB}::test_files_that_are_not_read_are_not_fetched",),
         ("chat templates in their folder are not fetched", "if pattern != TEMPLATES),", "),"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/files.py",
+        (f"{OF_HUB}::test_a_repository_with_pickled_weights_alone_is_refused_as_such",),
+        ("pickled weights that stay at the hub are not seen", " + _names_at_the_hub(directory)", ""),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/hub.py",
@@ -36,5 +42,10 @@ HUB_MUTANTS = (
         ),
         ("errors of the HTTP library are a traceback", "RuntimeError, *bases)", "RuntimeError)"),
         ("a full disk is tried again", "if pause is None or not _broke_off(error):", "if pause is None:"),
+    ),
+    *mutants_of(
+        "dflash_backend/drafters/published.py",
+        OF_TABLE,
+        ("a drafter with pickled weights is said to load", "if self.pickled:", "if False:"),
     ),
 )
