@@ -11,19 +11,20 @@ from pathlib import Path
 
 import torch
 
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, weight_files
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.moves import DISK, HOST, REMOTE
 from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, TransferConfig
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.error_text import first_line
 from dflash_backend.worker import ModelRunner
+from dflash_backend.worker.kv_code import code_digest
 from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords, RecordStore
 from dflash_backend.worker.kv_transfer import Facts, NixlAgent, NixlUnavailable, RemoteRecords, TransferServer
 from dflash_backend.worker.memory import GIB
 
-# Grows whenever the same settings and models no longer give the same KV, or a record has another layout.
-CONTENT_VERSION = 1
 # Host memory that blocks pass through on their way to a disk, where kv_host_gb is 0.
 BUFFER_BYTES = 64 << 20
 # Records of each group that a tier has at least: those of a move, and of the one that follows it.
@@ -33,6 +34,7 @@ MIN_SLOTS = 32
 CPU_STORE_MB_S = 100.0
 # What of a file of weights goes into the fingerprint: its first bytes, and this many pieces from all over it.
 HEAD_BYTES, NUM_PIECES, PIECE_BYTES = 1 << 20, 64, 4096
+SHOWN_DIGITS = 12  # of the digest of the code
 
 
 def wants_tiers(config: EngineConfig) -> bool:
@@ -77,6 +79,8 @@ def with_tiers(
             scheduler.max_model_len,
             pair.target.path.name,
             "" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens),
+            code_digest().hex()[:SHOWN_DIGITS],
+            max(_rope_lengths(pair)),
         )
         try:
             agent = NixlAgent(device) if config.kv_transfer_backend == "nixl" else None
@@ -174,16 +178,15 @@ def _slots(
 def fingerprint(
     config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfig, computed_by: str, with_times: bool = True
 ) -> bytes:
-    """32 bytes that differ wherever the KV of a block might: by the models, what is computed with them, and how a
-    record is laid out. computed_by: device and attention. Of a file of a checkpoint its name, length, head and pieces
-    count, and with `with_times` when it was written, which differs from machine to machine."""
-    digest = hashlib.sha256()
+    """32 bytes that differ wherever the KV of a block might: by the models, the code and the settings that compute it,
+    and by how a record is laid out. computed_by: device and attention. Of a file of weights its name, length, head and
+    pieces count, and with `with_times` when it was written, which differs from machine to machine."""
+    digest = hashlib.sha256(code_digest())
     settings = {
-        "version": CONTENT_VERSION,
         "torch": torch.__version__,
         "computed": computed_by,
         "block_size": scheduler.block_size,
-        "max_model_len": scheduler.max_model_len,
+        "rope_lengths": _rope_lengths(pair),
         "windows": scheduler.num_window_blocks > 0,
         "reads_next_tokens": scheduler.reads_next_tokens,
         **{
@@ -195,7 +198,9 @@ def fingerprint(
     }  # fmt: skip
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for path in pair.checkpoints:
-        for file in [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file()):
+        digest.update(_config_of(path))
+        mask = path / MASK_EMBEDDING
+        for file in [*weight_files(path), *([mask] if mask.is_file() else [])]:
             with file.open("rb") as opened:
                 stat = os.fstat(opened.fileno())
                 written = stat.st_mtime_ns if with_times else ""
@@ -205,3 +210,18 @@ def fingerprint(
                     opened.seek(piece * stat.st_size // NUM_PIECES)
                     digest.update(opened.read(PIECE_BYTES))
     return digest.digest()
+
+
+def _rope_lengths(pair: ModelPair) -> list[int]:
+    """The lengths that the models' rotary frequencies are computed for; 0 where these depend on no length."""
+    decoders = [pair.target.decoder]
+    if pair.draft_model is not None:
+        decoders.append(pair.draft_model.decoder)
+    return [decoder.rope.length for decoder in decoders]
+
+
+def _config_of(path: Path) -> bytes:
+    """A checkpoint's config, in one order of its fields. What it was converted from, and where that lies, is not in
+    it."""
+    fields = {name: value for name, value in JsonReader.load(path / "config.json").data.items() if name != "gguf"}
+    return json.dumps(fields, sort_keys=True).encode()

@@ -57,23 +57,33 @@ class TransferError(Exception):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What two servers must have in common: the fingerprint, 32 bytes of models and settings. The others are in it, or
-    of no importance where it is the same, and say what differs."""
+    """What two servers must have in common: the fingerprint, 32 bytes of models, code and settings. The others are in
+    it, or of no importance where it is the same, and say what differs. max_model_len bounds what a reader asks for.
+    rope_length: the length of dynamic rotary frequencies, 0 without."""
 
     fingerprint: bytes
     kv_block_size: int
     max_model_len: int
     target: str
     drafter: str
+    code: str = ""
+    rope_length: int = 0
 
     def difference(self, other: Facts) -> str | None:
         """What differs in `other`, as a sentence; None: nothing."""
         if self.fingerprint == other.fingerprint:
             return None
-        for name in ("kv_block_size", "max_model_len", "target", "drafter"):
+        names = {
+            "kv_block_size": "kv_block_size",
+            "rope_length": "the length of dynamic rope (max_model_len)",
+            "code": "the version of the code",
+            "target": "target",
+            "drafter": "drafter",
+        }
+        for name, said in names.items():
             here, there = getattr(self, name), getattr(other, name)
             if here != there:
-                return f"{name} is {here!r} on the server that keeps the KV, and {there!r} on the one that asks for it"
+                return f"{said} is {here!r} on the server that keeps the KV, and {there!r} on the one that asks for it"
         return "weights, dtypes or devices of the two servers differ"
 
 

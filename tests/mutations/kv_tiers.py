@@ -23,6 +23,7 @@ OF_DISK = ("tests/worker/test_kv_disk.py",)
 OF_TRANSFER = ("tests/core/test_kv_transfer.py",)
 OF_SERVER = ("tests/worker/test_kv_transfer.py",)
 OF_MOVER = ("tests/worker/test_kv_mover.py",)
+OF_FINGERPRINT = ("tests/engine/test_kv_fingerprint.py",)
 
 KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(

@@ -298,7 +298,8 @@ def test_a_reader_that_reads_too_slowly_is_left(
 
 DIFFERENCES = {
     "kv_block_size is 16 on the server that keeps the KV, and 32 on the one": {"kv_block_size": 32},
-    "max_model_len is 512 on the server that keeps the KV, and 1024": {"max_model_len": 1024},
+    "the length of dynamic rope (max_model_len) is 0 on the server that keeps the KV": {"rope_length": 1024},
+    "the version of the code is '' on the server that keeps the KV, and '0123'": {"code": "0123"},
     "target is 'target' on the server that keeps the KV, and 'other'": {"target": "other"},
     "drafter is 'drafter' on the server that keeps the KV, and ''": {"drafter": ""},
     "weights, dtypes or devices of the two servers differ": {},
@@ -353,8 +354,8 @@ def test_other_machines_are_trusted_where_they_are_named(peers: tuple[str, ...],
     assert RemoteRecords(FACTS, SIZES, None, frozenset(peers)).trusts(Peer(host, 7000, KEY)) is trusted
 
 
-def test_a_folders_name_is_no_difference(server: TransferServer) -> None:
-    reader = Reader(msgspec.structs.replace(FACTS, target="another folder"))
+def test_a_folders_name_and_a_longer_context_are_no_difference(server: TransferServer) -> None:
+    reader = Reader(msgspec.structs.replace(FACTS, target="another folder", max_model_len=1024))
     server.keep(kept())
     server.ready(1)
     assert reader.read(server.port).arrived == (True,) * 4
