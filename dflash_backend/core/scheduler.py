@@ -467,6 +467,8 @@ class Scheduler:
                 victim = request_to_make_way(
                     tenant, lacks, self.queue.running_tenants.values(), self._oldest(), self._min_lag
                 )
+                if victim is not None and lacks and self.kv.let_go_of_kept():
+                    continue  # what is kept for other servers goes before a running request
                 must_drain = victim is not None and in_flight
                 if victim is None or in_flight:
                     break
@@ -598,7 +600,7 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             num_positions = positions_to_start(request, config)
             has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
-            if not has_tokens or not self.kv.fits(request, num_positions, hit, promised):
+            if not has_tokens or not self.kv.can_admit(request, num_positions, hit, promised):
                 passed_over.append(tenant)  # It waits for blocks or tokens, and so do all others: the loop ends.
                 break
             if self.kv.tiers is not None and self._begin_load(self.kv.tiers, request, hit, builder):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_backend.core.kv.groups import FullBlocks
+from dflash_backend.core.kv.manager import FETCH_S
 from dflash_backend.core.kv.tiers import MAX_TOLD
 from dflash_backend.core.kv.transfer import KeptForOthers
 from dflash_backend.core.moves import REMOTE, Peer
@@ -205,6 +206,40 @@ def test_no_request_is_preempted_before_all_that_is_kept_is_let_go() -> None:
     first.run(*(make_request(f"r{i}", [i, *OTHER[:9]], max_tokens=60, seed=i) for i in range(2)))
     assert first.kept.stats.num_expired == 3
     assert first.core.stats().num_preemptions == 0
+
+
+def test_kept_kv_gives_way_to_a_request_that_waits_beside_one_that_runs() -> None:
+    """The oldest goes first, and no more than it takes; what a decode server may just ask for stays."""
+    first = Server("prefill", num_blocks=36)
+    for number in range(3):
+        first.prefill([number, *PROMPT[:39]], f"prefill{number}")
+        first.clock.advance(0.1)
+    first.add(make_request("runs", OTHER[:5], max_tokens=8, seed=1))
+    first.step()
+    first.add(make_request("waits", OTHER[:30], max_tokens=4, seed=2))
+    first.clock.advance(FETCH_S - 0.35)
+    first.step()
+    assert len(first.kept) == 3
+    assert list(first.scheduler.running) == ["runs"]
+    first.clock.advance(0.1)
+    first.step()
+    assert {"runs", "waits"} == set(first.scheduler.running)
+    assert first.kept.stats.num_expired == 1
+    assert first.core.stats().num_preemptions == 0
+
+
+def test_what_is_kept_goes_before_a_request_is_preempted_for_another_tenant() -> None:
+    first = Server("prefill", num_blocks=36)
+    for number in range(2):
+        first.prefill([number, *PROMPT[:39]], f"prefill{number}")
+    first.add(*(make_request(f"r{i}", [i, *OTHER[:9]], max_tokens=40, seed=i, tenant="many") for i in range(3)))
+    for _ in range(2):
+        first.step()
+    first.add(make_request("other", OTHER[:30], max_tokens=4, seed=9, tenant="few"))
+    first.step()
+    assert "other" in first.scheduler.running
+    assert first.core.stats().num_preemptions == 0
+    first.finish()
 
 
 def test_a_server_that_cannot_be_reached_leaves_the_prompt_to_be_computed() -> None:

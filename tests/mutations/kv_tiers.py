@@ -223,6 +223,29 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *mutants_of(
+        MANAGER,
+        OF_TRANSFER,
+        (
+            "kept KV that no server fetches holds up a waiting request as long as another runs",
+            "            if not self.let_go_of_kept(FETCH_S):\n                return False\n",
+            "            return False\n",
+        ),
+        (
+            "KV that was kept just now gives way to a waiting request",
+            "self.let_go_of_kept(FETCH_S)",
+            "self.let_go_of_kept()",
+        ),
+    ),
+    *mutants_of(
+        SCHEDULER,
+        OF_TRANSFER,
+        (
+            "a running request is preempted for another tenant before what is kept goes",
+            "if victim is not None and lacks and self.kv.let_go_of_kept():",
+            "if victim is not None and lacks and self.kv.let_go_of_kept(1e9):",
+        ),
+    ),
+    *mutants_of(
         MOVER,
         OF_MOVER,
         (
@@ -290,6 +313,17 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "copies of states are those of requests",
             "groups.append((step.pool.tensors, len(step.state.tokens)))",
             "groups.append((step.pool.tensors, 0))",
+        ),
+    ),
+    *mutants_of(
+        ENGINE,
+        OF_FINGERPRINT,
+        ("KV of another version of the code is used", "hashlib.sha256(code_digest())", "hashlib.sha256()"),
+        ("the path of a converted file counts", 'if name != "gguf"}', "}"),
+        (
+            "dynamic rotary frequencies of another length are the same",
+            '_rope_lengths(pair),\n        "windows',
+            '0,\n        "windows',
         ),
     ),
     *mutants_of(

@@ -122,11 +122,15 @@ class KeptForOthers:
             self._sender.withdraw(number)
             self._broken.append(number)
 
-    def give_way(self) -> bool:
-        """Let go of the oldest; False where there is none. Its decode server computes it."""
+    def give_way(self, least_age_s: float = 0.0) -> bool:
+        """Let go of the oldest, if it is kept for at least `least_age_s`; False where there is none. Its decode server
+        computes it."""
         if not self._keeping:
             return False
-        self._withdraw(next(iter(self._keeping)))
+        number, (_, until) = next(iter(self._keeping.items()))
+        if self._clock() < until - self._timeout_s + least_age_s:
+            return False
+        self._withdraw(number)
         return True
 
     def _withdraw(self, number: int) -> None:
