@@ -46,6 +46,8 @@ MAX_READERS, NUM_READING = 64, 4
 _LOOPBACK = re.compile(r"127(?:\.\d{1,3}){3}", re.ASCII)
 # Of a message, and more for each record that it may name; memory for as much of it as has come, and for this more.
 MESSAGE_BYTES, RECORD_BYTES, PIECE_BYTES = 1 << 20, 64, 64 << 10
+# Buffers of reads by NIXL that did not end.
+MAX_ABANDONED = 32
 # A line in the log for each kind of trouble, this often at most.
 LOG_EVERY_S = 60.0
 MAX_LOGGED_CHARS = 600
@@ -416,6 +418,10 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it reads no more, and records are to come by the connection."""
+
     def reader(self, memory: Memory, stopped: threading.Event) -> ReadRecord:
         """Reads from a server's memory, until `stopped` is set. Raises `TransferError`."""
 
@@ -447,6 +453,8 @@ class _Session(RecordStore):
             return
         records = [(record.group, record.block_hash) for record in self._move.records]
         transport = owner._transport
+        if transport is not None and transport.is_broken:
+            transport = None
         try:
             family, kind, protocol, address = self._resolved()
             # Before it connects, so that `interrupt` ends that too.
@@ -563,6 +571,7 @@ class NixlAgent:
         # Agents are not for several threads at a time.
         self._lock = threading.Lock()
         self._buffers = threading.local()
+        self._abandoned: list[np.ndarray] = []
         self._peers: dict[bytes, str] = {}
         try:
             # Its own thread of progress would take a core, also while nothing moves.
@@ -624,17 +633,47 @@ class NixlAgent:
         with self._lock:
             descriptors = self._agent.get_xfer_descs(local, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
             handle = self._agent.initialize_xfer("READ", *descriptors, peer, b"")
-            state = self._agent.transfer(handle)
+        state = ""
+        try:
+            state = self._wait(handle, stopped)
+        finally:
+            if state != "DONE":
+                self._abandon(buffer)
+            with self._lock:
+                self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise TransferError(f"NIXL could not read it: its state is {state} after {IO_TIMEOUT_S:g} s at most")
+        return buffer[: start - buffer.ctypes.data]
+
+    def _wait(self, handle: Any, stopped: threading.Event) -> str:
+        """Begin a transfer and wait for its end; its last state."""
+        with self._lock:
+            state: str = self._agent.transfer(handle)
         until = time.monotonic() + IO_TIMEOUT_S
         while state == "PROC" and time.monotonic() < until and not stopped.is_set():
             time.sleep(HELP_S)
             with self._lock:
                 state = self._agent.check_xfer_state(handle)
+        return state
+
+    def _abandon(self, buffer: np.ndarray) -> None:
+        """Use the calling thread's buffer no more: a transfer that did not end may still write to it. It stays
+        registered, and the next read gets another one."""
+        self._buffers.array = None
         with self._lock:
-            self._agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise TransferError(f"NIXL could not read it: its state is {state} after {IO_TIMEOUT_S:g} s at most")
-        return buffer[: start - buffer.ctypes.data]
+            self._abandoned.append(buffer)
+            is_last = len(self._abandoned) == MAX_ABANDONED
+        if is_last:
+            _log.warning(
+                "kv_transfer_backend: %d reads by NIXL did not end, and each holds its buffer for good: KV comes over "
+                "TCP from now on; restart the server to use NIXL again, and look at the network if this comes back",
+                MAX_ABANDONED,
+            )
+
+    @property
+    def is_broken(self) -> bool:
+        """As `kv_transfer.Transport.is_broken`."""
+        return len(self._abandoned) >= MAX_ABANDONED
 
 
 def read_record(

@@ -23,6 +23,7 @@ OF_DISK = ("tests/worker/test_kv_disk.py",)
 OF_TRANSFER = ("tests/core/test_kv_transfer.py",)
 OF_SERVER = ("tests/worker/test_kv_transfer.py",)
 OF_MOVER = ("tests/worker/test_kv_mover.py",)
+OF_NIXL = ("tests/worker/test_kv_nixl.py",)
 OF_FINGERPRINT = ("tests/engine/test_kv_fingerprint.py",)
 
 KV_TIER_MUTANTS: tuple[Mutant, ...] = (
@@ -175,6 +176,20 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "a read that waits cannot be stopped",
             "                connection.shutdown(socket.SHUT_RDWR)\n\n    def _fail",
             "                pass\n\n    def _fail",
+        ),
+    ),
+    *mutants_of(
+        SERVER,
+        OF_NIXL,
+        (
+            "a read that was given up writes into the next record",
+            "        self._buffers.array = None\n",
+            "",
+        ),
+        (
+            "reads that do not end take all memory",
+            "        if transport is not None and transport.is_broken:\n            transport = None\n",
+            "",
         ),
     ),
     *mutants_of(

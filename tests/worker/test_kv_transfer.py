@@ -176,6 +176,7 @@ class HelpedTransport:
     """As NIXL's over a network that needs the keeper's help, on both sides: a record comes once it has helped."""
 
     name = "nixl"
+    is_broken = False
     memory = Memory(b"", [], "DRAM", 0)
 
     def __init__(self, keeper: DeviceRecords) -> None:
