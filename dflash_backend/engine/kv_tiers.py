@@ -140,7 +140,9 @@ def _tiers(
         tiers.append(TierConfig(DISK, _slots(config, "kv_disk_gb", config.kv_disk_gb * GIB, sizes, num_slots)))
         name = fingerprint(config, pair, scheduler, computed_by)
         try:
-            stores[DISK] = DiskRecords(Path(config.kv_disk_path), name, device.sizes, config.kv_disk_gb * GIB)
+            stores[DISK] = DiskRecords(
+                Path(config.kv_disk_path), name, device.sizes, config.kv_disk_gb * GIB, config.data_parallel_size
+            )
         except DiskError as error:
             raise ConfigError(
                 f"setting 'kv_disk_path' is {config.kv_disk_path!r}: {error}; name a folder that the server may write "

@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,8 @@ _FOLDER_NAME = re.compile(r"kv-[0-9a-f]{32}")
 LOG_EVERY_S = 60.0
 # Engines that share a path at most.
 MAX_ENGINES = 64
+# Seconds that an engine waits for others that start at the same path, and between two looks.
+START_WAIT_S, START_LOOK_S = 60.0, 0.02
 
 
 class DiskError(Exception):
@@ -48,16 +50,27 @@ class DiskRecords(RecordStore):
     """Records in a folder of files, found by their hashes."""
 
     def __init__(
-        self, path: Path, fingerprint: bytes, sizes: Sequence[int], max_other_bytes: float = float("inf")
+        self,
+        path: Path,
+        fingerprint: bytes,
+        sizes: Sequence[int],
+        max_other_bytes: float = float("inf"),
+        num_engines: int = 1,
     ) -> None:
         """path: where folders are made. fingerprint: 32 bytes; sizes: bytes of a record of each group.
         max_other_bytes: of the files that no engine uses, of other fingerprints or engines; the oldest are removed now.
-        Raises `DiskError`."""
+        num_engines: that start together with this fingerprint, whose folders stay as they are. Raises `DiskError`."""
         self._fingerprint = fingerprint
         self._sizes = list(sizes)
         self._logged: dict[str, tuple[float, int]] = {}
-        self.folder, self._lock = _own_folder(path / f"kv-{fingerprint.hex()[:32]}")
-        _bound_others(path, self.folder, max_other_bytes)
+        base = path / f"kv-{fingerprint.hex()[:32]}"
+        # Else an engine that starts meanwhile would find folders locked that no engine uses.
+        with _alone(path) as is_alone:
+            self.folder, self._lock = _own_folder(base)
+            if is_alone:
+                _bound_others(
+                    path, {base / str(number) for number in range(num_engines)} | {self.folder}, max_other_bytes
+                )
 
     def close(self) -> None:
         """Let another engine have the folder."""
@@ -165,6 +178,29 @@ class DiskRecords(RecordStore):
         _log.warning("kv_disk_path: %s %s%s: %s", path, what, more, why)
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Let no other engine choose a folder under `path` or look through all of them meanwhile. Yields False where that
+    cannot be had: another engine takes long, or the lock is another user's."""
+    descriptor = None
+    is_alone = False
+    with contextlib.suppress(OSError):
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        until = time.monotonic() + START_WAIT_S
+        while not is_alone and time.monotonic() < until:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_alone = True
+            except BlockingIOError:
+                time.sleep(START_LOOK_S)
+    try:
+        yield is_alone
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def _own_folder(base: Path) -> tuple[Path, int]:
     """The first folder under `base` that no other engine uses, and the descriptor that keeps it ours."""
     for number in range(MAX_ENGINES):
@@ -186,16 +222,16 @@ def _own_folder(base: Path) -> tuple[Path, int]:
     raise DiskError(f"{MAX_ENGINES} engines use {base} already")
 
 
-def _bound_others(path: Path, own: Path, max_bytes: float) -> None:
-    """Remove records of folders other than `own` that no engine uses, the longest unused first, until `max_bytes` are
-    left. Files that are not ours stay, and so do folders and their locks, of which others may just take one."""
+def _bound_others(path: Path, but: Collection[Path], max_bytes: float) -> None:
+    """Remove records of folders that no engine uses, without those in `but`, the longest unused first, until
+    `max_bytes` are left. Files that are not ours stay, and so do folders and their locks."""
     found: list[tuple[float, int, str]] = []
     locks: list[int] = []
     try:
         bases = [base for base in _folders_in(path) if _FOLDER_NAME.fullmatch(base.name) is not None]
         for base in bases:
             for folder in _folders_in(base):
-                if folder == own:
+                if folder in but:
                     continue
                 with contextlib.suppress(OSError):  # another engine's, or not ours to read
                     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -283,6 +283,16 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "            if left:\n",
         ),
         (
+            "engines that start together do not wait for each other",
+            "with _alone(path) as is_alone:",
+            "with contextlib.nullcontext(True) as is_alone:",
+        ),
+        (
+            "the first of several engines removes the records of the others",
+            "for number in range(num_engines)}",
+            "for number in range(1)}",
+        ),
+        (
             "a file of another block is used",
             "if bytes(header) != self._header(record):",
             "if not header:",
@@ -294,8 +304,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "two engines share a folder",
-            "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-            "fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+            "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n        except",
+            "            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)\n        except",
         ),
         (
             "a record's file stays when another takes its slot",

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from dflash_backend.core.moves import Record
+from dflash_backend.worker import kv_disk
 from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from tests.support.scale import SCALE
 
@@ -208,6 +209,60 @@ def test_what_no_engine_uses_is_bounded_and_the_longest_unused_goes_first(record
     assert not list(foreign.folder.glob("*.0"))
     assert not list(in_use.folder.glob("*.0"))
     assert len(records.kept()) == 4
+
+
+def warm(path: Path, count: int) -> None:
+    """Folders of engines that have ended, each with a record of its number."""
+    engines = [DiskRecords(path, OURS, SIZES) for _ in range(count)]
+    for number, each in enumerate(engines):
+        assert each.write(record(number), data(number))
+        each.close()
+
+
+def test_an_engine_that_starts_while_another_looks_through_all_folders_finds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm(tmp_path, 2)
+    looks, may_go_on, found = threading.Event(), threading.Event(), kv_disk._records_in
+
+    def slow(folder: Path) -> list[tuple[float, int, str]]:
+        looks.set()
+        may_go_on.wait(10.0)
+        return found(folder)
+
+    monkeypatch.setattr(kv_disk, "_records_in", slow)
+    started: list[DiskRecords] = []
+
+    def start() -> None:
+        started.append(DiskRecords(tmp_path, OURS, SIZES))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    threads[0].start()
+    assert looks.wait(5.0)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_go_on.set()
+    for thread in threads:
+        thread.join(10.0)
+    assert [each.folder.name for each in started] == ["0", "1"]
+    assert [each.kept() for each in started] == [[(0, _hash(0))], [(0, _hash(1))]]
+
+
+def test_an_engine_does_not_wait_for_ever_for_another_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_disk, "START_WAIT_S", 0.05)
+    with kv_disk._alone(tmp_path) as is_alone:
+        assert is_alone
+        assert DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=0.0).folder.name == "0"
+
+
+def test_the_first_of_engines_that_start_together_leaves_the_others_folders(tmp_path: Path) -> None:
+    warm(tmp_path, 3)
+    first = DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=0.0, num_engines=2)
+    second = DiskRecords(tmp_path, OURS, SIZES, max_other_bytes=0.0, num_engines=2)
+    assert [len(each.kept()) for each in (first, second)] == [1, 1]
+    assert not list((first.folder.parent / "2").glob("*.0")), "a third one does not start any more"
 
 
 def test_a_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
