@@ -7,7 +7,9 @@ lock; on a GPU the copies run on a stream of their own, which begins after the s
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -135,21 +137,42 @@ class HostRecords(RecordStore):
 
     def __init__(self, sizes: Sequence[int], num_slots: Sequence[int], pinned: bool) -> None:
         """Raises `MemoryError` or `RuntimeError` where the system does not have as much."""
-        self._memory = [
-            host_memory(size * slots, pinned).reshape(slots, size) for size, slots in zip(sizes, num_slots, strict=True)
-        ]
+        self._chunks = [_record_chunks(size, slots, pinned) for size, slots in zip(sizes, num_slots, strict=True)]
+        # Of each group the slot after the last one of each chunk.
+        self._ends = [list(itertools.accumulate(map(len, chunks))) for chunks in self._chunks]
+
+    def _at(self, group: int, slot: int) -> np.ndarray:
+        number = bisect.bisect_right(self._ends[group], slot)
+        chunk = self._chunks[group][number]
+        return chunk[slot - self._ends[group][number] + len(chunk)]
 
     def space(self, record: Record) -> np.ndarray:
-        return self._memory[record.group][record.target]
+        return self._at(record.group, record.target)
 
     def read(self, record: Record, into: np.ndarray) -> np.ndarray:
-        return self._memory[record.group][record.source]
+        return self._at(record.group, record.source)
 
     def write(self, record: Record, data: np.ndarray) -> bool:
         own = self.space(record)
         if own.ctypes.data != data.ctypes.data:
             np.copyto(own, data)
         return True
+
+
+def _record_chunks(size: int, num_slots: int, pinned: bool) -> list[np.ndarray]:
+    """Memory for `num_slots` records of `size` bytes each, uint8 `[slots, size]`, one after the other. Pinned memory is
+    given in powers of two: so are its chunks, each at most as large as what is left, but for a last record."""
+    if not pinned:
+        return [host_memory(size * num_slots, pinned).reshape(num_slots, size)]
+    chunks: list[np.ndarray] = []
+    while num_slots:
+        num_bytes = 1 << (size * num_slots).bit_length() - 1
+        if num_bytes < size:
+            num_bytes *= 2
+        count = num_bytes // size
+        chunks.append(host_memory(num_bytes, pinned)[: count * size].reshape(count, size))
+        num_slots -= count
+    return chunks
 
 
 def host_memory(num_bytes: int, pinned: bool) -> np.ndarray:

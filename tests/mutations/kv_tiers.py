@@ -269,6 +269,16 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "return False",
         ),
         (
+            "pinned memory takes twice what its records do",
+            "    if not pinned:\n        return [host_memory(size",
+            "    if size:\n        return [host_memory(size",
+        ),
+        (
+            "records of two chunks have the same bytes",
+            "bisect.bisect_right(self._ends[group], slot)",
+            "min(1, bisect.bisect_right(self._ends[group], slot))",
+        ),
+        (
             "loads are bounded as stores are",
             "(self._of_all,) if job.move.is_load else (self._of_all, self._of_stores)",
             "(self._of_all, self._of_stores)",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from dflash_backend.core.moves import DEVICE, HOST, REMOTE, Move, Record
+from dflash_backend.worker import kv_mover
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
 
 SIZE = 1000
@@ -48,6 +50,31 @@ def test_a_bound_of_stores_holds_up_stores_alone(slow_stores: BackgroundMover) -
     slow_stores.cancel(frozenset({2}))
     (stored,) = slow_stores.finished()
     assert (stored.move_id, stored.arrived) == (2, (True, False))
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_takes_no_more_than_its_records_and_each_has_its_own_bytes(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory is given in powers of two: a chunk of any other size would take up to twice as much."""
+    sizes, counts, asked = (1000, 24, 4096), (1100, 33, 7), []
+
+    def memory(num_bytes: int, is_pinned: bool) -> np.ndarray:
+        assert is_pinned == pinned
+        asked.append(1 << (num_bytes - 1).bit_length() if pinned else num_bytes)
+        return np.zeros(num_bytes, np.uint8)
+
+    monkeypatch.setattr(kv_mover, "host_memory", memory)
+    store = HostRecords(sizes, counts, pinned)
+    wanted = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    assert wanted <= sum(asked) <= wanted + (12 * sum(sizes) if pinned else 0)
+    generator = np.random.default_rng(1)
+    places = [(group, slot) for group, count in enumerate(counts) for slot in range(count)]
+    written = {place: generator.integers(0, 256, sizes[place[0]], dtype=np.uint8) for place in places}
+    for group, slot in places:
+        assert store.write(Record(group, b"", 0, slot), written[group, slot])
+    for group, slot in places:
+        assert np.array_equal(store.read(Record(group, b"", slot, 0), np.empty(0, np.uint8)), written[group, slot])
 
 
 class Slow(HostRecords):
