@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # Of a thread that copies: steps come first.
 NICENESS = 10
+# Seconds that all threads together have to end in.
+CLOSE_WAIT_S = 10.0
 
 
 class RecordStore:
@@ -290,14 +292,18 @@ class BackgroundMover:
                         )
 
     def close(self) -> None:
-        """End the threads, after the records that they are at. What is left is not moved."""
+        """End the threads, after the records that they are at. What is left is not moved. A thread whose disk hangs is
+        left after `CLOSE_WAIT_S`; it ends with the process."""
         with self._changed:
             self._closing = True
             for job in self._running:
                 job.stop()
             self._changed.notify_all()
+        until = time.monotonic() + CLOSE_WAIT_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                _log.warning("the thread %s still waits for a record of KV, and is left", thread.name)
 
     @staticmethod
     def _queue(queue: deque[_Job], job: _Job) -> None:

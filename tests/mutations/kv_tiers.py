@@ -269,6 +269,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "return False",
         ),
         (
+            "a disk that hangs holds up the end of the server",
+            "thread.join(max(0.0, until - time.monotonic()))",
+            "thread.join()",
+        ),
+        (
             "pinned memory takes twice what its records do",
             "    if not pinned:\n        return [host_memory(size",
             "    if size:\n        return [host_memory(size",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.moves import DEVICE, HOST, REMOTE, Move, Record
+from dflash_backend.core.moves import DEVICE, DISK, HOST, REMOTE, Move, Record
 from dflash_backend.worker import kv_mover
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
 
@@ -118,3 +119,31 @@ def test_what_a_source_cannot_confirm_has_not_arrived() -> None:
     (moved,) = mover.finished()
     assert moved.arrived == (False, False)
     mover.close()
+
+
+class Hung(HostRecords):
+    """Whose reads wait for `may_end`, as those of a disk that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__([SIZE], [NUM_RECORDS], False)
+        self.is_read, self.may_end = threading.Event(), threading.Event()
+
+    def read(self, record: Record, into: np.ndarray) -> np.ndarray:
+        self.is_read.set()
+        self.may_end.wait(10.0)
+        return super().read(record, into)
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_mover, "CLOSE_WAIT_S", 0.05)
+    device = DeviceRecords([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {DISK: (store := Hung())})
+    mover.submit(Move(1, DISK, DEVICE, records(1)))
+    assert store.is_read.wait(5.0)
+    began = time.monotonic()
+    mover.close()
+    assert time.monotonic() - began < 5.0
+    assert "the thread kv-disk still waits" in caplog.text
+    store.may_end.set()
