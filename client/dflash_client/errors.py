@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -87,7 +88,13 @@ _TRITONS_WORDS = (
     ("unknown model", "NOT_FOUND", ""),
     # The model's process has died or hangs; `dflash-triton serve` replaces it.
     ("is not healthy", "UNAVAILABLE", ""),
+    # A server that stops keeps its connections open, and takes no more requests.
+    ("Server is stopping", "UNAVAILABLE", "; try again later, or at another server"),
+    ("Server not ready", "UNAVAILABLE", "; it starts or stops: try again later"),
+    ("Failed to increase the shared memory pool", "INTERNAL", "; give the server more shared memory (/dev/shm)"),
 )
+# What Triton puts before the text of some of its errors.
+_REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ")
 
 
 def error_for(status: str, message: str) -> ClientError:
@@ -101,13 +108,14 @@ def error_in_text(message: str, otherwise: str = "INVALID_ARGUMENT") -> ClientEr
     """The exception for an error of which only the text came.
 
     The model's own errors begin with their status; what Triton refuses before the model sees it does not, and has the
-    status `otherwise` unless its words say more.
+    status `otherwise` unless its words say more. The id of the request, which Triton may put first, is left out.
     """
+    message = message[found.end() :] if (found := _REQUEST_ID.match(message)) else message
     status, colon, rest = message.partition(": ")
     if colon and status in _BY_STATUS:
         return error_for(status, rest)
-    found = (known[1:] for known in _TRITONS_WORDS if known[0] in message)
-    kind, unsaid = next(found, (otherwise, ""))
+    known = (each[1:] for each in _TRITONS_WORDS if each[0] in message)
+    kind, unsaid = next(known, (otherwise, ""))
     return error_for(kind, message + unsaid)
 
 

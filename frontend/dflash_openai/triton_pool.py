@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -18,6 +19,7 @@ from dflash_client.errors import (
     ConnectionFailed,
     ConnectionLost,
     InvalidArgument,
+    QueueFull,
     Unavailable,
 )
 from dflash_openai.config import FrontendConfig
@@ -27,6 +29,8 @@ from dflash_openai.notices import log_once
 MIN_PREFILL_TOKENS = 64
 # A prompt that takes longer than this, and this more for each of its tokens, may hang: the decode server computes it.
 MAX_PREFILL_S, MAX_TOKEN_S = 60.0, 0.01
+# A server that takes no requests, as one that stops, is among the last for so long, unless it takes one before.
+REFUSED_S = 10.0
 # What a prefill server must know of a request beside its prompt.
 OF_PROMPT = ("cache_salt", "tenant", "priority")
 _LOG = logging.getLogger("dflash_openai")
@@ -54,8 +58,9 @@ class ModelDescription(msgspec.Struct, frozen=True):
 
 class TritonPool:
     """Clients of the servers of one model. Each request goes to the server with the fewest requests of this front end;
-    where that one does not take it, to the next. Servers that say nothing, as one that hangs or whose machine is gone,
-    are the last: what is sent there waits."""
+    where that one does not take it, to the next. Servers that have just refused one are behind the others: one that
+    stops has the fewest. Servers that say nothing, as one that hangs or whose machine is gone, are the last: what is
+    sent there waits."""
 
     def __init__(self, config: FrontendConfig) -> None:
         """Nothing is connected yet. In the event loop that it serves."""
@@ -69,6 +74,8 @@ class TritonPool:
         )
         self._num_running = dict.fromkeys([*self._clients, *self._prefill_clients], 0)
         self._silent: frozenset[AsyncDFlashClient] = frozenset()
+        # Of servers that took no request: until when they are behind the others, in the clock of `time.monotonic()`.
+        self._refused_until: dict[AsyncDFlashClient, float] = {}
 
     def request(
         self,
@@ -86,16 +93,30 @@ class TritonPool:
         return len(self._clients)
 
     def by_load(self) -> list[AsyncDFlashClient]:
-        """The servers, the one with the fewest requests first, those that say nothing behind all others."""
-        return sorted(self._clients, key=lambda client: (client in self._silent, self._num_running[client]))
+        """The servers, the one with the fewest requests first, behind them those that refuse requests, and those that
+        say nothing behind all others."""
+        return sorted(self._clients, key=lambda client: (client in self._silent, *self._load(client)))
 
     def prefill_by_load(self) -> list[AsyncDFlashClient]:
         """The prefill servers, as `by_load`, without those that say nothing: a decode server computes a prompt, too."""
         talking = [client for client in self._prefill_clients if client not in self._silent]
-        return sorted(talking, key=lambda client: self._num_running[client])
+        return sorted(talking, key=self._load)
+
+    def _load(self, client: AsyncDFlashClient) -> tuple[bool, int]:
+        """Whether a server has just refused a request, and how many it has."""
+        return time.monotonic() < self._refused_until.get(client, 0.0), self._num_running[client]
+
+    def heard(self, client: AsyncDFlashClient, error: ClientError | None) -> None:
+        """Note that a server takes requests (None), or the error with which it took none. A full queue is not noted:
+        it may be that of one tenant."""
+        if error is None:
+            self._refused_until.pop(client, None)
+        elif isinstance(error, Unavailable) and not isinstance(error, QueueFull):
+            self._refused_until[client] = time.monotonic() + REFUSED_S
 
     async def look(self, timeout_s: float) -> None:
-        """See which servers say nothing for so long. One alone gets all requests whatever it says."""
+        """See which servers say nothing for so long, and which take no requests. One alone gets all requests whatever
+        it says."""
         clients = [*self._clients, *self._prefill_clients]
         if len(clients) < 2:
             return
@@ -104,6 +125,7 @@ class TritonPool:
             client for client, error in zip(clients, found, strict=True) if isinstance(error, ConnectionFailed)
         )
         for client, error in zip(clients, found, strict=True):
+            self.heard(client, error)
             if (client in silent) != (client in self._silent):
                 _LOG.warning(
                     "%s", f"requests go to other servers: {error}" if client in silent else f"{client.address} is back"
@@ -221,10 +243,13 @@ class PooledRequest:
             try:
                 async with self._stream as stream:
                     async for delta in stream:
-                        answered = True
+                        if not answered:
+                            answered = True
+                            self._pool.heard(client, None)
                         yield delta
                 return
             except (Unavailable, ConnectionFailed) as error:
+                self._pool.heard(client, error)
                 is_last = position == len(servers) - 1
                 if answered or is_last or self._cancelled or isinstance(error, ConnectionLost):
                     raise

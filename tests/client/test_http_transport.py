@@ -23,7 +23,7 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
-from dflash_client.errors import ClientError
+from dflash_client.errors import ClientError, error_in_text
 from dflash_client.http_messages import EventParser
 from dflash_client.retry import RetryPolicy
 from tests.client.blocking import BlockingClient
@@ -149,6 +149,27 @@ def test_an_error_has_its_kind_and_begins_with_the_servers_words(
     assert type(raised.value) is kind
     added = "; it is loading or unloading, or the server stops: try again later" if "versions" in words else ""
     assert str(raised.value) == words.removeprefix(f"{kind.status}: ") + added
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("Server is stopping, scheduler for model has stopped accepting new inference requests", Unavailable),
+        ("Server not ready", Unavailable),
+        (
+            "Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_1' to 4325376 "
+            "bytes. Error: No space left on device",
+            Internal,
+        ),
+        ("input 'stream' batch size does not match other inputs", InvalidArgument),
+    ],
+)
+def test_what_triton_says_of_itself_is_not_the_clients_error(words: str, kind: type) -> None:
+    for before in ("", "[request id: <id_unknown>] ", "[request id: 7] "):
+        found = error_in_text(before + words)
+        assert type(found) is kind
+        assert str(found).startswith(words)
+        assert type(error_in_text(f"{before}UNAVAILABLE: the engine is being restarted")) is Unavailable
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dflash_client.errors import (
     InvalidArgument,
     QueueFull,
     Unavailable,
+    error_in_text,
 )
 from dflash_openai import triton_pool
 from dflash_openai.config import FrontendConfig
@@ -227,16 +228,50 @@ def test_a_server_that_says_nothing_is_the_last_that_is_asked(caplog: pytest.Log
     pool.count(other, 3)  # type: ignore[arg-type]
     assert answer(pool, 64) == ["b"]
     assert gone.asked == prefill.asked == []
-    # A server that refuses has said so at once, and it is asked as before.
-    gone.error, prefill.error = Unavailable("the engine restarts"), None
+    gone.error = prefill.error = None
     asyncio.run(pool.look(5))
-    assert answer(pool, 64) == ["b"]
+    assert answer(pool, 64) == ["a"]
     assert (len(gone.asked), len(prefill.asked)) == (1, 1)
     assert [record.getMessage() for record in caplog.records] == [
         *["requests go to other servers: a:1 has not answered within 5 s"] * 2,
         "a:1 is back",
         "p:1 is back",
     ]
+
+
+STOPPING = (
+    "[request id: <id_unknown>] Server is stopping, scheduler for model has stopped accepting new inference requests"
+)
+
+
+def test_a_server_that_stops_does_not_draw_the_requests_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton keeps its connections open while it stops, and has the fewest requests then."""
+    stopping, other = ScriptedClient("a", error_in_text(STOPPING)), ScriptedClient("b")
+    pool = pool_of(stopping, other)
+    pool.count(other, 3)  # type: ignore[arg-type]
+    assert [*answer(pool), *answer(pool), *answer(pool)] == ["b"] * 3
+    assert len(stopping.asked) == 1
+    # It is asked again after a while, and as before once it takes a request.
+    stopping.error = None
+    monkeypatch.setattr(triton_pool, "REFUSED_S", -1.0)
+    pool.heard(stopping, Unavailable("it stops"))  # type: ignore[arg-type]
+    assert [*answer(pool), *answer(pool)] == ["a"] * 2
+
+
+@pytest.mark.parametrize(("error", "num_asked"), [(Unavailable("the engine restarts"), 0), (QueueFull("full"), 1)])
+def test_a_server_whose_probe_says_that_it_takes_no_requests_is_behind_the_others(
+    error: ClientError, num_asked: int
+) -> None:
+    """A full queue may be that of one tenant."""
+    refusing, other = ScriptedClient("a", error), ScriptedClient("b")
+    pool = pool_of(refusing, other)
+    pool.count(other, 3)  # type: ignore[arg-type]
+    asyncio.run(pool.look(5))
+    assert answer(pool) == ["b"]
+    assert len(refusing.asked) == num_asked
+    refusing.error = None
+    asyncio.run(pool.look(5))
+    assert answer(pool) == ["a"]
 
 
 def test_where_no_server_says_anything_each_is_asked() -> None:

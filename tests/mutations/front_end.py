@@ -204,6 +204,12 @@ FRONT_END_MUTANTS = (
         ("LiteLLM does not know a prompt that is too long", "This model's maximum context length is", "The most is"),
     ),
     *mutants_of(
+        "client/dflash_client/errors.py",
+        ("tests/client/test_http_transport.py", f"{TESTS}/test_pool.py"),
+        ("a server that stops says that the request is wrong", '("Server is stopping", "UNAVAILABLE"', '("x", ""'),
+        ("the id of a request hides what failed", "if (found := _REQUEST_ID.match(message))", "if (found := None)"),
+    ),
+    *mutants_of(
         "client/dflash_client/responses.py",
         ("tests/client/test_client.py",),
         ("a completion ends again with the last one", "if delta.index in self._finished:", "if False:"),
@@ -419,6 +425,11 @@ FRONT_END_MUTANTS = (
             "running requests of a server are not counted down",
             "self._pool.count(client, -1)",
             "self._pool.count(client, 0)",
+        ),
+        (
+            "a server that stops draws all requests to itself",
+            "                self._pool.heard(client, error)\n",
+            "",
         ),
     ),
     *mutants_of(
