@@ -46,6 +46,10 @@ class PromptError(ValueError):
     """A prompt cannot be turned into token ids. The message is for the client."""
 
 
+class TemplateRefusal(PromptError):
+    """The chat template refuses the messages, which it might take in another form."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatText:
     """The text of messages through a chat template, in `pieces`: split inside each special token that content spells.

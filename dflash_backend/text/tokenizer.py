@@ -23,6 +23,7 @@ from dflash_backend.text.chat import (
     ChatText,
     PromptError,
     SpecialTokens,
+    TemplateRefusal,
     check_continued,
     check_role,
     join_parts,
@@ -278,7 +279,8 @@ class Tokenizer:
         except PromptError:
             raise
         except _TEMPLATE_ERRORS as error:
-            raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
+            kind = PromptError if isinstance(error, OutOfTime) else TemplateRefusal
+            raise kind(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def _rendered(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_backend.text.chat import with_reasoning_names
+from dflash_backend.text.chat import PromptError, check_role, with_reasoning_names
 from dflash_backend.text.client_json import quoted
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
@@ -18,7 +18,7 @@ from dflash_openai.bodies import read_body
 from dflash_openai.budget import check_asked
 from dflash_openai.config import FrontendConfig
 from dflash_openai.conversation import KV_PROMPT, Conversation, Draft, prepare
-from dflash_openai.errors import invalid
+from dflash_openai.errors import invalid, refusing
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
@@ -26,6 +26,7 @@ from dflash_openai.reasoning_tokens import ReasoningTokens
 from dflash_openai.sampling import client_names, max_tokens, sampling_parameters, truncation
 from dflash_openai.schemas import ChatRequest
 from dflash_openai.state import Frontend
+from dflash_openai.system_messages import with_one_system
 from dflash_openai.tools import read_tool_use
 
 
@@ -65,13 +66,15 @@ async def answer_draft(request: Request, draft: Draft, writer: Callable[[Convers
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: without nulls, with `system` for OpenAI's `developer`, and with reasoning
-    by each of its names. Raises `ApiError`."""
+def template_messages(given: Sequence[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages as chat templates know them: without nulls, with `system` for OpenAI's `developer`, one of them at the
+    beginning, and with reasoning by each of its names. Raises `ApiError`."""
     if not given:
         raise invalid("'messages' is an empty list", "messages")
     messages = []
     for index, fields in enumerate(given):
+        with refusing(PromptError, "messages"):
+            check_role(fields.get("role"), f"message {index}")
         message = {name: value for name, value in fields.items() if value is not None}
         if message.get("role") == "developer":
             message["role"] = "system"
@@ -82,7 +85,7 @@ def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(content, list):
             message["content"] = [_as_text_part(part) for part in content]
         messages.append(with_reasoning_names(message))
-    return messages
+    return with_one_system(messages)
 
 
 def _as_text_part(part: Any) -> Any:

@@ -23,6 +23,7 @@ from dflash_backend.text.prompt_size import (
 from dflash_backend.text.tokenizer import InputError, Tokenizer
 from dflash_backend.text.truncation import Truncation
 from dflash_openai.errors import ApiError, invalid, refusing
+from dflash_openai.system_messages import rendered
 
 # A role and content, and the tokens between messages.
 MIN_TOKENS_OF_MESSAGE = 2
@@ -133,7 +134,7 @@ class PromptBuilder:
                 f"there are {len(messages)} messages, which are too many tokens: max_model_len is {self.max_model_len}"
             )
         self._check_size(messages, options)
-        chat = self.tokenizer.render_chat(messages, **options)
+        chat = rendered(messages, lambda given: self.tokenizer.render_chat(given, **options))
         check_fits(chat.text, self.tokenizer, self.max_model_len, truncation)
         return self.tokenizer.encode_chat(chat)
 

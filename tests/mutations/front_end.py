@@ -204,6 +204,17 @@ FRONT_END_MUTANTS = (
         ("LiteLLM does not know a prompt that is too long", "This model's maximum context length is", "The most is"),
     ),
     *mutants_of(
+        f"{FRONTEND}/system_messages.py",
+        (f"{TESTS}/test_chat_template.py",),
+        ("a second system message is one of its own", "if num > 1 else list(messages)", "if False else list(messages)"),
+        ("a system message that a template drops is lost", "if all(text in chat.text for text in wanted):", "if True:"),
+        (
+            "turns of the user follow one another where the template takes no two",
+            'if groups and each.get("role") == groups[-1][-1].get("role") == "user":',
+            "if False:",
+        ),
+    ),
+    *mutants_of(
         "client/dflash_client/errors.py",
         ("tests/client/test_http_transport.py", f"{TESTS}/test_pool.py"),
         ("a server that stops says that the request is wrong", '("Server is stopping", "UNAVAILABLE"', '("x", ""'),
