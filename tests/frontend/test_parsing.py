@@ -25,6 +25,7 @@ from dflash_openai.parsing.tool_formats import (
     QWEN3_CODER,
     TOOL_FORMATS,
     ToolFormat,
+    allowed_types,
     begun_calls,
 )
 from tests.support.growth import assert_linear
@@ -88,6 +89,13 @@ LLAMA = OutputFormat(LLAMA3_JSON)
 CODER = OutputFormat(QWEN3_CODER)
 R1 = OutputFormat(None, DEEPSEEK_R1)
 OSLO = call(0, '{"city": "Oslo"}')
+SECOND = call(1, '{"city": "Oslo"}')
+BARE = "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
+CODER_CALL = f"<tool_call>\n{BARE}\n</tool_call>"
+EMPTY = "<function=get_weather></function>"
+BARE_OSLO = call(0, '{"city":"Oslo"}')
+MARKED = call(0, '{"city": "a </tool_call> \\" <tool_call></tool_call>"}')
+MARKED_CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {MARKED.arguments}}}\n</tool_call>'
 LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
 NO_CALL = "<tool_call>\n<function=f>\nx</function></tool_call>"
 LIST_AS_ARGUMENTS = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
@@ -143,6 +151,32 @@ LIST_AS_ARGUMENTS = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
             [call(0, '{"city":"12","days":3,"places":["a", {"b": 1}]}')],
         ),
         (CODER, NO_CALL, [ContentDelta(NO_CALL)]),
+        # Without the open mark, which models leave out.
+        (CODER, f"Look.\n{BARE}\n</tool_call>\nDone", [ContentDelta("Look."), BARE_OSLO, ContentDelta("Done")]),
+        (CODER, f"{BARE}\n{BARE}</tool_call>", [BARE_OSLO, call(1, '{"city":"Oslo"}')]),
+        (CODER, f"{BARE}\n\n{CODER_CALL}", [BARE_OSLO, call(1, '{"city":"Oslo"}')]),
+        (CODER, "<function=get_weather>\n</function>\n </tool", [call(0, "{}"), ContentDelta("</tool")]),
+        (CODER, "<function=get_weather><parameter=city>Os", [call(0, '{"city":"Os', complete=False)]),
+        (
+            CODER,
+            "<function=get_weather><parameter=city>a</function></tool_call></parameter></function>",
+            [call(0, '{"city":"a</function></tool_call>"}')],
+        ),
+        (CODER, f"A <function=get_weather> is\n{CODER_CALL}", [ContentDelta("A <function=get_weather> is"), BARE_OSLO]),
+        (CODER, BARE.replace("get_", "see_"), [ContentDelta(BARE.replace("get_", "see_"))]),
+        (CODER, f"{EMPTY}</tool_call></tool_call>", [call(0, "{}"), ContentDelta("</tool_call>")]),
+        # A call that the reasoning does not end before, which nothing ends.
+        (QWEN, f"<think>I call.\n{CALL}", [ReasoningDelta("I call."), OSLO]),
+        (QWEN, f"<think>I call.\n{CALL}\n{CALL} So", [ReasoningDelta("I call."), OSLO, SECOND, ContentDelta("So")]),
+        (QWEN, f"<think>{CALL}\n</think>\n", [ReasoningDelta(CALL)]),
+        (QWEN, f"<think>I <tool_call> or {CALL[:-16]}", [ReasoningDelta(f"I <tool_call> or {CALL[:-16]}")]),
+        (QWEN, f"<think>I <tool_call> it\n{CALL}", [ReasoningDelta("I <tool_call> it"), OSLO]),
+        (OutputFormat(QWEN3_CODER, QWEN3), f"<think>I call.{CODER_CALL}", [ReasoningDelta("I call."), BARE_OSLO]),
+        # The close mark in a string.
+        (QWEN, f"{MARKED_CALL}\nDone", [MARKED, ContentDelta("Done")]),
+        (QWEN, MARKED_CALL[:-16], [call(0, MARKED.arguments[:-2], complete=False)]),
+        (QWEN, f"{MARKED_CALL}{CALL}", [MARKED, SECOND]),
+        (QWEN, '<tool_call>"</tool_call>"', [ContentDelta('<tool_call>"</tool_call>"')]),
     ],
 )  # fmt: skip
 def test_a_text_has_the_same_events_however_it_is_split(output: OutputFormat, text: str, events: list[Event]) -> None:
@@ -163,6 +197,8 @@ PIECES = st.sampled_from(
             "[ARGS]",
             "<function=f>",
             "</function>",
+            "<function=get_weather>",
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "',
         ),
         *('{"name": "get_weather", "arguments": {"city": "a"}}', "<parameter=city>", "</parameter>", "<|python_tag|>"),
         *(" ", "\n", "a", "<", "{", "}", "[", "]", ";", "é", "<tool", "</", '"', "f"),
@@ -216,6 +252,51 @@ def test_a_call_comes_as_soon_as_it_is_complete_with_an_id_of_its_own() -> None:
     ids = {event.id for event in events if isinstance(event, ToolCallDelta)}
     assert len(ids) == 2
     assert all(each.startswith("call_") for each in ids)
+
+
+STRING, NULL, NUMBER = {"type": "string"}, {"type": "null"}, {"type": "number"}
+OBJECT, FLAG = {"type": "object"}, {"type": "boolean"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "argument"),
+    [
+        ({"anyOf": [STRING, NULL]}, '{"a": 1}', '"{\\"a\\": 1}"'),
+        ({"anyOf": [STRING, NULL]}, "12", '"12"'),
+        ({"oneOf": [STRING, NULL]}, "true", '"true"'),
+        ({"anyOf": [STRING, NULL]}, "null", "null"),
+        ({"anyOf": [STRING, NULL]}, "Null", '"Null"'),
+        ({"anyOf": [STRING, OBJECT]}, '{"a": 1}', '{"a": 1}'),
+        ({"anyOf": [STRING, NUMBER]}, "12", "12"),
+        ({"anyOf": [STRING, FLAG]}, "12", '"12"'),
+        ({"anyOf": [FLAG, NULL]}, "True", "true"),
+        ({"anyOf": [{"enum": ["1", "2"]}, NULL]}, "1", '"1"'),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"enum": [1, 2]}, "1", "1"),
+        ({"const": "1"}, "1", '"1"'),
+        ({"allOf": [{"type": ["string", "number"]}, STRING]}, "1", '"1"'),
+        ({"allOf": [{"minLength": 1}, {"anyOf": [STRING, NULL]}]}, "[1]", '"[1]"'),
+        ({"type": ["string", "null"], "enum": ["1", None]}, "1", '"1"'),
+        ({"type": "integer", "anyOf": [NUMBER, STRING]}, "1", "1"),
+        ({"anyOf": [STRING, {"$ref": "#/x"}]}, "1", "1"),
+        ({"description": "any"}, "1", "1"),
+        (True, "1", '"1"'),
+    ],
+)
+def test_a_value_has_a_type_that_its_schema_allows(schema: Any, value: str, argument: str) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    text = f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>"
+    for texts in ([text], list(text)):
+        found = parse(texts, CODER, tools=[{"type": "function", "function": function}])
+        assert found == [call(0, f'{{"a":{argument}}}', "f")]
+    assert QWEN3_CODER.read(text[11:-12], {"f": function["parameters"]}) == [("f", f'{{"a":{argument}}}')]
+
+
+def test_a_schema_that_is_nested_deeply_says_nothing_of_a_value() -> None:
+    schema: Any = STRING
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    assert allowed_types(schema) is None
 
 
 LONG = '{"city": "a \\\\ \\" } ] é <b>\\n", "days": 3}'
@@ -405,6 +486,8 @@ LONG_ANSWERS: dict[str, tuple[OutputFormat, str, str, int]] = {
         " " * 1000,
         25,
     ),
+    "a call within reasoning": (QWEN, f"<think>{CALL}", "</tool_call> <tool_call" * 50, 125),
+    "close marks in a string": (QWEN, MARKED_CALL[:-16], "</tool_call> <tool_call" * 50, 125),
     "a value that is no text": (
         OutputFormat(QWEN3_CODER),
         "<tool_call><function=get_weather><parameter=places>",
@@ -433,6 +516,8 @@ def test_a_piece_of_a_long_answer_is_read_once(name: str) -> None:
         (MISTRAL, "[TOOL_CALLS]a", " ", "x"),
         (QWEN3_CODER, "<tool_call><function=f>", " ", "x</tool_call>"),
         (QWEN3_CODER, "<tool_call><function=f>x", "<parameter=a>", "</tool_call>"),
+        (QWEN3_CODER, "<function=get_weather><parameter=city>", "</function>", "</parameter></function>"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "', "</tool_call>", '"}}</tool_call>'),
     ],
 )
 def test_each_place_of_an_answer_is_looked_at_once(tools: ToolFormat, begin: str, repeated: str, end: str) -> None:

@@ -383,7 +383,7 @@ FRONT_END_MUTANTS = (
         (f"{TESTS}/test_parsing.py",),
         (
             "marks do not count in the places of content",
-            "num_chars = begin + len(mark) - self._told",
+            "num_chars = begin + len(mark) - self._told if mark else 0",
             "num_chars = 0",
         ),
     ),

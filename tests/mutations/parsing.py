@@ -12,18 +12,23 @@ PARSING_MUTANTS = mutants_of(
     ("tests/frontend/test_parsing.py",),
     (
         "the text of a region that is no tool call is lost",
-        "if calls is None:\n            self._add_text(",
-        "if calls is None:\n            (lambda *text: None)(",
+        "self._add_text(events, before + body + after, ContentDelta)",
+        "pass",
     ),
     (
         "a tool call that the answer's end breaks off gets a close mark",
-        "complete = not (at_end and self._tools.close)",
-        "complete = True",
+        "complete = bool(mark or not self._tools.close)",
+        "complete, mark = True, self._tools.close",
     ),
     (
-        "reasoning is looked for behind content",
-        'opening = rf"\\A\\s*{re.escape(reasoning.open)}"',
-        'opening = rf"\\s*{re.escape(reasoning.open)}"',
+        "a call that ends the reasoning is lost",
+        "found = [] if mark or not held else self._calls_in(held)",
+        "found = list[Event]()",
+    ),
+    (
+        "a call that the reasoning is about is one",
+        "found = [] if mark or not held else",
+        "found = [] if not held else",
     ),
     (
         "white space that divides two texts of content is lost",
@@ -38,6 +43,24 @@ PARSING_MUTANTS = mutants_of(
 )
 
 PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/parsing/regions.py",
+    ("tests/frontend/test_parsing.py",),
+    (
+        "reasoning is looked for behind content",
+        'opening = rf"\\A\\s*{re.escape(reasoning.open)}"',
+        'opening = rf"\\s*{re.escape(reasoning.open)}"',
+    ),
+    ("a close mark in a string cuts a call in two", "        return self._reader.in_text\n", "        return False\n"),
+    ("a call without its open mark is text", "if tools is QWEN3_CODER and (names", "if False and (names"),
+)
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/parsing/tool_formats.py",
+    ("tests/frontend/test_parsing.py",),
+    ("text that may be null becomes a number", "if types is not None and takes_text and not", "if False and not"),
+    ("alternatives say nothing of a value", 'for name in ("anyOf", "oneOf"):', "for name in ():"),
+)
+
+PARSING_MUTANTS += mutants_of(
     f"{FRONTEND}/parsing/call_streams.py",
     ("tests/frontend/test_parsing.py",),
     (
@@ -49,7 +72,7 @@ PARSING_MUTANTS += mutants_of(
     ("arguments that broke off are complete", 'return [Piece(None, "", False)]', 'return [Piece(None, "", True)]'),
     ("calls of Llama's may name any function", "schemas.keys() if format is LLAMA3_JSON else None", "None"),
     ("the mark that may end a text is text", "end = max(self._at, len(self._text) - held)", "end = len(self._text)"),
-    ("values of numbers are texts", 'self._is_text = declared == "string"', "self._is_text = True"),
+    ("values of numbers are texts", 'allowed_types(self._schema) == {"string"}', "True"),
     (
         "arguments come when they are whole",
         "if end is None:\n                break",

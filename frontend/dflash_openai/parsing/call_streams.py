@@ -19,6 +19,7 @@ from dflash_openai.parsing.tool_formats import (
     QWEN3_CODER,
     Schemas,
     ToolFormat,
+    allowed_types,
     begun_calls,
     held_back,
     typed_value,
@@ -56,6 +57,11 @@ class JsonText:
     def __init__(self, depth: int = 0) -> None:
         """depth: of the brackets that are open already."""
         self._depth, self._in_string, self._escaped = depth, False, False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string."""
+        return self._in_string
 
     def end(self, text: str, begin: int = 0) -> int | None:
         """Where in more text, which begins there, the last bracket closes; None where it does not."""
@@ -95,6 +101,11 @@ class JsonCalls:
         self._state = "head"
         self._unread: list[str] = []
         self._json = JsonText()
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the text so far ends within a string of a call."""
+        return self._state in ("arguments", "rest") and self._json.in_string
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces of more text."""
@@ -183,6 +194,11 @@ class TaggedCalls:
         # A value that is no text, as far as it came.
         self._value_parts: list[str] = []
 
+    @property
+    def in_text(self) -> bool:
+        """Whether the text so far ends within a parameter's value."""
+        return self._state == "value"
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces of more text."""
         if self._state not in ("head", "parameter", "value"):
@@ -226,8 +242,7 @@ class TaggedCalls:
             name, self._at = found[1], found.end()
             self._state = "value"
             self._schema = self._properties.get(name) if isinstance(self._properties, dict) else None
-            declared = self._schema.get("type") if isinstance(self._schema, dict) else "string"
-            self._is_text = declared == "string"
+            self._is_text = allowed_types(self._schema) == {"string"}
             comma = "," if self._num_parameters else ""
             self._num_parameters += 1
             return f"{comma}{json.dumps(name, ensure_ascii=False)}:" + '"' * self._is_text

@@ -1,30 +1,22 @@
 """Splits an answer into reasoning, content and tool calls, as its text comes in.
 
-The regions of the text are found by transformers' `ResponseParser`, which is told the marks around them. What it must
-not decide is decided here: a region that holds no tool call is content, with its marks; white space that only divides
-regions belongs to none.
+The regions of the text are found by the marks around them. Here a region that holds no tool call is content, with its
+marks; white space that only divides regions belongs to none; and a call in reasoning that the answer's end breaks off
+is a call.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
-
 from dflash_openai.parsing.call_streams import CallStream, Piece, call_stream
 from dflash_openai.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta
 from dflash_openai.parsing.reasoning_formats import ReasoningFormat
+from dflash_openai.parsing.regions import BARE_CALL, BARE_CLOSE, REASONING, TOOL_CALLS, Regions, mark_at
+from dflash_openai.parsing.thought_calls import ThoughtCalls
 from dflash_openai.parsing.tool_formats import Schemas, ToolFormat, truncated_calls
-
-_CONTENT, _REASONING, _TOOL_CALLS = "content", "reasoning", "tool_calls"
-# Text is taken as it is: what the parser makes of a region at its end is not used.
-_VERBATIM = {"content": "text", "content_args": {"strip": False}}
-_SPACES = re.compile(r"\s*")
-# Text that the regions have told of is let go when it is longer than this.
-MAX_TOLD_CHARS = 4096
 
 
 class PlainParser:
@@ -68,8 +60,10 @@ class RegionParser:
         # Of an answer that is forced: text that is not read as calls.
         self._unread: list[str] = []
         in_prompt = reasoning is not None and reasoning.is_open_after(prompt)
-        template = _response_template(reasoning, tools)
-        self._regions = ResponseParser(template, prefix=reasoning.open if reasoning is not None and in_prompt else "")
+        self._regions = Regions(
+            reasoning, tools, schemas, reasoning.open if reasoning is not None and in_prompt else ""
+        )
+        self._thought_calls = ThoughtCalls(tools)
         # The beginning of an answer that starts within its reasoning, until it is known whether it has the open mark.
         self._implied = reasoning if reasoning is not None and reasoning.starts_open and not in_prompt else None
         self._beginning = ""
@@ -110,7 +104,7 @@ class RegionParser:
         elif self._blank:
             events = self._fed("".join(self._blank))
         _, last = self._regions.finalize()
-        events += self._events(last, at_end=True)
+        events += self._events(last)
         if self._space and not self._at_start:
             events.append(ContentDelta("".join(self._space), self._position))
         events = self._without_content(events)
@@ -130,16 +124,8 @@ class RegionParser:
         self._ahead, self._told = self._ahead[self._told :] + text, 0
         regions = self._regions.feed(text)
         self._begun = self._begun or bool(regions)
-        self._let_go()
-        return self._events(regions, at_end=False)
-
-    def _let_go(self) -> None:
-        """Let go of text that the regions have told of: they would copy it with each piece that comes. One character
-        stays, since an answer's beginning is where their text begins."""
-        regions = self._regions
-        if regions._pos > MAX_TOLD_CHARS:
-            regions._buffer, regions._pos = regions._buffer[regions._pos - 1 :], 1
-        regions._body = ""
+        self._regions.let_go()
+        return self._events(regions)
 
     def _with_implied_mark(self, text: str) -> str:
         """What the regions are found in: the text, behind the open mark that an answer leaves out. Empty until the
@@ -156,41 +142,62 @@ class RegionParser:
         self._position = -len(mark)
         return mark + self._beginning
 
-    def _events(self, regions: Sequence[Mapping[str, Any]], at_end: bool) -> list[Event]:
+    def _events(self, regions: Sequence[Mapping[str, Any]]) -> list[Event]:
         events: list[Event] = []
         for region in regions:
             kind, field = region["type"], region["field"]
-            self._pass(region)
-            if field == _TOOL_CALLS:
-                if kind == "region_chunk":
-                    self._body.append(region["text"])
-                    self._add_calls(events, region["text"])
+            mark = self._pass(region)
+            if field in (TOOL_CALLS, BARE_CALL):
+                # The mark of a call without the one before it is part of the call.
+                text = region["text"] if kind == "region_chunk" else mark if field == BARE_CALL else ""
+                if kind != "region_close" and text:
+                    self._body.append(text)
+                    self._add_calls(events, text)
                 elif kind == "region_close":
-                    self._close_calls(events, at_end)
+                    self._close_calls(events, field, mark)
+            elif field == REASONING and kind != "region_open":
+                self._add_reasoning(events, region.get("text", ""), is_closed=kind == "region_close", mark=mark)
             elif kind == "region_chunk":
-                self._add_text(events, region["text"], ReasoningDelta if field == _REASONING else ContentDelta)
-            elif field == _REASONING:
+                self._add_text(events, region["text"], ContentDelta)
+            elif field == REASONING:
                 # Content before the reasoning is white space only.
                 self._space, self._at_start = [], True
         return _joined(events)
 
-    def _pass(self, region: Mapping[str, Any]) -> None:
-        """Move past the text that a region's event stands for: a chunk, or the mark that opens or closes the region."""
-        kind, marks = region["type"], self._tools if region["field"] == _TOOL_CALLS else self._reasoning
-        num_chars = 0
-        if kind == "region_chunk":
-            num_chars = len(region["text"])
-        elif kind == "region_open" and self._opens_in_prompt:
+    def _pass(self, region: Mapping[str, Any]) -> str:
+        """Move past the text that a region's event stands for: a chunk, or the mark that opens or closes the region.
+        The mark, empty where the answer has none."""
+        if region["type"] == "region_chunk":
+            num_chars, mark = len(region["text"]), ""
+        elif region["type"] == "region_open" and self._opens_in_prompt:
             self._opens_in_prompt = False
-        elif region["field"] != _CONTENT and marks is not None:
-            mark = marks.open if kind == "region_open" else marks.close
-            spaces = _SPACES.match(self._ahead, self._told) if kind == "region_open" else None
-            begin = self._told if spaces is None else spaces.end()
-            # The answer's end closes a region without a mark.
-            if mark and self._ahead.startswith(mark, begin):
-                num_chars = begin + len(mark) - self._told
+            return ""
+        else:
+            begin, mark = mark_at(self._ahead, self._told, region, self._reasoning, self._tools)
+            num_chars = begin + len(mark) - self._told if mark else 0
         self._told += num_chars
         self._position += num_chars
+        return mark
+
+    def _add_reasoning(self, events: list[Event], text: str, is_closed: bool, mark: str) -> None:
+        """What more text of the reasoning, or its end, has. A call that nothing but the answer's end follows is one."""
+        if not is_closed:
+            self._add_text(events, self._thought_calls.feed(text), ReasoningDelta)
+            return
+        held = self._thought_calls.finish()
+        found = [] if mark or not held else self._calls_in(held)
+        if not found:
+            self._add_text(events, held, ReasoningDelta)
+        events += found
+        self._space, self._at_start = [], True
+
+    def _calls_in(self, text: str) -> list[Event]:
+        """The events of text at the answer's end which has whole calls; none where it has none."""
+        parser = RegionParser(None, self._tools, "", self._schemas, self._max_calls)
+        parser._position = self._position - len(text)
+        events = [*parser.feed(text), *parser.finish()]
+        self._num_calls = parser._num_calls
+        return events if any(isinstance(each, ToolCallDelta) and each.last and each.complete for each in events) else []
 
     def _add_text(self, events: list[Event], text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
         """Add text to a region, the last of which is where the parser is; white space at its end waits for what follows
@@ -227,9 +234,13 @@ class RegionParser:
                 call = replace(self._call, arguments=arguments, complete=complete is not False, first=first, last=last)
                 events.append(call)
 
-    def _close_calls(self, events: list[Event], at_end: bool) -> None:
-        """The calls of a region that has ended; its text, if it is none."""
+    def _close_calls(self, events: list[Event], field: str, mark: str) -> None:
+        """The calls of a region that has ended with this mark, or where it is empty with the answer; its text, if it is
+        none."""
         assert self._tools is not None
+        if field == BARE_CALL and mark:
+            self._body.append(BARE_CLOSE)
+            self._add_calls(events, BARE_CLOSE)
         body, self._body = "".join(self._body), []
         stream, self._calls = self._calls, None
         if stream is not None and stream.begun:
@@ -239,10 +250,12 @@ class RegionParser:
             self._space, self._at_start = [], True
             return
         # The answer's end closes only regions that have no close mark.
-        complete = not (at_end and self._tools.close)
+        complete = bool(mark or not self._tools.close)
         calls = self._tools.read(body, self._schemas) if complete else None
         if calls is None:
-            self._add_text(events, self._tools.open + body + (self._tools.close if complete else ""), ContentDelta)
+            before = self._tools.open if field == TOOL_CALLS else ""
+            after = mark if field == TOOL_CALLS else mark.removeprefix(BARE_CLOSE)
+            self._add_text(events, before + body + after, ContentDelta)
             return
         self._tell(events, [Piece(call.name, call.arguments, True) for call in calls])
         self._space, self._at_start = [], True
@@ -269,18 +282,3 @@ def _one_of(group: Sequence[Event]) -> Event:
     text = "".join([event.text for event in group if not isinstance(event, ToolCallDelta)])
     last = group[-1]
     return ContentDelta(text, last.end) if isinstance(last, ContentDelta) else ReasoningDelta(text)
-
-
-def _response_template(reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> dict[str, Any]:
-    """The regions, as transformers writes a model's `response_template`. Reasoning is only at an answer's beginning."""
-    fields: dict[str, Any] = {_CONTENT: _VERBATIM}
-    if reasoning is not None:
-        opening = rf"\A\s*{re.escape(reasoning.open)}"
-        fields[_REASONING] = {"open_pattern": opening, "close": reasoning.close, **_VERBATIM}
-    if tools is not None:
-        marks: dict[str, Any] = {"open": tools.open} if tools.open else {"open_pattern": tools.opening}
-        if tools.close:
-            marks["close"] = tools.close
-        fields[_TOOL_CALLS] = {**marks, "repeats": True, **_VERBATIM}
-    # The prefix that the parser is given is the message's beginning alone, so there is no anchor in it to look for.
-    return {"start_anchor": "\0", "fields": fields}

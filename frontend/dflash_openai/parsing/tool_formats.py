@@ -153,30 +153,69 @@ def _read_qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall] | None:
 
 
 def typed_value(value: str, schema: Any) -> Any:
-    """A parameter's value: text where the schema says so or the value is no JSON, else the value that it spells."""
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
-    if declared == "string" or (declared is None and not isinstance(schema, Mapping)):
+    """A parameter's value: text where the schema allows nothing else or the value is no JSON, else the value that it
+    spells. Where the schema allows text too, one that it spells in another type that is allowed."""
+    types = allowed_types(schema)
+    if types == {"string"}:
         return value
-    if declared == "boolean" and value.strip().lower() in ("true", "false"):
+    takes_text = types is not None and "string" in types
+    if types is not None and "boolean" in types and not takes_text and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     try:
         found = msgspec.json.decode(value.strip().encode())
     except _ERRORS:
         return value
-    if isinstance(declared, list) and "string" in declared and not _is_of(found, declared):
+    if types is not None and takes_text and not _is_of(found, types):
         return value
     return found if isinstance(found, bool | int | float | str | None) else msgspec.Raw(value.strip().encode())
 
 
-def _is_of(value: Any, types: Sequence[Any]) -> bool:
+# JSON schema's types, of Python's that are read from JSON.
+_TYPES: dict[type, frozenset[str]] = {
+    bool: frozenset(["boolean"]), int: frozenset(["integer", "number"]), float: frozenset(["number"]),
+    str: frozenset(["string"]), dict: frozenset(["object"]), list: frozenset(["array"]),
+    type(None): frozenset(["null"]),
+}  # fmt: skip
+# Schemas that are nested deeper say nothing here.
+_MAX_DEPTH = 16
+
+
+def allowed_types(schema: Any, depth: int = 0) -> frozenset[str] | None:
+    """The types that a parameter's schema allows, also by its alternatives and values; None where it does not say. A
+    parameter without a schema is text."""
+    if not isinstance(schema, Mapping):
+        return _TYPES[str] if depth == 0 else None
+    if depth > _MAX_DEPTH:
+        return None
+    declared = schema.get("type")
+    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else None
+    found = [None if names is None else frozenset(str(name) for name in names)]
+    if isinstance(values := schema.get("enum"), list):
+        found.append(_union([_TYPES.get(type(value)) for value in values]))
+    if "const" in schema:
+        found.append(_TYPES.get(type(schema["const"])))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(each := schema.get(name), list):
+            found.append(_union([allowed_types(one, depth + 1) for one in each]))
+    if isinstance(each := schema.get("allOf"), list):
+        found += [allowed_types(one, depth + 1) for one in each]
+    said = [types for types in found if types is not None]
+    return frozenset.intersection(*(_with_integer(types) for types in said)) if said else None
+
+
+def _union(found: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    said = [types for types in found if types is not None]
+    return frozenset[str]().union(*said) if said and len(said) == len(found) else None
+
+
+def _with_integer(types: frozenset[str]) -> frozenset[str]:
+    """An integer is a number."""
+    return types | {"integer"} if "number" in types else types
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
     """Whether a value has one of JSON schema's types, text apart."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
-        "null": (type(None),),
-    }  # fmt: skip
-    if isinstance(value, bool):
-        return "boolean" in types
-    return any(isinstance(value, kinds[name]) for name in types if name in kinds)
+    return not isinstance(value, str) and not types.isdisjoint(_TYPES[type(value)])
 
 
 def truncated_calls(format: ToolFormat, text: str) -> list[tuple[ToolCall, bool]]:
