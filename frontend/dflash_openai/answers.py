@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -80,19 +81,17 @@ class Answer(ABC):
 
     async def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
         """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""
-        try:
-            async for item in items:
-                if events := self._of(item):
-                    yield events
-        except ClientGone:
-            return
-        except ApiError as error:
-            yield event(error.fields()) + DONE
-            return
+        async for item in items:
+            if events := self._of(item):
+                yield events
         last = b""
         if self._include_usage:
             last = self._event({"choices": [], "usage": self.usage.usage(), **self._metrics()})
         yield last + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails."""
+        return event(error.fields()) + DONE
 
     def _of(self, item: Item) -> bytes:
         prompt, delta = item
@@ -128,7 +127,10 @@ class Writer(Protocol):
         """In one piece."""
 
     def events(self, items: AsyncIterable[Item]) -> AsyncGenerator[bytes, None]:
-        """As server-sent events."""
+        """As server-sent events. Raises what reading the items does."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails."""
 
 
 def let_go(results: list[GenerationResult]) -> None:
@@ -143,6 +145,20 @@ def let_go(results: list[GenerationResult]) -> None:
         for entries in lists:
             while entries:
                 del entries[-ITEMS_A_CALL:]
+
+
+async def _events(answer: Writer, generation: Generation) -> AsyncGenerator[bytes, None]:
+    """The events of a stream, of which an error is the last one; none of it for a client that has left."""
+    try:
+        async with aclosing(answer.events(generation.items())) as events:
+            async for data in events:
+                yield data
+    except ClientGone:
+        return
+    except ApiError as error:
+        yield answer.failed(error)
+    except Exception as error:  # noqa: BLE001 - a stream that just ends looks whole
+        yield answer.failed(generation.defect(error))
 
 
 async def respond(answer: Writer, generation: Generation) -> Response:
@@ -161,7 +177,7 @@ async def respond(answer: Writer, generation: Generation) -> Response:
             return await in_thread(generation.num_bytes, whole)
         begun = await generation.begin(min(FIRST_WAIT_S, ping_s / 3) if ping_s else None)
         streaming = True
-        return EventStream(answer.events(generation.items()), generation.aclose, ping_s, not begun, answer.ping)
+        return EventStream(_events(answer, generation), generation.aclose, ping_s, not begun, answer.ping)
     finally:
         if not streaming:
             await generation.aclose()

@@ -22,7 +22,7 @@ from dflash_openai.anthropic_request import (
 from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import answer_draft, draft_of
 from dflash_openai.conversation import Conversation, prepare
-from dflash_openai.errors import ApiError, ClientGone
+from dflash_openai.errors import ApiError
 from dflash_openai.generation import Item
 from dflash_openai.messages import MessageReader
 from dflash_openai.parsing import ContentDelta, Event, ReasoningDelta, ToolCallDelta
@@ -91,21 +91,19 @@ class MessageAnswer:
         yield _written([{"type": "message_start", "message": begun}]) + self.ping
         reason: str | None = None
         stop: str | int | None = None
-        try:
-            async for _, delta in items:
-                self._usage.add(delta)
-                self._reasoning.add(delta.token_ids)
-                reason, stop = delta.finish_reason or reason, delta.stop_reason or stop
-                events = self._reader.events(delta.text, delta.finish_reason is not None)
-                if written := _written(self._blocks.add(events)):
-                    yield written
-        except ClientGone:
-            return
-        except ApiError as error:
-            yield _written([error_fields(error.status, error.message)])
-            return
+        async for _, delta in items:
+            self._usage.add(delta)
+            self._reasoning.add(delta.token_ids)
+            reason, stop = delta.finish_reason or reason, delta.stop_reason or stop
+            events = self._reader.events(delta.text, delta.finish_reason is not None)
+            if written := _written(self._blocks.add(events)):
+                yield written
         ended = {"type": "message_delta", "delta": self._ended(reason, stop), "usage": self._usage_fields()}
         yield _written([*self._blocks.close(), ended, {"type": "message_stop"}])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return _written([error_fields(error.status, error.message)])
 
     def _ended(self, reason: str | None, stop: str | int | None) -> Fields:
         """Why the message ended; null where a time limit ended it, for which the API has no word."""

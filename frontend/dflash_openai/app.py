@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 from collections.abc import AsyncIterator
 
@@ -24,9 +23,10 @@ from dflash_openai.bodies import has_messages, in_thread
 from dflash_openai.chat import create_chat_completion
 from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
-from dflash_openai.errors import ApiError, ClientGone
+from dflash_openai.errors import ApiError, ClientGone, defect
 from dflash_openai.health import get_version, live, ready
 from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
+from dflash_openai.middleware.defects import DefectsMiddleware
 from dflash_openai.models import get_model, list_models
 from dflash_openai.openapi import get_openapi
 from dflash_openai.playground import playground_routes
@@ -34,8 +34,6 @@ from dflash_openai.responses import count_input_tokens, create_response
 from dflash_openai.state import Frontend
 from dflash_openai.tokenize import detokenize, tokenize
 from dflash_openai.triton_pool import TritonPool
-
-_LOG = logging.getLogger("dflash_openai")
 
 
 async def invoke(request: Request) -> Response:
@@ -88,6 +86,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
             Middleware(AnthropicErrorsMiddleware),
             Middleware(MetricsMiddleware, metrics=metrics),
             *config.security.middleware(),
+            Middleware(DefectsMiddleware),
             *_telemetry(config),
         ],
         exception_handlers={
@@ -170,5 +169,5 @@ def _client_gone(request: Request, error: Exception) -> Response:
 
 
 def _internal_error(request: Request, error: Exception) -> Response:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(500, "the front end failed at this request; its log says why", "api_error").response()
+    """Of a middleware; `DefectsMiddleware` sees the others."""
+    return defect(f"{request.method} {request.url.path}", error).response()

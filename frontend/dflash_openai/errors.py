@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from dflash_client.errors import (
     Unavailable,
 )
 
+_LOG = logging.getLogger("dflash_openai")
 # The seconds after which a client may try again.
 _RETRY = {"retry-after": "1"}
 _PARAMETER = re.compile(r"(?:parameter|the grammar in) (['\"])(\w+)\1")
@@ -68,6 +70,12 @@ def refusing(kind: type[Exception], param: str) -> Iterator[None]:
         yield
     except kind as error:
         raise invalid(str(error), param) from None
+
+
+def defect(what: str, error: Exception) -> ApiError:
+    """What an error that nothing expects is to the client of a request; the log gets its words."""
+    _LOG.error("%s failed", what, exc_info=error)
+    return ApiError(500, "the front end failed at this request; its log says why", "api_error", "internal_error")
 
 
 def unavailable(message: str) -> ApiError:

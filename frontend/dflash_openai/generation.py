@@ -15,7 +15,7 @@ from dflash_client import Delta, GenerationResult
 from dflash_client.errors import Cancelled, ClientError, Unavailable
 from dflash_openai.bodies import in_thread
 from dflash_openai.budget import BYTES_OF_TOKEN, ResponseBudget, check_sent, comes_in_pieces
-from dflash_openai.errors import ApiError, ClientGone, from_client_error
+from dflash_openai.errors import ApiError, ClientGone, defect, from_client_error
 from dflash_openai.generation_record import GenerationRecord
 from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
 from dflash_openai.triton_pool import PooledRequest
@@ -95,8 +95,11 @@ class Generation:
         Whether it is there. Raises as `results`."""
         self._first = asyncio.ensure_future(anext(self._deltas, None))
         done, _ = await asyncio.wait([self._first], timeout=wait_s)
-        if done and isinstance(error := self._first.exception(), ClientError):
+        error = self._first.exception() if done else None
+        if isinstance(error, ClientError):
             raise self._translated(error) from None
+        if error is not None:
+            raise error
         return bool(done)
 
     async def items(self) -> AsyncGenerator[Item, None]:
@@ -110,10 +113,20 @@ class Generation:
         except ClientError as error:
             translated = self._translated(error)
             if isinstance(translated, ApiError):
-                # For the log and the metrics: another status was sent before.
-                self._state.ended_by = f"failed: {self._record.error}"
-                self._state.failed_with = translated.status
+                self._note_failure(translated)
             raise translated from None
+
+    def defect(self, error: Exception) -> ApiError:
+        """What an error that nothing expects is to the client of a stream that has begun."""
+        found = defect("a stream", error)
+        self._record.error = found.code
+        self._note_failure(found)
+        return found
+
+    def _note_failure(self, error: ApiError) -> None:
+        """For the log and the metrics: another status was sent before."""
+        self._state.ended_by = f"failed: {self._record.error}"
+        self._state.failed_with = error.status
 
     async def results(self) -> list[GenerationResult]:
         """The finished completions of each prompt. Raises `ApiError`, or `ClientGone` when the client has left."""
@@ -164,14 +177,14 @@ class Generation:
 
 async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, None]:
     """The deltas of all requests, as they come."""
-    queue: asyncio.Queue[Item | ClientError | None] = asyncio.Queue(maxsize=len(requests))
+    queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(maxsize=len(requests))
 
     async def read(number: int, request: PooledRequest) -> None:
         try:
             async with aclosing(request.deltas()) as deltas:
                 async for delta in deltas:
                     await queue.put((number, delta))
-        except ClientError as error:
+        except Exception as error:  # noqa: BLE001 - what waits for the end of all would wait for ever
             await queue.put(error)
             return
         await queue.put(None)
@@ -185,7 +198,7 @@ async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, Non
         running = len(readers)
         while running:
             item = await queue.get()
-            if isinstance(item, ClientError):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1

@@ -16,7 +16,7 @@ from dflash_openai.bodies import PiecesResponse, encoded, read_body
 from dflash_openai.chat import answer_draft, draft_of
 from dflash_openai.content_logprobs import ContentLogprobs
 from dflash_openai.conversation import Conversation, prepare
-from dflash_openai.errors import ApiError, ClientGone
+from dflash_openai.errors import ApiError
 from dflash_openai.generation import Item
 from dflash_openai.logprobs import LogprobWriter
 from dflash_openai.messages import MessageReader
@@ -91,19 +91,17 @@ class ResponseAnswer:
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None, **self._messages()}
         yield self._written({"type": kind, "response": begun} for kind in ("response.created", "response.in_progress"))
         reason: str | None = None
-        try:
-            async for item in items:
-                yield self._of(item)
-                reason = item[1].finish_reason or reason
-        except ClientGone:
-            return
-        except ApiError as error:
-            failed = {**self._head, "status": "failed", "output": self._items.output, "usage": None}
-            failed["error"] = {"code": "server_error", "message": error.message}
-            yield self._written([{"type": "response.failed", "response": failed}])
-            return
+        async for item in items:
+            yield self._of(item)
+            reason = item[1].finish_reason or reason
         finished, last = self._finished(reason)
         yield self._written([*last, {"type": f"response.{finished['status']}", "response": finished}])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        failed = {**self._head, "status": "failed", "output": self._items.output, "usage": None}
+        failed["error"] = {"code": "server_error", "message": error.message}
+        return self._written([{"type": "response.failed", "response": failed}])
 
     def _of(self, item: Item) -> bytes:
         _, delta = item

@@ -20,6 +20,7 @@ from dflash_client.errors import (
     Unavailable,
 )
 from dflash_openai.schemas import MAX_BRACKETS
+from dflash_openai.usage import UsageCounter
 from tests.frontend.scripted_pool import Script, ScriptedPool
 
 # More entries than the model has tokens.
@@ -195,6 +196,77 @@ def test_a_defect_of_the_front_end_is_a_500_without_details(
     answer = http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500
     assert "division" not in answer.text
+
+
+def test_a_defect_is_counted_named_and_in_the_form_of_the_api(
+    http: TestClient, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "request", lambda *given: 1 / 0)
+    message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", message)):
+        before = http.get("/metrics").text
+        answer = http.post(path, json=body, headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+        assert ("type" in answer.json()) == (path == "/v1/messages")
+        assert answer.json()["error"]["type"] == "api_error"
+        _assert_counted(http, path, before)
+
+
+def _assert_counted(http: TestClient, path: str, before: str) -> None:
+    """One more request of this path has the status 500, and no other has one more."""
+    name = f'dflash_openai:requests_total{{path="{path}",status='
+
+    def counts(page: str) -> dict[str, float]:
+        lines = [line.removeprefix(name) for line in page.splitlines() if line.startswith(name)]
+        return {line.partition("}")[0]: float(line.split()[1]) for line in lines}
+
+    old, new = counts(before), counts(http.get("/metrics").text)
+    assert new == {**old, '"500"': old.get('"500"', 0.0) + 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "data: [DONE]"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "data: [DONE]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "data: [DONE]"),
+        ("/v1/responses", {"input": "a"}, "response.failed"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, "api_error"),
+    ],
+)
+@pytest.mark.parametrize("place", ["the model's side", "the writer"])
+def test_a_defect_in_mid_stream_is_an_event_and_is_counted(
+    place: str,
+    path: str,
+    body: dict[str, Any],
+    last: str,
+    http: TestClient,
+    pool: ScriptedPool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool.script = Script(texts=("He",), error=ValueError("a secret"))  # type: ignore[arg-type]
+    if place == "the writer":
+        pool.script = Script()
+        monkeypatch.setattr(UsageCounter, "add", lambda counter, more: {}["a secret"])
+    before = http.get("/metrics").text
+    answer = http.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200
+    assert "the front end failed at this request" in answer.text
+    assert last in answer.text.rstrip().rpartition("\n\n")[2]
+    assert "secret" not in answer.text
+    assert any(record.exc_info for record in caplog.records)
+    _assert_counted(http, path, before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_defect_before_the_first_text_has_its_status(
+    prompt: Any, stream: bool, http: TestClient, pool: ScriptedPool
+) -> None:
+    """Of several prompts too: what read one of them went, and the answer waited for it without end."""
+    pool.script = Script(texts=(), error=ValueError("x"))  # type: ignore[arg-type]
+    assert http.post("/v1/completions", json={"prompt": prompt, "stream": stream}).status_code == 500
 
 
 class PanicException(BaseException):

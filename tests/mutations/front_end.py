@@ -204,6 +204,16 @@ FRONT_END_MUTANTS = (
         ("LiteLLM does not know a prompt that is too long", "This model's maximum context length is", "The most is"),
     ),
     *mutants_of(
+        f"{FRONTEND}/app.py",
+        (f"{TESTS}/test_errors.py",),
+        ("a defect counts as a client that left", "            Middleware(DefectsMiddleware),\n", ""),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/generation.py",
+        (f"{TESTS}/test_errors.py",),
+        ("a defect in a stream counts as a success", "        self._note_failure(found)\n", ""),
+    ),
+    *mutants_of(
         f"{FRONTEND}/system_messages.py",
         (f"{TESTS}/test_chat_template.py",),
         ("a second system message is one of its own", "if num > 1 else list(messages)", "if False else list(messages)"),
