@@ -12,7 +12,7 @@ from dflash_backend.text.chat import PromptError, check_role
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, check_function
 from dflash_openai.errors import ApiError, invalid, refusing
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once, log_once_of_client
 from dflash_openai.parsing.tool_formats import is_object
 from dflash_openai.schemas import ChatRequest, SharedFields, text_in
 from dflash_openai.tools import is_of_type
@@ -226,7 +226,9 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _leave_out(kind: str) -> None:
-    log_once(f"block {kind}", lambda: f"blocks of the type {kind!r} are left out: this server runs no tools itself")
+    log_once_of_client(
+        f"block {kind}", lambda: f"blocks of the type {kind!r} are left out: this server runs no tools itself"
+    )
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -28,6 +28,7 @@ from dflash_openai.health import get_version, live, ready
 from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
 from dflash_openai.middleware.defects import DefectsMiddleware
 from dflash_openai.models import get_model, list_models
+from dflash_openai.notices import NoticesMiddleware
 from dflash_openai.openapi import get_openapi
 from dflash_openai.playground import playground_routes
 from dflash_openai.responses import count_input_tokens, create_response
@@ -86,6 +87,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
             Middleware(AnthropicErrorsMiddleware),
             Middleware(MetricsMiddleware, metrics=metrics),
             *config.security.middleware(),
+            Middleware(NoticesMiddleware),
             Middleware(DefectsMiddleware),
             *_telemetry(config),
         ],

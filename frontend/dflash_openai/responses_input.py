@@ -10,7 +10,7 @@ from typing import Any
 from dflash_backend.text.chat import PromptError, check_role
 from dflash_backend.text.client_json import quoted
 from dflash_openai.errors import ApiError, invalid, refusing
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once_of_client
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ITEMS = "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output and reasoning"
@@ -71,7 +71,9 @@ def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) ->
         )
     elif isinstance(kind, str) and _HOSTED.fullmatch(kind):
         kind = kind[:64]
-        log_once(f"item {kind}", lambda: f"items of the type {kind!r} are left out: this server runs no tools itself")
+        log_once_of_client(
+            f"item {kind}", lambda: f"items of the type {kind!r} are left out: this server runs no tools itself"
+        )
     else:
         raise _wrong(index, f"has the type {str(kind)[:64]!r}; allowed: {ITEMS}")
 

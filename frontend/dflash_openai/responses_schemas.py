@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, check_function
 from dflash_openai.errors import invalid, refusing
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once_of_client
 from dflash_openai.responses_input import messages_of, seen_name
 from dflash_openai.schemas import ChatRequest, SharedFields, text_in
 from dflash_openai.tools import CLIENT_TYPES, is_of_type
@@ -105,7 +105,7 @@ def _check_include(body: ResponsesRequest) -> None:
 
 
 def _tell_ignored(name: str) -> None:
-    log_once(f"include {name}", lambda: f"{name!r} in 'include' is ignored: this server has none of that")
+    log_once_of_client(f"include {name}", lambda: f"{name!r} in 'include' is ignored: this server has none of that")
 
 
 class ClientTool(NamedTuple):

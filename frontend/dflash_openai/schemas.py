@@ -20,7 +20,7 @@ from dflash_backend.text.client_json import quoted
 from dflash_backend.text.parameter_values import whole_number
 from dflash_backend.text.vllm_parameters import OTHER_NAMES
 from dflash_openai.errors import ApiError, invalid
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once_of_client
 
 # A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
 # no other request is answered. As many as a grammar may have.
@@ -250,7 +250,9 @@ def _without_unknown(body: bytes, kind: type[msgspec.Struct], reject: bool, wher
 
 
 def _tell(name: str, where: str, fields: Mapping[str, Any]) -> None:
-    log_once(f"field {name}{where}", lambda: f"the field {quoted(name)}{where} is ignored{_hint(name, where, fields)}")
+    log_once_of_client(
+        f"field {name}{where}", lambda: f"the field {quoted(name)}{where} is ignored{_hint(name, where, fields)}"
+    )
 
 
 def _hint(name: str, where: str, fields: Mapping[str, Any]) -> str:

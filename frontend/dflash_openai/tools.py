@@ -10,7 +10,7 @@ from dflash_backend.messages import StructuredOutputs
 from dflash_backend.text.client_json import quoted
 from dflash_backend.text.tools import ToolError, read_tools
 from dflash_openai.errors import invalid, refusing
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once_of_client
 from dflash_openai.parsing import OutputFormat
 from dflash_openai.parsing.grammar import NoGrammar, grammar_of_calls
 from dflash_openai.schemas import ChatRequest
@@ -61,7 +61,9 @@ def is_of_type(tool: Mapping[str, Any], types: Sequence[str]) -> bool:
     if not isinstance(kind, str):
         raise invalid(f"'tools' has a tool of the type {quoted(kind)}; allowed: a text such as {types[0]}", "tools")
     kind = kind[:64]
-    log_once(f"tool {kind}", lambda: f"tools of the type {kind!r} are left out: this server runs no tools itself")
+    log_once_of_client(
+        f"tool {kind}", lambda: f"tools of the type {kind!r} are left out: this server runs no tools itself"
+    )
     return False
 
 

@@ -273,10 +273,10 @@ def test_a_schema_that_cannot_be_held_is_named_with_its_function() -> None:
 
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}])
 def test_a_forced_call_follows_of_a_schema_without_strict_what_a_grammar_can_say(
-    strict: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    strict: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As Pydantic writes a set, and zod an e-mail address."""
-    monkeypatch.setattr(notices, "_logged", set())
+    notices.forget()
     tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": 1}
     email = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"}
     parameters = {"type": "object", "properties": {"tags": tags, "email": email}, "required": ["tags", "email"]}

@@ -28,7 +28,7 @@ GENERATING = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 
 @pytest.fixture(autouse=True)
 def nothing_was_logged() -> None:
-    notices._logged.clear()
+    notices.forget()
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,24 @@ def test_a_request_cannot_fill_the_log(http: TestClient, caplog: pytest.LogCaptu
     logged = [message for message in caplog.messages if message.startswith("the field")]
     assert len(logged) == 8
     assert all("\n" not in message and len(message) < 200 for message in logged)
+
+
+def test_what_clients_choose_does_not_silence_what_operators_must_know(
+    http: TestClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(number: int, begin: int = 0) -> int:
+        caplog.clear()
+        tools = [{"type": f"tool_{place}"} for place in range(begin, begin + number)]
+        assert http.post("/v1/chat/completions", json={"messages": HELLO, "tools": tools}).status_code == 200
+        return sum("this server runs no tools itself" in message for message in caplog.messages)
+
+    # A request has a part of all notices, and what it did not tell another one tells.
+    assert (told(50), told(50), told(50), told(50)) == (20, 20, 10, 0)
+    monkeypatch.setattr(notices, "MAX_NOTICES", 60)
+    assert (told(20, 100), told(20, 200)) == (10, 0)
+    notices.log_once("the servers", lambda: "they are gone")
+    notices.log_once("the servers", lambda: "they are gone")
+    assert caplog.messages.count("they are gone") == 1
 
 
 def test_a_wrong_type_beside_an_unknown_field_is_still_refused(http: TestClient) -> None:

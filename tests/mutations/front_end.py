@@ -209,6 +209,16 @@ FRONT_END_MUTANTS = (
         ("a defect counts as a client that left", "            Middleware(DefectsMiddleware),\n", ""),
     ),
     *mutants_of(
+        f"{FRONTEND}/notices.py",
+        (f"{TESTS}/test_unknown_fields.py",),
+        (
+            "a client silences what operators must know",
+            "if about not in _logged:",
+            "if about not in _logged and len(_of_clients) < MAX_NOTICES:",
+        ),
+        ("one request has all notices", "if len(of_request) >= MAX_OF_REQUEST:", "if False:"),
+    ),
+    *mutants_of(
         f"{FRONTEND}/generation.py",
         (f"{TESTS}/test_errors.py",),
         ("a defect in a stream counts as a success", "        self._note_failure(found)\n", ""),

@@ -11,7 +11,7 @@ from typing import Any
 from dflash_backend.error_text import ABOUT_NEXT_LINE
 from dflash_backend.messages import JSON_WHITESPACE, StructuredOutputs
 from dflash_backend.text.json_schema import SchemaError, normalise
-from dflash_openai.notices import log_once
+from dflash_openai.notices import log_once_of_client
 from dflash_openai.parsing import harmony
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, ToolFormat
 
@@ -186,7 +186,9 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         raise NoGrammar(f"the function '{function['name']}' has a schema of its parameters that {error}") from None
     if left_out:
         held = f"calls of the function '{function['name']}' need not follow {', '.join(left_out)[:500]}"
-        log_once(held, lambda: f"{held}: no grammar can say that; with 'strict' of true such a schema is refused")
+        log_once_of_client(
+            held, lambda: f"{held}: no grammar can say that; with 'strict' of true such a schema is refused"
+        )
     if schema is False:
         raise NoGrammar(f"the function '{function['name']}' has parameters that no arguments fit")
     kinds = schema.get("type", "object")
