@@ -81,7 +81,8 @@ class SecurityConfig:
 
     max_body_bytes, body_timeout_s: the size of a request's body, and the seconds in which it must have come.
     max_prompt_tokens: the longest prompt; 0: as long as the model allows. write_timeout_s: the seconds that a part of a
-    response waits for a client that does not read.
+    response waits for a client that does not read. keep_alive_timeout_s: the seconds after which a connection on which
+    no request comes is closed.
     """
 
     api_keys: tuple[ApiKey, ...] = ()
@@ -93,6 +94,7 @@ class SecurityConfig:
     body_timeout_s: float = 60.0
     max_prompt_tokens: int = 0
     write_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 75.0
     access_log: bool = True
     tls: ServerTls | None = None
 

@@ -29,8 +29,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.05
 # What requests that are ended by a stop have to send their errors.
 END_S = 1.0
-# A connection on which no request comes is closed, also one that has had requests before.
-HEADER_TIMEOUT_MS = 20_000
 HEARTBEAT_S = 1.0
 # How often it is tried whether connections are taken, and how long one may take.
 RING_S = 5.0
@@ -71,7 +69,8 @@ def _server(app: Starlette, config: FrontendConfig, listener: socket.socket, gat
         websockets=False,
         backlog=gate.backlog,
         backpressure=gate.max_requests,
-        http1_settings=HTTP1Settings(header_read_timeout=HEADER_TIMEOUT_MS),
+        # granian has one time for a request's headers and for a connection on which none comes.
+        http1_settings=HTTP1Settings(header_read_timeout=round(config.security.keep_alive_timeout_s * 1000)),
         log_level=LogLevels.error,
         log_dictconfig=LOG_CONFIG,
         **_tls_options(config.security.tls),

@@ -76,6 +76,7 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "--max-body-mb": (["2.5"], {"security.max_body_bytes": 2621440}),
     "--body-timeout": (["17"], {"security.body_timeout_s": 17.0}),
     "--write-timeout": (["18"], {"security.write_timeout_s": 18.0}),
+    "--keep-alive-timeout": (["20.5"], {"security.keep_alive_timeout_s": 20.5}),
     "--ping-interval": (["0"], {"config.ping_interval_s": 0.0}),
     "--max-prompt-tokens": (["19"], {"security.max_prompt_tokens": 19}),
     "--allowed-origins": (

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -97,6 +98,20 @@ def first_line(port: int, sent: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), 10) as connection:
         connection.sendall(sent)
         return connection.makefile("rb").readline()
+
+
+def test_an_idle_connection_is_kept_for_the_time_of_the_option() -> None:
+    """A proxy that keeps it longer would send a request while it is closed."""
+    with served("--keep-alive-timeout", "2") as port, closing(HTTPConnection("127.0.0.1", port, timeout=10)) as http:
+        for _ in range(3):
+            http.request("GET", "/health/live")
+            answer = http.getresponse()
+            answer.read()
+            assert answer.status == 200
+            time.sleep(1.0)
+        began = time.monotonic()
+        assert http.sock.recv(1) == b""
+        assert time.monotonic() - began < 5
 
 
 def test_bodies_are_bounded_in_size_and_time() -> None:

@@ -178,6 +178,11 @@ VALUE_MUTANTS = (
             "body_timeout_s=arguments.write_timeout",
         ),
         (
+            "idle connections are kept as long as clients that do not read",
+            "keep_alive_timeout_s=arguments.keep_alive_timeout",
+            "keep_alive_timeout_s=arguments.write_timeout",
+        ),
+        (
             "pings are not handed on",
             'if name == "api_key_file":',
             'if name == "ping_interval":\n            continue\n        if name == "api_key_file":',

@@ -72,6 +72,13 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="time after which a client that does not read its answer is given up (%(default)g)",
     )
     add(
+        "--keep-alive-timeout",
+        **SECONDS,
+        default=75.0,
+        help="time after which a connection on which no request comes is closed; longer than that of a proxy in front "
+        "(%(default)g)",
+    )
+    add(
         "--ping-interval",
         **SECONDS_OR_0,
         default=10.0,
@@ -154,6 +161,7 @@ def security_config(
         body_timeout_s=arguments.body_timeout,
         max_prompt_tokens=arguments.max_prompt_tokens,
         write_timeout_s=arguments.write_timeout,
+        keep_alive_timeout_s=arguments.keep_alive_timeout,
         access_log=not arguments.no_access_log,
         tls=_tls(arguments),
     )
