@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -35,6 +36,7 @@ from dflash_backend.structured_output.bounds import (
     needs_trial,
 )
 from dflash_backend.structured_output.fair_thread import FairThread
+from dflash_backend.structured_output.lexers import Lexers
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.structured_output.trial import DEAD_END, GrammarTrial, bytes_in_use
 from dflash_backend.structured_output.vocabulary import SpecialTokens, named_tokens, with_ids, without_special_text
@@ -85,16 +87,22 @@ class _Vocabulary:
 class CompiledGrammar:
     """A grammar and the state in which each answer begins."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], num_bytes: int, heavy: bool) -> None:
-        """num_bytes: what it keeps. heavy: whether a single mask may take long, so that it is filled by itself."""
-        self._matcher = matcher
+    def __init__(self, lexers: Lexers, eos_token_ids: tuple[int, ...], num_bytes: int, heavy: bool) -> None:
+        """num_bytes: what it keeps as it is compiled. heavy: whether a single mask may take long, so that it is filled
+        by itself."""
+        self._lexers = lexers
         self._eos_token_ids = eos_token_ids
-        self.num_bytes = num_bytes
+        self._num_bytes = num_bytes
         self._heavy = heavy
+
+    @property
+    def num_bytes(self) -> int:
+        """What it keeps, with what its answers are taken to have added."""
+        return self._num_bytes + self._lexers.latest.num_bytes
 
     def matcher(self, rules: MatcherRules) -> GrammarMatcher:
         """A matcher at the beginning of an answer."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)
+        return GrammarMatcher(self._lexers, self._eos_token_ids, rules, self._heavy)
 
 
 class GrammarCompiler:
@@ -111,12 +119,12 @@ class GrammarCompiler:
         self._vocabularies: dict[tuple[int, ...], _Vocabulary] = {}
         self._compiled: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._num_cached_bytes = 0
         # Grammars that took too much, what was said of them, and until when.
         self._refused: OrderedDict[Key, tuple[str, float]] = OrderedDict()
         # By whether the grammars need a trial, and are heavy: those that are not do not wait for the others.
         lanes = (False, False), (True, False), (True, True)
         self._threads = {lane: FairThread("dflash-grammars") for lane in lanes}
+        self._again = FairThread("dflash-grammars")  # of those whose lexers are worn
         self.num_compiled = 0
         self.compile_seconds = 0.0
 
@@ -152,13 +160,15 @@ class GrammarCompiler:
             num_bytes = self._try(key, text, grammar, vocabulary.trials[heavy])
         else:
             num_bytes = -bytes_in_use()
-        matcher = _matcher(vocabulary.tokenizer, text)
+        compile_again = partial(_matcher, vocabulary.tokenizer, text)
+        began = time.monotonic()
+        lexers = Lexers(compile_again(), compile_again, time.monotonic() - began, partial(self._again.submit, ""))
         if not tried:
             num_bytes = min(MOST_UNTRIED_BYTES, num_bytes + bytes_in_use())
         with self._lock:
             self.num_compiled += 1
             self.compile_seconds += time.monotonic() - started
-            new = CompiledGrammar(matcher, eos_token_ids, max(LEAST_BYTES, num_bytes), heavy)
+            new = CompiledGrammar(lexers, eos_token_ids, max(LEAST_BYTES, num_bytes), heavy)
             compiled = self._compiled.setdefault(key, new)
             self._keep(key, compiled)
         return compiled
@@ -189,13 +199,14 @@ class GrammarCompiler:
 
     def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
         """Keep a grammar as the latest one, and drop the oldest for it. Under the lock."""
-        if key not in self._recent:
-            self._num_cached_bytes += compiled.num_bytes
         self._recent[key] = compiled
         self._recent.move_to_end(key)
         while len(self._recent) > CACHE_SIZE or self._num_cached_bytes > MAX_CACHED_BYTES:
-            _, oldest = self._recent.popitem(last=False)
-            self._num_cached_bytes -= oldest.num_bytes
+            self._recent.popitem(last=False)
+
+    @property
+    def _num_cached_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in self._recent.values())
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> _Vocabulary:
         """The target's vocabulary. Raises `GrammarError`."""

@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from dflash_backend.structured_output.deadline import DeadlineThread
+from dflash_backend.structured_output.lexers import FULL, Lexers
 from dflash_backend.structured_output.trial import bytes_in_use
 
 BITS = 32
@@ -77,9 +78,9 @@ class GrammarMatcher:
     grammar it is, or with UNAVAILABLE others'. heavy: whether its masks may take long."""
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], rules: MatcherRules, heavy: bool = False
+        self, lexers: Lexers, eos_token_ids: tuple[int, ...], rules: MatcherRules, heavy: bool = False
     ) -> None:
-        """`matcher` is at the beginning and belongs to this answer."""
+        """lexers: those of the grammar."""
         self.heavy = heavy
         # What its masks took beyond the usual.
         self.slow_seconds = 0.0
@@ -87,7 +88,10 @@ class GrammarMatcher:
         self._in_use_at_first: int | None = None
         self._num_without_mask = 0
         self.status: FailureStatus = "INVALID_ARGUMENT"
-        self._matcher = matcher
+        self._lexers, self._lexer = lexers, lexers.begin()
+        self._matcher = self._lexer.start.deep_copy()
+        # The tokens that the grammar has taken.
+        self._taken: list[int] = []
         self._eos = frozenset(eos_token_ids)
         self._rules = rules
         self._num_tokens = 0
@@ -118,9 +122,11 @@ class GrammarMatcher:
         tokens = self._before_end(token_ids[begin:])
         self._ended = len(tokens) < len(token_ids) - begin
         ahead, self._ahead, self._legal = self._ahead, None, []
+        self._taken += tokens
+        self._lexer.num_tokens += len(tokens)
         if ahead is not None and ahead[0] == tokens:
             self._matcher = ahead[1]
-        elif tokens and not self._matcher.consume_tokens(tokens):
+        elif tokens and not self._matcher.consume_tokens(tokens) and not self.goes_on():
             self._fail()
         self._num_without_mask += len(tokens)
         if self._num_without_mask >= TOKENS_WITHOUT_MASK and not self._ended:
@@ -151,7 +157,8 @@ class GrammarMatcher:
             forced = forced_tokens()
             if forced and forced[0] != token_id:
                 return False
-            consume(token_id)
+            if not consume(token_id):
+                return False
         if ends and (forced_tokens() or not trial.is_accepting()):
             return False
         self._ahead = tokens, trial
@@ -227,7 +234,26 @@ class GrammarMatcher:
             behind = behind[: self._matcher.validate_tokens(behind)]
         return _Plan(free, behind)
 
+    def goes_on(self) -> bool:
+        """Let an answer that has just met llguidance's bound of states go on with another lexer, where those of others
+        are most of them. Whether it does; False also where nothing is wrong."""
+        if self.error is not None or not self._matcher.is_error() or FULL not in self._matcher.get_error():
+            return False
+        if self._lexer.num_tokens < 2 * len(self._taken):
+            return False
+        lexer = self._lexers.successor(self._lexer)
+        if lexer is None:
+            self.status = "UNAVAILABLE"
+            self.error = "the grammar of its structured output is being compiled again; try again later"
+            return False
+        self._lexer, self._matcher = lexer, lexer.start.deep_copy()
+        self._ahead, self._legal = None, []
+        lexer.num_tokens += len(self._taken)
+        return not self._taken or self._matcher.consume_tokens(self._taken)
+
     def _fail(self) -> None:
+        if self.error is not None:
+            return
         reason = " ".join(self._matcher.get_error().split())[:300]
         self.error = f"the grammar of its structured output cannot be followed any further ({reason})"
 
@@ -315,6 +341,8 @@ class BitmaskFiller:
             _fill(self._executor, light, masks)
         if heavy:
             self._fill_heavy(heavy, masks)
+        if [each for each, _, _ in (*light, *heavy) if each.goes_on()]:
+            return self.fill(answers)
         for (each, _), plan, start in zip(answers, plans, starts, strict=False):
             if plan is not None and each.error is None:
                 each._edit(masks[start : start + plan.num_rows], plan)

@@ -424,18 +424,43 @@ GRAMMAR_MUTANTS = (
             "error = answer.error",
         ),
     ),
+    *mutants_of(
+        MATCHER_FILE,
+        ("tests/structured_output/test_lexers.py",),
+        (
+            "an answer fails for the states of others",
+            "and not self._matcher.consume_tokens(tokens) and not self.goes_on():",
+            "and not self._matcher.consume_tokens(tokens):",
+        ),
+        (
+            "a mask fails for the states of others",
+            "if [each for each, _, _ in (*light, *heavy) if each.goes_on()]:",
+            "if False:",
+        ),
+        (
+            "a grammar that needs too many states is compiled again and again",
+            "if self._lexer.num_tokens < 2 * len(self._taken):",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/lexers.py",
+        ("tests/structured_output/test_lexers.py",),
+        ("a lexer is never replaced", "if lexer.num_tokens >= WORN_TOKENS and", "if False and"),
+        ("a step waits for a grammar that takes long", "if self._seconds > IN_STEP_S:", "if False:"),
+    ),
     Mutant(
         "an answer may end early",
         COMPILER_FILE,
-        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)",
-        "return GrammarMatcher(self._matcher.deep_copy(), (), rules, self._heavy)",
+        "return GrammarMatcher(self._lexers, self._eos_token_ids, rules, self._heavy)",
+        "return GrammarMatcher(self._lexers, (), rules, self._heavy)",
         MATCHER,
     ),
     Mutant(
         "answers share the state of their grammar",
-        COMPILER_FILE,
-        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules, self._heavy)",
-        "return GrammarMatcher(self._matcher, self._eos_token_ids, rules, self._heavy)",
+        MATCHER_FILE,
+        "self._matcher = self._lexer.start.deep_copy()",
+        "self._matcher = self._lexer.start",
         MATCHER,
     ),
     *mutants_of(
