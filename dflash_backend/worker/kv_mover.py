@@ -97,9 +97,9 @@ class DeviceRecords(RecordStore):
         return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Let the calling thread's copies begin after `event`."""
-        if event is not None and self._stream is not None:
-            self._stream.wait_event(event)
+        """Wait for `event`, which the calling thread's copies come after."""
+        if event is not None:
+            event.synchronize()
 
     def read(self, record: Record, into: np.ndarray) -> np.ndarray:
         self._copy(record.group, record.source, into, reads=True)
@@ -352,8 +352,8 @@ class BackgroundMover:
 
     def _run(self, job: _Job, scratch: np.ndarray) -> bool:
         """Do a move, or what is left of it; False where a load goes before the rest."""
-        job.began = job.began or time.monotonic()
         self._device.wait_for(job.after)
+        job.began = job.began or time.monotonic()
         source = self._stores[job.move.source].opened(job.move)
         with self._changed:
             job.source = source

@@ -10,8 +10,9 @@ import pytest
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
 from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
-from dflash_backend.core.kv.tiers import KVTiers
+from dflash_backend.core.kv.tiers import REFUSALS_BEFORE_PROBE, KVLoad, KVTiers
 from dflash_backend.core.moves import DISK, HOST, Record
+from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import TierConfig, blocks_for
 from dflash_backend.messages import BlocksRemoved, BlocksStored, EngineCoreOutputs, KVEvent
 from tests.core.checked_engine import CheckedEngine
@@ -195,6 +196,37 @@ def test_what_takes_less_time_to_compute_than_to_load_is_computed() -> None:
         engine.answer(f"again{number}", prompt)
         assert engine.outputs[f"again{number}"].stats.num_cached_tokens == (40 if loads else 0)
         assert engine.core.stats().tiers[HOST].num_computed == (not loads)
+
+
+def test_one_slow_load_does_not_switch_a_tier_off() -> None:
+    """After some refusals one load is made to measure the tier again. Where it is still slow, more are refused."""
+    engine = Tiered()
+    engine.worker.target_s = lambda plan: 1e-3 * plan.num_tokens
+    engine.answer("first", PROMPT)
+    engine.lose_device()
+    engine.tiers._seconds_per_byte[HOST] = 1.0
+    engine.tiers._max_refused[HOST] = 2 * REFUSALS_BEFORE_PROBE
+    cached = []
+    for number in range(2 * REFUSALS_BEFORE_PROBE + 3):
+        engine.answer(f"again{number}", PROMPT)
+        engine.lose_device()
+        cached.append(engine.outputs[f"again{number}"].stats.num_cached_tokens)
+    assert cached == [*[0] * 2 * REFUSALS_BEFORE_PROBE, 40, 40, 40]
+    assert engine.tiers._seconds_per_byte[HOST] < 1e-4, "what a probe measures is the rate"
+
+
+def test_a_tier_that_stays_slow_is_probed_less_and_less() -> None:
+    engine = Tiered()
+    load = KVLoad(1, Request.from_generation_request(make_request("r", PROMPT), engine.core.config, 0, 0.0), 0, 10)
+    wanted = {(0, b"hash"): HOST}
+    engine.tiers._bytes_per_record[0] = 100
+    probes = []
+    for number in range(200):
+        engine.tiers._seconds_per_byte[HOST] = 1.0
+        if engine.tiers._pays(load, wanted, 1e-6, 0.0):
+            probes.append(number)
+    first = REFUSALS_BEFORE_PROBE
+    assert probes == [first, 3 * first + 1, 7 * first + 2]
 
 
 @pytest.mark.parametrize("num_copies", [1, 2, 4])

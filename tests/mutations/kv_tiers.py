@@ -50,6 +50,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "if not seconds_per_token or load_s <",
             "if True or load_s <",
         ),
+        ("one slow load switches a tier off", "if number > most:", "if False:"),
+        ("a probe is one load among many", "now if move.source in self._probed else ", ""),
         (
             "each of the requests with a prefix loads it",
             "if coming is not None:",
@@ -263,6 +265,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
         MOVER,
         OF_MOVER,
+        (
+            "the steps before a load count as its time",
+            "        self._device.wait_for(job.after)\n        job.began = job.began or time.monotonic()\n",
+            "        job.began = job.began or time.monotonic()\n        self._device.wait_for(job.after)\n",
+        ),
         (
             "a load waits for a store that waits for its turn",
             "return not job.move.is_load and bool(queue) and queue[0].move.is_load",

@@ -78,6 +78,24 @@ def test_host_memory_takes_no_more_than_its_records_and_each_has_its_own_bytes(
         assert np.array_equal(store.read(Record(group, b"", slot, 0), np.empty(0, np.uint8)), written[group, slot])
 
 
+class BehindSteps(DeviceRecords):
+    """Whose steps that were queued before a move take a while."""
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        time.sleep(0.3)
+
+
+def test_a_move_does_not_count_the_time_of_the_steps_before_it() -> None:
+    device = BehindSteps([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {HOST: HostRecords([SIZE], [NUM_RECORDS], False)})
+    mover.submit(Move(1, HOST, DEVICE, records(2)))
+    mover.wait(10.0)
+    (moved,) = mover.finished()
+    assert moved.arrived == (True, True)
+    assert 0 < moved.seconds < 0.2
+    mover.close()
+
+
 class Slow(HostRecords):
     """Whose moves end once they may."""
 

@@ -33,6 +33,9 @@ MAX_REMOTE_LOADS = 64
 MAX_TOLD = 64
 # Part of the rate of loads that stays after another one.
 RATE_KEPT = 0.8
+# Loads from a tier that are refused for its rate before one is made to measure it again: at first, and at most, since
+# the number doubles each time.
+REFUSALS_BEFORE_PROBE, MAX_REFUSALS_BEFORE_PROBE = 16, 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +99,10 @@ class KVTiers:
         self._ended: list[Request] = []
         self._told: set[int] = set()  # moves that tell another server that nothing is needed
         self._seconds_per_byte: dict[str, float] = {}
+        # Of each tier: refused loads since one paid or was a probe, and how many there may be. And whose probes run.
+        self._num_refused: dict[str, int] = {}
+        self._max_refused: dict[str, int] = {}
+        self._probed: set[str] = set()
         self._bytes_per_record: dict[int, float] = {}
         for tier in self.tiers:
             self._restore(tier)
@@ -344,13 +351,26 @@ class KVTiers:
     def _pays(
         self, load: KVLoad, wanted: Mapping[tuple[int, bytes], str], seconds_per_token: float, wait_s: float
     ) -> bool:
-        """Whether loading takes less time than computing. What was never measured is tried."""
+        """Whether loading takes less time than computing. What was never measured is tried, and now and then what was
+        too slow: one slow load says little of later ones."""
         load_s = wait_s
         for (group, _), name in wanted.items():
             load_s += self._bytes_per_record.get(group, 0.0) * self._seconds_per_byte.get(name, 0.0)
+        names = set(wanted.values())
         if not seconds_per_token or load_s < (load.end - load.start) * self._block_size * seconds_per_token:
+            for name in names:
+                self._num_refused.pop(name, None)
+                self._max_refused.pop(name, None)
             return True
-        for name in set(wanted.values()):
+        for name in names:
+            most = self._max_refused.setdefault(name, REFUSALS_BEFORE_PROBE)
+            self._num_refused[name] = number = self._num_refused.get(name, 0) + 1
+            if number > most:
+                self._num_refused[name] = 0
+                self._max_refused[name] = min(2 * most, MAX_REFUSALS_BEFORE_PROBE)
+                self._probed.add(name)
+                return True
+        for name in names:
             self.stats[name].num_computed += 1
         return False
 
@@ -499,5 +519,6 @@ class KVTiers:
             self._bytes_per_record[move.records[0].group] = moved.num_bytes / len(move.records)
         if move.is_load:
             now = moved.seconds / moved.num_bytes
-            before = self._seconds_per_byte.get(move.source, now)
+            before = now if move.source in self._probed else self._seconds_per_byte.get(move.source, now)
+            self._probed.discard(move.source)
             self._seconds_per_byte[move.source] = RATE_KEPT * before + (1 - RATE_KEPT) * now
