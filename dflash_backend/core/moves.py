@@ -65,8 +65,8 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """A move that has ended. arrived: for each record whether it is there, whole; its target's memory is not written
-    any more in any case. seconds: that it took, with the waits of `kv_move_mb_s` and without the steps before it. missing:
-    of the records that did not arrive, the numbers of those that the source does not have (any more)."""
+    any more in any case. seconds: that it took, with the waits of `kv_move_mb_s` and without the steps before it.
+    missing: of the records that did not arrive, the numbers of those that the source does not have (any more)."""
 
     move_id: int
     arrived: tuple[bool, ...]

@@ -257,8 +257,8 @@ class Scheduler:
         """The requests that wait, in no order."""
         return self.queue.waiting
 
-    def remove(self, request: Request) -> None:
-        """Take out a request that finished or was aborted, and free its blocks."""
+    def remove(self, request: Request, comes_back: bool = False) -> None:
+        """Take out a request that finished or was aborted, or will be queued again, and free its blocks."""
         if self.running.pop(request.request_id, None) is not None:
             self._release(request)
             self.queue.stop(request)
@@ -266,7 +266,7 @@ class Scheduler:
         elif self.loading.pop(request.request_id, None) is None:
             self.queue.discard(request)
         if self.kv.tiers is not None:
-            self.kv.tiers.release(request)
+            self.kv.tiers.release(request, comes_back)
 
     def begin_drafter(self) -> None:
         """Another drafter drafts from now on, with nothing in flight."""
@@ -438,7 +438,7 @@ class Scheduler:
             self._put_back(request)
         taken = sorted((*self.waiting.values(), *self.loading.values()), key=lambda request: request.arrival)
         for request in taken:
-            self.remove(request)
+            self.remove(request, comes_back=True)
         self._finished_req_ids.clear()
         if self.speculation is not None:
             self.speculation.remove_planned()

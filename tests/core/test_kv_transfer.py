@@ -363,6 +363,22 @@ def test_a_failed_step_takes_back_what_it_was_to_write_of_what_is_kept() -> None
     assert is_empty(first)
 
 
+def test_a_failed_step_leaves_the_kv_that_queued_requests_are_to_fetch() -> None:
+    first, second = pair(max_num_seqs=1)
+    params = first.prefill(PROMPT)
+    second.add(make_request("runs", [1, 2, 3], max_tokens=20))
+    second.step()
+    second.add(make_request("queued", PROMPT, max_tokens=8, kv_transfer_params=params))
+    failing = iter([True])
+    second.worker.fails = lambda plan: next(failing, False)
+    second.finish()
+    assert second.worker.num_failed == 1
+    assert second.outputs["queued"].stats.num_cached_tokens == 40
+    second.settle()
+    first.settle()
+    assert is_empty(first)
+
+
 def test_without_a_role_the_parameters_change_nothing() -> None:
     engine = CheckedEngine(make_config())
     for name, params in (

@@ -106,6 +106,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "                pass\n",
         ),
         (
+            "a failed step gives up what queued requests are to fetch",
+            "if not comes_back and request.has_remote_kv and",
+            "if request.has_remote_kv and",
+        ),
+        (
             "what is kept for another server stays when requests need its blocks",
             "return self.kept is not None and self.kept.give_way()",
             "return False",

@@ -434,10 +434,11 @@ class KVTiers:
         ended, self._ended = self._ended, []
         return ended
 
-    def release(self, request: Request) -> KVLoad | None:
+    def release(self, request: Request, comes_back: bool = False) -> KVLoad | None:
         """A request starts, holding what it has found, or is gone: let go of what its load holds. A load under way goes
-        on, for others. Returns the load, where it has ended."""
-        if request.has_remote_kv and self.remote is not None:
+        on, for others. comes_back: it will be queued again, and may need what another server keeps for it. Returns the
+        load, where it has ended."""
+        if not comes_back and request.has_remote_kv and self.remote is not None:
             if (peer := self.remote.peer(request)) is not None:
                 self._tell(peer)
             request.has_remote_kv = False
