@@ -127,9 +127,11 @@ def evictable_blocks(pool: BlockPool, number: int) -> Iterator[int]:
 def check_slots(slots: RecordSlots, reserved: Sequence[bytes] | None = None) -> int:
     """A slot is in no place or in two, or not `reserved` are reserved, where that is given. Returns how many reads are
     under way."""
-    lying = [*slots._free, *slots._reserved.values(), *slots._unused.values(), *slots._used.values()]
+    pinned = [slot for slot, _ in slots._pinned.values()]
+    lying = [*slots._free, *slots._reserved.values(), *slots._unused.values(), *slots._used.values(), *pinned]
     assert sorted(lying) == list(range(slots._num_given)), "a slot is lost, or is in two places"
-    hashes = [*slots._reserved, *slots._unused, *slots._used]
+    hashes = [*slots._reserved, *slots._unused, *slots._used, *slots._pinned]
+    assert slots._pinned.keys() == {each for each in slots._readers if slots.slot(each) is not None}
     assert len(set(hashes)) == len(hashes), "a record has two slots"
     assert slots._num_given <= slots.num_slots, "a slot too many"
     assert len(slots._used) <= max(1, MAX_USED_SHARE * slots.num_slots), "too many records count as used"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from checks.core_state import check_slots
 from dflash_backend.core.block_hashes import BlockHashes
 from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
 from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
@@ -355,6 +356,43 @@ def test_host_memory_that_is_too_small_for_a_prompt_still_passes_all_of_it_on_to
     engine.lose_device()
     engine.answer("again", PROMPT)
     assert engine.outputs["again"].stats.num_cached_tokens == 40
+
+
+def test_a_disk_that_is_slower_than_eviction_leaves_host_memory_to_new_prompts() -> None:
+    engine = Tiered((HOST, DISK), slots=100, num_blocks=30)
+    assert engine.mover is not None
+    engine.mover.stuck = lambda move: move.target == DISK
+    prompts = [[number, *PROMPT[1:]] for number in range(25)]
+    for number, prompt in enumerate(prompts):
+        engine.run(make_request(str(number), prompt, max_tokens=4))
+        for _ in range(20):
+            engine.tiers.advance()
+        engine.check_tiers()
+    assert not any(map(any, map(engine.stored, prompts[4:10]))), "only what the disk is stuck with stays"
+    assert sum(map(sum, map(engine.stored, prompts[15:]))) >= 40
+    engine.mover.stuck = lambda move: False
+    engine.settle()
+    assert any(any(engine.stored(prompt, tier=1)) for prompt in prompts[15:])
+
+
+def test_no_search_passes_what_is_read() -> None:
+    slots = RecordSlots(100)
+    names = [bytes([number]) for number in range(100)]
+    for name in names:
+        slots.reserve(name)
+        slots.settle(name, is_there=True)
+    for name in names[:99]:
+        slots.pin(name)
+    assert list(slots._unused) == names[99:]
+    assert len(slots) == 100
+    slots.touch(names[3], reused=True)
+    slots.unpin(names[4])
+    slots.unpin(names[3])
+    assert (list(slots._unused), list(slots._used)) == ([names[99], names[4]], [names[3]])
+    slots.remove(names[5])  # it is read, and was not there
+    assert slots.slot(names[5]) is None
+    slots.unpin(names[5])
+    check_slots(slots, [])
 
 
 def test_a_place_that_is_read_is_not_given_away() -> None:

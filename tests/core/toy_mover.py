@@ -64,8 +64,9 @@ class ToySender:
 
 class ToyMover:
     """A `KVMover`. pace: how many halves are moved between two plans. fails: whether a record is not there when it is
-    read from a tier. at_once: whether a move is done as soon as it is submitted, where the steps before it have run: a
-    mover is a thread of its own, and may be quicker than the plan that begins a load."""
+    read from a tier. stuck: whether a move does not go on, which others go past. at_once: whether a move is done as
+    soon as it is submitted, where the steps before it have run: a mover is a thread of its own, and may be quicker than
+    the plan that begins a load."""
 
     def __init__(
         self, pace: Callable[[], int] = lambda: 1 << 30, fails: Callable[[Record], bool] = lambda record: False
@@ -74,6 +75,7 @@ class ToyMover:
         self.sender: ToySender | None = None
         self.keepers: dict[int, ToyMover] = {}  # other servers, by their ports
         self.pace, self.fails = pace, fails
+        self.stuck: Callable[[Move], bool] = lambda move: False
         self.tiers: dict[tuple[str, int, object, int], Half] = {}
         self._jobs: list[_Job] = []
         self._done: list[Moved] = []
@@ -117,8 +119,10 @@ class ToyMover:
         return [value for half in range(2) for value in self.tiers[self._key(tier, record, record.source, half)]]
 
     def _advance(self, num_halves: int) -> None:
-        while self._jobs and num_halves > 0:
-            job = self._jobs[0]
+        while num_halves > 0:
+            job = next((job for job in self._jobs if not self.stuck(job.move)), None)
+            if job is None:
+                return
             if job.after is not None and job.after in getattr(self.worker, "_queue", ()):
                 return
             if job.move.source == REMOTE and not self._is_found(job):

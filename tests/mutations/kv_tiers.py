@@ -83,6 +83,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "            self.tiers[number - 1].groups[group].pin(block_hash)\n            self._drop(number, key)\n",
         ),
         (
+            "a slow disk keeps all of host memory",
+            "for each in waiting[: max(0, len(waiting) - int(most))]:",
+            "for each in ():",
+        ),
+        (
             "an event of a tier says that the device has the block",
             "self._events.moved(block_hash, MEDIUMS[tier.name], stored)",
             'self._events.moved(block_hash, "GPU", stored)',
@@ -93,8 +98,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_CORE,
         (
             "a record that is read may be given away",
-            "if each not in self._readers and each not in but",
-            "if each not in but",
+            "self._pinned[block_hash] = records.pop(block_hash), records is self._used",
+            "pass",
         ),
     ),
     *mutants_of(

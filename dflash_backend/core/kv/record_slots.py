@@ -29,16 +29,20 @@ class RecordSlots:
         self._reserved: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         self._used: OrderedDict[bytes, int] = OrderedDict()
+        # Those that are read, and whether they were found: they do not give way, so no search passes them.
+        self._pinned: dict[bytes, tuple[int, bool]] = {}
         self._readers: dict[bytes, int] = {}
         self.version = 0
         """Grows whenever a record can be found, or no longer."""
 
     def __len__(self) -> int:
         """Records that can be found."""
-        return len(self._unused) + len(self._used)
+        return len(self._unused) + len(self._used) + len(self._pinned)
 
     def slot(self, block_hash: bytes) -> int | None:
         """Where a record is that can be found, which does not use it; None: nowhere."""
+        if (pinned := self._pinned.get(block_hash)) is not None:
+            return pinned[0]
         return self._unused.get(block_hash, self._used.get(block_hash))
 
     def reserved(self, block_hash: bytes) -> int | None:
@@ -48,20 +52,38 @@ class RecordSlots:
     def pin(self, block_hash: bytes) -> None:
         """Keep a record that can be found where it is, until `unpin`: it is read."""
         self._readers[block_hash] = self._readers.get(block_hash, 0) + 1
+        for records in (self._unused, self._used):
+            if block_hash in records:
+                self._pinned[block_hash] = records.pop(block_hash), records is self._used
 
     def unpin(self, block_hash: bytes) -> None:
-        """One reader fewer."""
+        """One reader fewer. After the last one the record stays as if it had come, or been found, now."""
         self._readers[block_hash] -= 1
-        if not self._readers[block_hash]:
-            del self._readers[block_hash]
+        if self._readers[block_hash]:
+            return
+        del self._readers[block_hash]
+        if (pinned := self._pinned.pop(block_hash, None)) is not None:
+            slot, was_found = pinned
+            if was_found:
+                self._add_used(block_hash, slot)
+            else:
+                self._unused[block_hash] = slot
 
     def touch(self, block_hash: bytes, reused: bool) -> None:
         """Let a record that can be found stay longer; reused: since it was found."""
+        if block_hash in self._pinned:
+            slot, was_found = self._pinned[block_hash]
+            self._pinned[block_hash] = slot, was_found or reused
+            return
         records = self._unused if block_hash in self._unused else self._used
         if not reused or records is self._used:
             records.move_to_end(block_hash)
             return
-        self._used[block_hash] = records.pop(block_hash)
+        self._add_used(block_hash, records.pop(block_hash))
+
+    def _add_used(self, block_hash: bytes, slot: int) -> None:
+        """Add the latest one that was found, in place of the oldest where these are too many."""
+        self._used[block_hash] = slot
         if len(self._used) > MAX_USED_SHARE * self.num_slots:
             oldest, slot = self._used.popitem(last=False)
             self._unused[oldest] = slot
@@ -78,7 +100,7 @@ class RecordSlots:
             slot, self._num_given = self._num_given, self._num_given + 1
         else:
             there = (each for records in (self._unused, self._used) for each in records)
-            oldest = next((each for each in there if each not in self._readers and each not in but), None)
+            oldest = next((each for each in there if each not in but), None)
             if oldest is None:
                 return None
             slot = self._take(oldest)
@@ -89,7 +111,10 @@ class RecordSlots:
         """A reserved record was written and can be found, or was not."""
         slot = self._reserved.pop(block_hash)
         if is_there:
-            self._unused[block_hash] = slot
+            if block_hash in self._readers:  # of one that was here before
+                self._pinned[block_hash] = slot, False
+            else:
+                self._unused[block_hash] = slot
             self.version += 1
         else:
             self._free.append(slot)
@@ -101,13 +126,15 @@ class RecordSlots:
 
     def clear(self) -> list[bytes]:
         """No record can be found any more. Those that are being written stay. Returns which could be."""
-        gone = [*self._unused, *self._used]
+        gone = [*self._unused, *self._used, *self._pinned]
         for block_hash in gone:
             self._free.append(self._take(block_hash))
         return gone
 
     def _take(self, block_hash: bytes) -> int:
         self.version += 1
+        if block_hash in self._pinned:
+            return self._pinned.pop(block_hash)[0]
         return self._unused.pop(block_hash) if block_hash in self._unused else self._used.pop(block_hash)
 
 

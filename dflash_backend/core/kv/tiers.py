@@ -25,6 +25,9 @@ from dflash_backend.messages import KVTransferParams, TierStats, TransferStats
 # Records of a move, and moves to a tier that are under way, at most: what leaves the cache before its turn is lost.
 RECORDS_PER_MOVE = 16
 MOVES_UNDER_WAY = 2
+# Part of a tier's slots whose records may wait for the tier below where the tier loses others for that: they stay until
+# they are there, and a slow disk would leave no slot.
+MAX_WAITING_SHARE = 1 / 4
 # Requests that wait for loads at most.
 MAX_LOADS = 8
 # As many from other servers, which have computed what would be computed twice.
@@ -209,8 +212,19 @@ class KVTiers:
         if number:
             self.tiers[number - 1].groups[group].pin(block_hash)  # until it is in the tier below
         if len(outbox) > self._most_waiting[number]:
-            self._drop(number, next(iter(outbox)))
-            self.stats[self.tiers[number].name].num_lost += 1
+            self._lose(number, next(iter(outbox)))
+
+    def _lose(self, number: int, key: tuple[int, bytes]) -> None:
+        """A record does not come to a tier, since it left the one above before its turn. Where much of what the tier
+        has of its group waits for the tier below, the oldest of that waits no more."""
+        self._drop(number, key)
+        self.stats[self.tiers[number].name].num_lost += 1
+        if number + 1 == len(self.tiers):
+            return
+        most = MAX_WAITING_SHARE * self.tiers[number].groups[key[0]].num_slots
+        waiting = [each for each in self._outbox[number + 1] if each[0] == key[0]]
+        for each in waiting[: max(0, len(waiting) - int(most))]:
+            self._lose(number + 1, each)
 
     def _drop(self, number: int, key: tuple[int, bytes]) -> None:
         """A record does not go to a tier."""
@@ -228,8 +242,7 @@ class KVTiers:
             key = group, block_hash = next(iter(outbox))
             source, slots = above[group].slot(block_hash), tier.groups[group]
             if source is None or slots.slot(block_hash) is not None or slots.reserved(block_hash) is not None:
-                self.stats[tier.name].num_lost += source is None
-                self._drop(number, key)
+                (self._lose if source is None else self._drop)(number, key)
                 continue
             if (found := slots.reserve(block_hash)) is None:
                 break
