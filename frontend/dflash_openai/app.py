@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -91,14 +92,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
             Middleware(DefectsMiddleware),
             *_telemetry(config),
         ],
-        exception_handlers={
-            ApiError: _api_error,
-            InputError: _input_error,
-            HTTPException: _http_error,
-            ClientGone: _client_gone,
-            ClientDisconnect: _client_gone,
-            Exception: _internal_error,
-        },
+        exception_handlers=_HANDLERS,
         lifespan=lifespan,
     )
     # It would answer with a redirect, which a load balancer takes for good health.
@@ -173,3 +167,13 @@ def _client_gone(request: Request, error: Exception) -> Response:
 def _internal_error(request: Request, error: Exception) -> Response:
     """Of a middleware; `DefectsMiddleware` sees the others."""
     return defect(f"{request.method} {request.url.path}", error).response()
+
+
+_HANDLERS: dict[Any, Callable[[Request, Exception], Response]] = {
+    ApiError: _api_error,
+    InputError: _input_error,
+    HTTPException: _http_error,
+    ClientGone: _client_gone,
+    ClientDisconnect: _client_gone,
+    Exception: _internal_error,
+}

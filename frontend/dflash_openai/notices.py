@@ -39,7 +39,7 @@ def log_once_of_client(about: str, notice: Callable[[], str]) -> None:
     _LOG.warning("%s", notice())
 
 
-def forget() -> None:
+def clear() -> None:
     """Log everything again."""
     _logged.clear()
     _of_clients.clear()

@@ -57,7 +57,7 @@ def ask(client: openai.OpenAI, **more: Any) -> list[Any]:
 def test_codex_gets_its_answer_and_the_model_sees_the_tools_of_the_client_alone(
     client: openai.OpenAI, pool: ScriptedPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notices.forget()
+    notices.clear()
     done = ask(client)[-1]
     assert (done.type, done.response.output_text) == ("response.completed", "Hello!")
     assert prompt_text(pool.asked[0]).startswith("exec_command;agents.spawn;apply_patch;system:You are")

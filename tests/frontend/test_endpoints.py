@@ -163,7 +163,7 @@ def test_servers_that_fall_silent_are_not_ready_after_a_while_and_nobody_waits_f
 
 
 def test_requests_before_the_model_is_there_are_told_why(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    notices.forget()
+    notices.clear()
     pool = ScriptedPool(model_dir)
     pool.unreachable = Unavailable("it is loading")
     with TestClient(create_app(FrontendConfig(), pool)) as http:

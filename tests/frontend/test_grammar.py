@@ -276,7 +276,7 @@ def test_a_forced_call_follows_of_a_schema_without_strict_what_a_grammar_can_say
     strict: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As Pydantic writes a set, and zod an e-mail address."""
-    notices.forget()
+    notices.clear()
     tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": 1}
     email = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"}
     parameters = {"type": "object", "properties": {"tags": tags, "email": email}, "required": ["tags", "email"]}

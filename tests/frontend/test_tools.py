@@ -195,7 +195,7 @@ FORMATS: list[tuple[str, Any]] = [
 def test_a_forced_call_wins_over_a_format_and_the_log_says_so(
     client: openai.OpenAI, pool: ScriptedPool, caplog: pytest.LogCaptureFixture, name: str, value: Any
 ) -> None:
-    notices.forget()
+    notices.clear()
     ask(client, tool_choice="required")
     ask(client, tool_choice="required", extra_body={name: value})
     alone, both = (asked.sampling for asked in pool.asked)

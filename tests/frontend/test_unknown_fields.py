@@ -28,7 +28,7 @@ GENERATING = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 
 @pytest.fixture(autouse=True)
 def nothing_was_logged() -> None:
-    notices.forget()
+    notices.clear()
 
 
 @pytest.fixture(scope="module")

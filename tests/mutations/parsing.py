@@ -72,7 +72,7 @@ PARSING_MUTANTS += mutants_of(
     ("arguments that broke off are complete", 'return [Piece(None, "", False)]', 'return [Piece(None, "", True)]'),
     ("calls of Llama's may name any function", "schemas.keys() if format is LLAMA3_JSON else None", "None"),
     ("the mark that may end a text is text", "end = max(self._at, len(self._text) - held)", "end = len(self._text)"),
-    ("values of numbers are texts", 'allowed_types(self._schema) == {"string"}', "True"),
+    ("values of numbers are texts", "allowed_types(self._schema) == TEXT", "True"),
     (
         "arguments come when they are whole",
         "if end is None:\n                break",

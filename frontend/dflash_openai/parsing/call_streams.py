@@ -17,6 +17,7 @@ from dflash_openai.parsing.tool_formats import (
     MISTRAL,
     PYTHON_TAG,
     QWEN3_CODER,
+    TEXT,
     Schemas,
     ToolFormat,
     allowed_types,
@@ -242,7 +243,7 @@ class TaggedCalls:
             name, self._at = found[1], found.end()
             self._state = "value"
             self._schema = self._properties.get(name) if isinstance(self._properties, dict) else None
-            self._is_text = allowed_types(self._schema) == {"string"}
+            self._is_text = allowed_types(self._schema) == TEXT
             comma = "," if self._num_parameters else ""
             self._num_parameters += 1
             return f"{comma}{json.dumps(name, ensure_ascii=False)}:" + '"' * self._is_text

@@ -28,9 +28,13 @@ _VERBATIM = {"content": "text", "content_args": {"strip": False}}
 MAX_TOLD_CHARS = 4096
 
 
-class Regions(ResponseParser):
+class Regions(ResponseParser):  # type: ignore[misc]  # transformers has no types
     """The regions of one answer, as its text comes in. `prefix`: the open mark of the reasoning, where the prompt has
     it."""
+
+    # Of the base class: text that came, and up to where the regions have told of it.
+    _buffer: str
+    _pos: int
 
     def __init__(
         self, reasoning: ReasoningFormat | None, tools: ToolFormat | None, schemas: Schemas, prefix: str
@@ -66,13 +70,13 @@ class Regions(ResponseParser):
         begin = self._pos
         try:
             while True:
-                best, hold_start = super()._scan(watch, eos)
-                if best is None or best[0] != "close":
-                    return best, hold_start
-                mark = best[2]
+                found, hold_start = super()._scan(watch, eos)
+                if found is None or found[0] != "close":
+                    return found, hold_start
+                mark = found[2]
                 if not self._is_text(begin, mark.start()):
                     goes_on = not eos and self._current == BARE_CALL and _may_go_on(mark, self._buffer)
-                    return (None, mark.start()) if goes_on else (best, hold_start)
+                    return (None, mark.start()) if goes_on else (found, hold_start)
                 self._pos = mark.end()
         finally:
             self._pos = begin

@@ -156,7 +156,7 @@ def typed_value(value: str, schema: Any) -> Any:
     """A parameter's value: text where the schema allows nothing else or the value is no JSON, else the value that it
     spells. Where the schema allows text too, one that it spells in another type that is allowed."""
     types = allowed_types(schema)
-    if types == {"string"}:
+    if types == TEXT:
         return value
     takes_text = types is not None and "string" in types
     if types is not None and "boolean" in types and not takes_text and value.strip().lower() in ("true", "false"):
@@ -170,10 +170,11 @@ def typed_value(value: str, schema: Any) -> Any:
     return found if isinstance(found, bool | int | float | str | None) else msgspec.Raw(value.strip().encode())
 
 
+TEXT = frozenset(["string"])
 # JSON schema's types, of Python's that are read from JSON.
 _TYPES: dict[type, frozenset[str]] = {
     bool: frozenset(["boolean"]), int: frozenset(["integer", "number"]), float: frozenset(["number"]),
-    str: frozenset(["string"]), dict: frozenset(["object"]), list: frozenset(["array"]),
+    str: TEXT, dict: frozenset(["object"]), list: frozenset(["array"]),
     type(None): frozenset(["null"]),
 }  # fmt: skip
 # Schemas that are nested deeper say nothing here.
@@ -184,7 +185,7 @@ def allowed_types(schema: Any, depth: int = 0) -> frozenset[str] | None:
     """The types that a parameter's schema allows, also by its alternatives and values; None where it does not say. A
     parameter without a schema is text."""
     if not isinstance(schema, Mapping):
-        return _TYPES[str] if depth == 0 else None
+        return TEXT if depth == 0 else None
     if depth > _MAX_DEPTH:
         return None
     declared = schema.get("type")
