@@ -458,15 +458,17 @@ class Scheduler:
         """
         if self._step_id + 1 < self._admits_from or len(self.running) < 2:
             return False, None
+        oldest, running_tenants = self._oldest(), self.queue.running_tenants.values()
+        # A tenant's only row is never taken.
+        with_several = [tenant for tenant in running_tenants if len(tenant.running) > 1]
         passed_over: list[Tenant] = []
         must_drain = preempted = False
         while len(passed_over) < MAX_PASSED_OVER and (tenant := self.queue.next_turn()) is not None:
             passed_over.append(tenant)
             request = self.queue.head(tenant)
             while (lacks := self._lacks(request)) is not None:
-                victim = request_to_make_way(
-                    tenant, lacks, self.queue.running_tenants.values(), self._oldest(), self._min_lag
-                )
+                others = running_tenants if lacks else with_several
+                victim = request_to_make_way(tenant, lacks, others, oldest, self._min_lag)
                 if victim is not None and lacks and self.kv.let_go_of_kept():
                     continue  # what is kept for other servers goes before a running request
                 must_drain = victim is not None and in_flight

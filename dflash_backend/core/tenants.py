@@ -260,16 +260,20 @@ def request_to_make_way(
     When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
     """
     most = tenant.service + (min_lag if tenant.running else 0.0)
+    if num_blocks:
+        then = (tenant.num_blocks + num_blocks) / tenant.weight
+    else:
+        then = (len(tenant.running) + 1) / tenant.weight
     chosen: tuple[float, int, Request] | None = None
     for other in tenants:
-        if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
+        if other is tenant or other.service < most:
+            continue
+        # Asked before the tenant's requests are looked at: few tenants have so much. Of blocks it is an upper bound.
+        left = other.num_blocks / other.weight if num_blocks else (len(other.running) - 1) / other.weight
+        if left < then or (victim := other.latest(but=oldest)) is None:
             continue
         if num_blocks:
             left = (other.num_blocks - len(victim.block_ids)) / other.weight
-            then = (tenant.num_blocks + num_blocks) / tenant.weight
-        else:
-            left = (len(other.running) - 1) / other.weight
-            then = (len(tenant.running) + 1) / tenant.weight
         if left >= then and (chosen is None or (left, victim.arrival) > chosen[:2]):
             chosen = left, victim.arrival, victim
     return None if chosen is None else chosen[2]

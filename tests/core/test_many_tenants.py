@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import MAX_PARTIAL_PREFILLS, MIN_CHUNK, PlanBuilder
+from dflash_backend.core.tenants import Tenant, request_to_make_way
 from dflash_backend.messages import GenerationRequest
 from tests.core.slow_toy import slow_engine
 from tests.core.toy_engine import Engine, make_config, make_request
@@ -140,6 +142,30 @@ def test_tenants_get_the_same_while_all_have_long_prompts() -> None:
             if row.request_id.startswith("long"):
                 tokens[f"t{int(row.request_id[4:]) % 5}"] += row.num_new
     assert max(tokens.values()) - min(tokens.values()) < 2 * LENGTH
+
+
+@pytest.mark.parametrize("num_tenants", [4, 20])
+def test_planning_looks_at_no_request_of_tenants_that_give_no_row(
+    num_tenants: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where many tenants wait, each plan asks for some of them whether another one has more rows."""
+    looked_at: list[str] = []
+    latest = Tenant.latest
+
+    def counted(tenant: Tenant, but: Request | None = None) -> Request | None:
+        looked_at.append(tenant.name)
+        return latest(tenant, but)
+
+    monkeypatch.setattr(Tenant, "latest", counted)
+    engine = Engine(make_config(max_num_seqs=8, num_blocks=1000))
+    engine.add(*(make_request(f"r{i}", [i, 1, 2], tenant=f"t{i % num_tenants}", max_tokens=60) for i in range(20)))
+    for _ in range(10):
+        engine.step()
+    assert len(engine.scheduler.running) == 8
+    newcomer, oldest = Tenant("new", 1.0, 99, 0.0), next(iter(engine.scheduler.running.values()))
+    newcomer.running = {str(i): oldest for i in range(9)}
+    assert request_to_make_way(newcomer, 0, engine.scheduler.queue.tenants.values(), oldest, 0.0) is None
+    assert looked_at == []
 
 
 def test_a_prompt_that_another_request_was_preempted_for_begins_in_any_case() -> None:

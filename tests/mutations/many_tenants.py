@@ -76,6 +76,11 @@ MANY_TENANTS_MUTANTS = (
             "num_first <= num_tokens and served < most",
             "served < most",
         ),
+        (
+            "requests are looked at before what their tenant holds",
+            "if left < then or (victim := other.latest(but=oldest)) is None:",
+            "if (victim := other.latest(but=oldest)) is None or left < then:",
+        ),
         ("tenants that wait have no prompts", "tenant.num_waiting > 0 and name not in names", "False"),
     ),
 )
