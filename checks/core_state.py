@@ -27,6 +27,11 @@ def check_core(core: EngineCore) -> None:
     assert together == core._requests, "a request is in no queue"
     assert sum(map(len, queues)) == len(core._requests), "a request is in two queues"
     check_queue(scheduler.queue)
+    outside = [*compiling.values(), *scheduler.loading.values()]
+    assert scheduler.queue.num_aside == len(outside), "requests that wait outside the queue are miscounted"
+    assert scheduler.queue.num_aside_tokens == sum(request.num_tokens for request in outside)
+    for name, aside in scheduler.queue._aside.items():
+        assert aside.num_requests == sum(request.sampling.tenant == name for request in outside)
     assert len(scheduler.running) <= core.config.max_num_seqs, "more requests run than max_num_seqs"
     for request in (*scheduler.waiting.values(), *scheduler.loading.values()):
         assert not request.block_ids, f"{request.request_id} waits and holds blocks"
@@ -54,7 +59,8 @@ def check_queue(queue: FairQueue) -> None:
                 overtaken = overtaken and request.grammar is None and not request.was_loading
                 assert not overtaken, f"{other.request_id} overtook {request.request_id}"
     counts = {name: tenant.num_waiting for name, tenant in queue.tenants.items() if tenant.num_waiting}
-    assert {name: count for name, count in counts.items() if count >= queue._crowd} == queue.crowded
+    crowds = {name: queue.num_waiting_of(name)[0] for name in (*counts, *queue._aside)}
+    assert {name: count for name, count in crowds.items() if count >= queue._crowd} == queue.crowded
     assert sum(counts.values()) == len(queue.waiting)
     assert sum(tenant.num_waiting_tokens for tenant in queue.tenants.values()) == queue.num_waiting_tokens
 

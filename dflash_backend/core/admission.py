@@ -86,31 +86,33 @@ def check_fits_alone(request: Request, config: SchedulerConfig) -> None:
 
 def check_queue(request: Request, queue: FairQueue, num_running: int, config: SchedulerConfig) -> None:
     """Raise RequestError(UNAVAILABLE) when the queue has no place for the request. Those that free rows wait for do not
-    count.
+    count; those that wait for a grammar or for KV do.
 
     A tenant may have `max_queue_size` requests and `max_queue_tokens` tokens waiting, and never more than there are
     places left for all others, `TENANTS_IN_QUEUE` times as many in all: so some are left however much one tenant sends
     (dynamic thresholds: Choudhury and Hahne 1998).
     """
     num_free = max(0, config.max_num_seqs - num_running)
-    num_others = len(queue.waiting) - num_free
+    num_all = len(queue.waiting) + queue.num_aside
+    num_others = num_all - num_free
     if num_others < 0:
         return
     num_waiting, num_tokens = queue.num_waiting_of(request.sampling.tenant)
     whose = f" of tenant '{request.sampling.tenant}'" if request.sampling.tenant else ""
     left = TENANTS_IN_QUEUE * config.max_queue_size - num_others
     if max(0, num_waiting - num_free) >= min(config.max_queue_size, left):
-        all_tenants = "" if left >= config.max_queue_size else f" ({len(queue.waiting)} of all tenants)"
+        all_tenants = "" if left >= config.max_queue_size else f" ({num_all} of all tenants)"
         raise RequestError(
             "UNAVAILABLE",
             f"{num_waiting} requests{whose} wait already{all_tenants} and max_queue_size is {config.max_queue_size}; "
             "try again later",
         )
-    tokens_left = TENANTS_IN_QUEUE * config.max_queue_tokens - queue.num_waiting_tokens
+    all_tokens = queue.num_waiting_tokens + queue.num_aside_tokens
+    tokens_left = TENANTS_IN_QUEUE * config.max_queue_tokens - all_tokens
     most = min(config.max_queue_tokens, tokens_left) if num_waiting else tokens_left
     if num_tokens + request.num_tokens > most:
         raise RequestError(
             "UNAVAILABLE",
-            f"requests{whose} with {num_tokens} tokens wait already ({queue.num_waiting_tokens} of all tenants), this "
+            f"requests{whose} with {num_tokens} tokens wait already ({all_tokens} of all tenants), this "
             f"one has {request.num_tokens}, and max_queue_tokens is {config.max_queue_tokens}; try again later",
         )

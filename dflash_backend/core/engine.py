@@ -117,7 +117,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._deadlines = Deadlines(self._requests)
-        self._grammars = GrammarQueue(grammars, config.max_queue_size)
+        self._grammars = GrammarQueue(grammars, self.scheduler.queue)
         self._spec_counts = SpecDecodingCounts(config.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.request import Request
+from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import GrammarStats, StructuredOutputs
 
 # How long a step may wait for a grammar when there is nothing else to do.
@@ -33,10 +34,10 @@ class GrammarCompiler(Protocol):
 class GrammarQueue:
     """Requests that wait for their grammars, by id. A request in here keeps its compiled grammar from being dropped."""
 
-    def __init__(self, compiler: GrammarCompiler | None, max_size: int) -> None:
-        """max_size: more requests than this are refused."""
+    def __init__(self, compiler: GrammarCompiler | None, queue: FairQueue) -> None:
+        """queue: counts the requests here too."""
         self._compiler = compiler
-        self._max_size = max_size
+        self._queue = queue
         self.waiting: dict[str, tuple[Request, Future[Any], float]] = {}
         self.num_requests = 0
         self.num_mask_steps = 0
@@ -49,10 +50,6 @@ class GrammarQueue:
             return False
         if self._compiler is None:
             raise RequestError("INVALID_ARGUMENT", f"this engine has no grammars for '{grammar.parameter}'")
-        if len(self.waiting) >= self._max_size:
-            raise RequestError(
-                "UNAVAILABLE", f"{len(self.waiting)} requests wait for their grammars already; try again later"
-            )
         future = self._compiler.submit(grammar, request.eos_token_ids, request.sampling.tenant)
         self.num_requests += 1
         if future.done():
@@ -61,6 +58,7 @@ class GrammarQueue:
             request.grammar = future.result()
             return False
         self.waiting[request.request_id] = request, future, time.monotonic() + TIME_LIMIT_S
+        self._queue.set_aside(request)
         return True
 
     def observe_masks(self, seconds: float) -> None:
@@ -85,8 +83,12 @@ class GrammarQueue:
         if entry is None or entry[0] is not request:
             return False
         entry[1].cancel()
-        del self.waiting[request.request_id]
+        self._take_out(request)
         return True
+
+    def _take_out(self, request: Request) -> None:
+        del self.waiting[request.request_id]
+        self._queue.take_back(request)
 
     def pop_done(self, idle: bool) -> Iterator[tuple[Request, RequestError | None]]:
         """The requests whose grammars are compiled, with an error where they cannot be followed. `idle`: nothing else
@@ -97,7 +99,7 @@ class GrammarQueue:
             wait([future for _, future, _ in self.waiting.values()], IDLE_WAIT_S, FIRST_COMPLETED)
         for request, future, deadline in list(self.waiting.values()):
             if future.done():
-                del self.waiting[request.request_id]
+                self._take_out(request)
                 error = future.exception()
                 if error is None:
                     request.grammar = future.result()

@@ -263,7 +263,9 @@ class Scheduler:
             self._release(request)
             self.queue.stop(request)
             self._admits_from = 0
-        elif self.loading.pop(request.request_id, None) is None:
+        elif self.loading.pop(request.request_id, None) is not None:
+            self.queue.take_back(request)
+        else:
             self.queue.discard(request)
         if self.kv.tiers is not None:
             self.kv.tiers.release(request, comes_back)
@@ -334,6 +336,7 @@ class Scheduler:
         for request in tiers.ended():
             if self.loading.get(request.request_id) is request:
                 del self.loading[request.request_id]
+                self.queue.take_back(request)
                 self.queue.add(request)
 
     def _waits_for(self, tiers: KVTiers, now: float) -> bool:
@@ -353,6 +356,7 @@ class Scheduler:
         if not tiers.begin(request, hit, seconds_per_token, step_s):
             return False
         self.queue.discard(request)
+        self.queue.set_aside(request)
         request.was_loading = True
         self.loading[request.request_id] = request
         return True

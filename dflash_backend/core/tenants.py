@@ -60,8 +60,17 @@ class Tenant:
         return max(rest, key=lambda request: request.rank, default=None)
 
 
+@dataclass(slots=True)
+class _Aside:
+    """Requests of one tenant that wait outside the queue, and their tokens."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
 class FairQueue:
-    """The waiting requests and the tenants that have any request, waiting or running."""
+    """The waiting requests and the tenants that have any request, waiting or running. Requests that wait outside of it,
+    for a grammar or for KV, are counted too: the bounds of the queue hold for them."""
 
     def __init__(self, weights: Mapping[str, float], crowd: int = 0) -> None:
         """`weights` by tenant, 1 for the others. `crowd` waiting requests and more make a tenant crowded."""
@@ -71,6 +80,9 @@ class FairQueue:
         self.crowded: dict[str, int] = {}
         self.waiting: dict[str, Request] = {}
         self.num_waiting_tokens = 0
+        self._aside: dict[str, _Aside] = {}
+        self.num_aside = self.num_aside_tokens = 0
+        """Requests that wait outside, and their tokens."""
         self.tenants: dict[str, Tenant] = {}
         # Those of them that have running requests.
         self.running_tenants: dict[str, Tenant] = {}
@@ -90,9 +102,28 @@ class FairQueue:
         return self.tenants[request.sampling.tenant]
 
     def num_waiting_of(self, name: str) -> tuple[int, int]:
-        """How many requests of a tenant wait, and how many tokens they have."""
-        tenant = self.tenants.get(name)
-        return (0, 0) if tenant is None else (tenant.num_waiting, tenant.num_waiting_tokens)
+        """How many requests of a tenant wait, here or outside, and how many tokens they have."""
+        tenant, aside = self.tenants.get(name), self._aside.get(name)
+        num_requests, num_tokens = (0, 0) if aside is None else (aside.num_requests, aside.num_tokens)
+        if tenant is not None:
+            num_requests, num_tokens = num_requests + tenant.num_waiting, num_tokens + tenant.num_waiting_tokens
+        return num_requests, num_tokens
+
+    def set_aside(self, request: Request, sign: int = 1) -> None:
+        """Count a request that waits outside, until `take_back`."""
+        name, num_tokens = request.sampling.tenant, sign * request.num_tokens
+        aside = self._aside.setdefault(name, _Aside())
+        aside.num_requests += sign
+        aside.num_tokens += num_tokens
+        self.num_aside += sign
+        self.num_aside_tokens += num_tokens
+        if not aside.num_requests:
+            del self._aside[name]
+        self._count_crowd(name)
+
+    def take_back(self, request: Request) -> None:
+        """A request waits outside no more."""
+        self.set_aside(request, -1)
 
     def num_prompting(self, in_prefill: Iterable[Request]) -> int:
         """Tenants that have prompts to compute, waiting ones or those of `in_prefill`, the running ones."""
@@ -112,7 +143,7 @@ class FairQueue:
         tenant.num_waiting += 1
         tenant.num_waiting_tokens += request.num_tokens
         self.num_waiting_tokens += request.num_tokens
-        self._count_crowd(tenant)
+        self._count_crowd(tenant.name)
         self.put_back(tenant)
 
     def start(self, request: Request) -> None:
@@ -210,18 +241,19 @@ class FairQueue:
         tenant.num_waiting -= 1
         tenant.num_waiting_tokens -= request.num_tokens
         self.num_waiting_tokens -= request.num_tokens
-        self._count_crowd(tenant)
+        self._count_crowd(tenant.name)
         if len(tenant.queue) > 2 * tenant.num_waiting + 16:
             waiting = self.waiting
             tenant.queue = [entry for entry in tenant.queue if waiting.get(entry[1].request_id) is entry[1]]
             heapq.heapify(tenant.queue)
         return tenant
 
-    def _count_crowd(self, tenant: Tenant) -> None:
-        if tenant.num_waiting and tenant.num_waiting >= self._crowd:
-            self.crowded[tenant.name] = tenant.num_waiting
+    def _count_crowd(self, name: str) -> None:
+        num_waiting, _ = self.num_waiting_of(name)
+        if num_waiting and num_waiting >= self._crowd:
+            self.crowded[name] = num_waiting
         else:
-            self.crowded.pop(tenant.name, None)
+            self.crowded.pop(name, None)
 
     def _leave_if_idle(self, tenant: Tenant) -> None:
         """Let a tenant go that has no request. What it had more than others is kept against it while others are

@@ -25,6 +25,11 @@ GRAMMAR_MUTANTS = (
         "dflash_backend/core/grammar_queue.py",
         ("tests/core/test_grammar_queue.py",),
         (
+            "requests that wait for their grammars are not bounded",
+            "        self._queue.set_aside(request)\n",
+            "",
+        ),
+        (
             "a grammar whose turn did not come is called slow",
             "yield request, _late(request, waited_only)",
             "yield request, _late(request, False)",
