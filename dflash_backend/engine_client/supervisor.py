@@ -216,7 +216,7 @@ class EngineSupervisor:
             self.lost = lost = EngineLost(str(error), engine, self._exit_reason is not None)
             self.engine = self._exit_reason = None
             self._dead = True
-            self._forget_swaps()
+            self._drop_swaps()
             self._plan_restart(str(error), self._served, setup_error=False)
             raise lost from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
@@ -235,7 +235,7 @@ class EngineSupervisor:
             self._use_drafter(self._drafter_before or self.drafter, said.drafting)
             self._drafter_before = None
 
-    def _forget_swaps(self) -> None:
+    def _drop_swaps(self) -> None:
         """The engine is gone. It may have died of a drafter that it compared: the one before is back."""
         self._asked.clear()
         if self._drafter_before is not None:

@@ -82,8 +82,8 @@ class TritonService:
 
         `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
         with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or the
-        server has ended. `as_vllm`: the model stands in for one of Triton's vLLM backend. `num_instances`:
-        of the model, this one among them. Raises `ConfigError`, `CheckpointError` or `EngineError`.
+        server has ended. `as_vllm`: the model stands in for one of Triton's vLLM backend. `num_instances`: of the
+        model. Raises `ConfigError`, `CheckpointError` or `EngineError`.
         """
         self._log = Log(pb_utils, config.log_level, as_vllm)
         self._config = config
@@ -108,16 +108,9 @@ class TritonService:
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._publishers = make_publishers(config, self._log.warning)
         self._requests = RunningRequests(
-            config,
-            self._engines,
-            self._responses,
-            self._metrics,
-            self._reporter,
-            self._log,
-            memory,
-            self._traffic,
+            config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory, self._traffic,
             as_vllm,
-        )
+        )  # fmt: skip
         self._swaps = DrafterSwaps(config, self._engines, self._responses, self._metrics, self._log, num_instances)
         several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
         self._log.info(f"ready: {several}{self._engines.ready.description}")

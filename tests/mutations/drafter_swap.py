@@ -20,7 +20,7 @@ DRAFTER_SWAP_MUTANTS = (
         ),
         (
             "an engine that died of a drafter starts with it",
-            "            self._dead = True\n            self._forget_swaps()\n",
+            "            self._dead = True\n            self._drop_swaps()\n",
             "            self._dead = True\n",
         ),
         (
