@@ -257,8 +257,8 @@ CORE_MUTANTS = (
     Mutant(
         "a request that is cancelled while it is preempted stays in the queue",
         f"{CORE}/scheduler.py",
-        "elif self.loading.pop(request.request_id, None) is None:\n            self.queue.discard(request)",
-        "elif request.num_preemptions == 0:\n            self.queue.discard(request)",
+        "        else:\n            self.queue.discard(request)\n        if self.kv.tiers",
+        "        elif request.num_preemptions == 0:\n            self.queue.discard(request)\n        if self.kv.tiers",
         RANDOM,
     ),
     Mutant(
