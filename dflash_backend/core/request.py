@@ -97,6 +97,8 @@ class Request:
     # Whether it need not load KV from a tier any more since it came into the queue; whether it ever left its place
     # there for that, so that others may have gone ahead.
     has_loaded: bool = False
+    # The versions of cache and tiers with which there was nothing to load for it.
+    nothing_to_load_at: tuple[int, int] | None = None
     was_loading: bool = False
     # Whether it has not yet fetched, or let go of, the KV that another server keeps for it.
     has_remote_kv: bool = False

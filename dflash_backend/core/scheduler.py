@@ -358,6 +358,7 @@ class Scheduler:
         self.queue.discard(request)
         self.queue.set_aside(request)
         request.was_loading = True
+        self._waits_since = None
         self.loading[request.request_id] = request
         return True
 
@@ -569,7 +570,7 @@ class Scheduler:
         """Put a running request back to where it waited."""
         del self.running[request.request_id]
         self._release(request)
-        request.has_loaded = False
+        request.has_loaded, request.nothing_to_load_at = False, None
         # Added before it leaves: its tenant keeps its counter.
         self.queue.add(request)
         self.queue.stop(request)
@@ -609,9 +610,13 @@ class Scheduler:
             if not has_tokens or not self.kv.can_admit(request, num_positions, hit, promised):
                 passed_over.append(tenant)  # It waits for blocks or tokens, and so do all others: the loop ends.
                 break
-            if self.kv.tiers is not None and self._begin_load(self.kv.tiers, request, hit, builder):
-                queue.put_back(tenant)
-                continue
+            if self.kv.tiers is not None:
+                if self.kv.tiers.has_begun_enough:
+                    passed_over.append(tenant)
+                    break
+                if self._begin_load(self.kv.tiers, request, hit, builder):
+                    queue.put_back(tenant)
+                    continue
             remaining = request.prefill_end - len(hit) * config.block_size
             if remaining > builder.prefill_budget:
                 if not builder.may_begin(tenant.name, remaining, made_way):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from checks.core_state import check_slots
+from dflash_backend.core.admission import RequestError
 from dflash_backend.core.block_hashes import BlockHashes
+from dflash_backend.core.kv import tiers as tiers_module
 from dflash_backend.core.kv.groups import FullBlocks, RecurrentStates
 from dflash_backend.core.kv.record_slots import KVTier, RecordSlots
 from dflash_backend.core.kv.tiers import REFUSALS_BEFORE_PROBE, KVLoad, KVTiers
@@ -261,6 +263,47 @@ def test_requests_with_the_same_prefix_load_it_once() -> None:
     engine.finish()
     assert engine.core.stats().tiers[HOST].num_bytes_loaded == 1000
     assert [engine.outputs[each.request_id].stats.num_cached_tokens for each in requests] == [40] * 4
+
+
+def test_a_plan_lets_a_bounded_number_of_requests_wait_for_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for the blocks of a long prompt takes time, and many may begin alike."""
+    monkeypatch.setattr(tiers_module, "MAX_BLOCKS_SOUGHT", 25)
+    engine = Tiered(max_queue_size=8, max_num_seqs=4)
+    engine.answer("first", PROMPT)
+    engine.lose_device()
+    engine.halves = 0
+    requests = [make_request(f"r{i}", [*PROMPT, i], max_tokens=4) for i in range(12)]
+    engine.add(*requests)
+    for num_loading in (3, 6, 9, 12):
+        engine.step()
+        assert len(engine.scheduler.loading) == num_loading
+    with pytest.raises(RequestError, match="12 requests wait already and max_queue_size is 8"):
+        engine.add(make_request("more", PROMPT))
+    engine.halves = ALL
+    engine.finish()
+    assert [engine.outputs[each.request_id].stats.num_cached_tokens for each in requests] == [40] * 12
+
+
+def test_what_there_is_not_to_load_is_looked_for_once() -> None:
+    engine = Tiered()
+    engine.answer("first", PROMPT)
+    request = Request.from_generation_request(make_request("r", OTHER), engine.core.config, 0, 0.0)
+    num_searches = [0]
+    reach = engine.tiers._reach
+
+    def counted(*args: Any) -> int:
+        num_searches[0] += 1
+        return reach(*args)
+
+    engine.tiers._reach = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        assert not engine.tiers.begin(request, [], 0.0, 0.0)
+    assert num_searches == [1]
+    engine.answer("other", OTHER)
+    engine.lose_device()
+    assert engine.tiers.begin(request, [], 0.0, 0.0)
+    engine.tiers.release(request)
+    engine.settle()
 
 
 def test_a_request_computes_what_a_tier_does_not_give() -> None:

@@ -257,8 +257,9 @@ CORE_MUTANTS = (
     Mutant(
         "a request that is cancelled while it is preempted stays in the queue",
         f"{CORE}/scheduler.py",
-        "        else:\n            self.queue.discard(request)\n        if self.kv.tiers",
-        "        elif request.num_preemptions == 0:\n            self.queue.discard(request)\n        if self.kv.tiers",
+        "            self.queue.take_back(request)\n        else:\n            self.queue.discard(request)",
+        "            self.queue.take_back(request)\n"
+        "        elif request.num_preemptions == 0:\n            self.queue.discard(request)",
         RANDOM,
     ),
     Mutant(

@@ -50,6 +50,16 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "if not seconds_per_token or load_s <",
             "if True or load_s <",
         ),
+        (
+            "one plan lets all requests wait for a load",
+            "return self._num_sought >= MAX_BLOCKS_SOUGHT",
+            "return False",
+        ),
+        (
+            "what there is not to load is looked for in each plan",
+            "request.nothing_to_load_at = versions",
+            "pass",
+        ),
         ("one slow load switches a tier off", "if number > most:", "if False:"),
         ("a probe is one load among many", "now if move.source in self._probed else ", ""),
         (
@@ -226,6 +236,11 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
         SCHEDULER,
         OF_CORE,
+        (
+            "requests that wait for a load are not bounded",
+            "        self.queue.set_aside(request)\n",
+            "",
+        ),
         (
             "nothing runs while what was loaded takes all blocks",
             "        return tiers.give_way()\n\n    def _begin_load",

@@ -28,6 +28,8 @@ MOVES_UNDER_WAY = 2
 # Part of a tier's slots whose records may wait for the tier below where the tier loses others for that: they stay until
 # they are there, and a slow disk would leave no slot.
 MAX_WAITING_SHARE = 1 / 4
+# Blocks of the requests that one plan lets wait for loads, at most, but for the last one: looking for them takes time.
+MAX_BLOCKS_SOUGHT = 4096
 # Requests that wait for loads at most.
 MAX_LOADS = 8
 # As many from other servers, which have computed what would be computed twice.
@@ -100,6 +102,7 @@ class KVTiers:
         self._loads: dict[Request, KVLoad] = {}
         self._load_of: dict[int, KVLoad] = {}
         self._ended: list[Request] = []
+        self._num_sought = 0  # blocks, in this plan
         self._told: set[int] = set()  # moves that tell another server that nothing is needed
         self._seconds_per_byte: dict[str, float] = {}
         # Of each tier: refused loads since one paid or was a probe, and how many there may be. And whose probes run.
@@ -152,6 +155,7 @@ class KVTiers:
     def advance(self) -> None:
         """Take in the moves that have ended and begin others. The worker must have been given all steps that were
         planned, and those whose results were taken in must have drafted: only then is what they published final."""
+        self._num_sought = 0
         for group in self.groups:
             group.begin_plan()
         if self._moves:
@@ -288,6 +292,11 @@ class KVTiers:
 
     # What comes back.
 
+    @property
+    def has_begun_enough(self) -> bool:
+        """Whether no more requests are to wait for loads before the next plan; one is under way then."""
+        return self._num_sought >= MAX_BLOCKS_SOUGHT
+
     def begin(self, request: Request, hit: Sequence[int], seconds_per_token: float, wait_s: float) -> bool:
         """Load what lets a request start after more blocks than `hit`, where that takes less time than computing them;
         whether it does, and the request is to wait. `ended` says when it need not any more.
@@ -296,20 +305,26 @@ class KVTiers:
         """
         if request.has_loaded or request.wants_prompt_logprobs:
             return False
+        versions = (
+            sum(group.version for group in self.groups),
+            sum(slots.version for tier in self.tiers for slots in tier.groups),
+        )
+        if request.nothing_to_load_at == versions and not request.has_remote_kv:
+            return False
         if self.remote is not None:
             self.remote.offer(request, self.groups)
         num_blocks = (request.prefill_end - 1) // self._block_size
         hashes = request.block_hashes.first(num_blocks, request.token_ids)
         end = self._reach(hashes, num_blocks, len(hit))
-        if end <= len(hit):
-            return False
         load = KVLoad(self._num_moves + 1, request, len(hit), end)
-        wanted = self._wanted(load, hashes)
+        wanted = self._wanted(load, hashes) if end > len(hit) else {}
         if not wanted:
+            request.nothing_to_load_at = versions
             return False
         coming = self._coming(wanted)
         if coming is not None:
             coming.followers.append(request)
+            self._num_sought += num_blocks
             return True
         request.has_loaded = True
         # Another server has computed it: it is not computed twice.
@@ -318,7 +333,10 @@ class KVTiers:
             return False
         if not is_remote and not self._pays(load, wanted, seconds_per_token, wait_s):
             return False
-        return self._hold(load, hashes)
+        if not self._hold(load, hashes):
+            return False
+        self._num_sought += num_blocks
+        return True
 
     def _reach(self, hashes: Sequence[bytes], num_blocks: int, least: int) -> int:
         """How many of the first blocks a request can start after with all tiers; at most `least` where no more."""
