@@ -144,6 +144,13 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory} has no .safetensors file; other weight formats are not loaded")
 
 
+def number_files(directory: Path) -> list[Path]:
+    """All files of a checkpoint that have numbers of the model: its weights, and a drafter's `MASK_EMBEDDING`. Raises
+    `CheckpointError`."""
+    mask = directory / MASK_EMBEDDING
+    return [*weight_files(directory), *([mask] if mask.is_file() else [])]
+
+
 def _names_at_the_hub(directory: Path) -> list[str]:
     """What the hub has of the model of a snapshot, outside folders, as its cache says; none for another directory."""
     if len(directory.parts) < 4 or directory.parent.name != "snapshots":

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, weight_files
+from dflash_backend.checkpoints.files import number_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.moves import DISK, HOST, REMOTE
 from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, TransferConfig
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.error_text import first_line
+from dflash_backend.models.kv_code import code_digest
 from dflash_backend.worker import ModelRunner
-from dflash_backend.worker.kv_code import code_digest
 from dflash_backend.worker.kv_disk import OVERHEAD_BYTES, DiskError, DiskRecords
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords, RecordStore
 from dflash_backend.worker.kv_transfer import Facts, NixlAgent, NixlUnavailable, RemoteRecords, TransferServer
@@ -201,8 +201,7 @@ def fingerprint(
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for path in pair.checkpoints:
         digest.update(_config_of(path))
-        mask = path / MASK_EMBEDDING
-        for file in [*weight_files(path), *([mask] if mask.is_file() else [])]:
+        for file in number_files(path):
             with file.open("rb") as opened:
                 stat = os.fstat(opened.fileno())
                 written = stat.st_mtime_ns if with_times else ""

@@ -15,7 +15,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine import kv_tiers
 from dflash_backend.engine.sizing import at_length
-from dflash_backend.worker.kv_code import COMPUTES_KV, code_digest, source_files
+from dflash_backend.models.kv_code import COMPUTES_KV, code_digest, source_files
 from tests.core.toy_engine import make_config
 from tests.support.tiny_models import make_draft, make_target
 
