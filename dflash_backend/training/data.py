@@ -20,7 +20,7 @@ from typing import Any
 from dflash_backend.engine.llm import LLM, RequestOutput
 from dflash_backend.traffic import target_digest, tokenizer_digest
 from dflash_backend.training.errors import TrainingError, cannot_write
-from dflash_backend.training.prompts import Prompt, QuestionWriter, read_prompts, recorded_prompts
+from dflash_backend.training.prompts import Prompt, QuestionWriter, is_loop, read_prompts, recorded_prompts
 
 SAMPLES, HELD_OUT, ROUNDS = "samples.jsonl", "held_out.jsonl", "rounds"
 ROUND = 128
@@ -278,8 +278,9 @@ class _Source:
         ]
 
         def keep(index: int, output: RequestOutput) -> None:
-            if index < len(prompts) and len(output.token_ids) >= FEWEST_ANSWER_TOKENS:
-                store.add(Sample(prompts[index], tuple(output.token_ids)))
+            ids = output.token_ids
+            if index < len(prompts) and len(ids) >= FEWEST_ANSWER_TOKENS and not is_loop(ids, output.finish_reason):
+                store.add(Sample(prompts[index], tuple(ids)))
             report(store.num_tokens, options.num_tokens)
             self._check_time()
 

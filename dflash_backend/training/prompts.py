@@ -22,9 +22,11 @@ MAX_QUESTION_TOKENS = 128
 FEWEST_TOKENS = 3
 # A text of the target's own, for one without a chat template, and how much of it becomes the prompt.
 TEXT_TOKENS, TEXT_PROMPT = 64, (8, 48)
-# The cooler, the more usual the question, and the more often it comes again.
+# What a question begins with is drawn as the target has it: cooler, a few kinds of questions would be most of them. The
+# rest is cooler: the cooler, the more usual the question, and the more often it comes again.
+OPENING_TOKENS = 4
 TEMPERATURES = (0.7, 0.85, 1.0)
-# Words of which fewer than this share differ are a loop.
+# Words of which fewer than this share differ are a loop, and so are tokens of an answer that does not end.
 LOOP_WORDS, LOOP_SHARE = 12, 0.35
 MAX_SCRIPTS = 2
 ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "HANGUL": "CJK", "FULLWIDTH": "CJK"}
@@ -146,6 +148,8 @@ class QuestionWriter:
     def __init__(self, llm: LLM, options: Mapping[str, Any]) -> None:
         self._llm, self._tokenizer, self._options = llm, llm.tokenizer, options
         self._seen: set[str] = set()
+        # The tokens with which the prompts of the last `requests` begin.
+        self._openings: list[list[int]] = []
         self.has_template = bool(self._tokenizer.chat_template)
         self._params: dict[str, Any] = {"top_p": 0.98, "max_tokens": TEXT_TOKENS}
         if not self.has_template:
@@ -182,20 +186,26 @@ class QuestionWriter:
         return self.prompts_of(self._llm.generate(*self.requests(count, seed), on_finished), seed)
 
     def requests(self, count: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """What `LLM.generate` is to continue so that the target writes `count` prompts, and the parameters of each."""
+        """What `LLM.generate` is to continue so that the target writes `count` prompts, and the parameters of each. The
+        target has written their first tokens then."""
+        first = self._params | {"temperature": 1.0, "max_tokens": OPENING_TOKENS}
+        seeds = range(seed, seed + count)
+        openings = self._llm.generate([self._start] * count, [first | {"seed": each} for each in seeds])
+        # One that is a whole question begins anew: a short question that comes at once is a usual one.
+        self._openings = [[] if opening.finish_reason == "stop" else list(opening.token_ids) for opening in openings]
         params = [
-            self._params | {"seed": seed + index, "temperature": TEMPERATURES[index % len(TEMPERATURES)]}
-            for index in range(count)
+            self._params | {"seed": each, "temperature": TEMPERATURES[each % len(TEMPERATURES)]} for each in seeds
         ]
-        return [self._start] * count, params
+        return [self._start + opening for opening in self._openings], params
 
     def prompts_of(self, outputs: Sequence[RequestOutput], seed: int) -> list[Prompt]:
-        """The prompts in what came of `requests` with this seed."""
+        """The prompts in what came of the last `requests`, which had this seed."""
         found = []
-        for index, output in enumerate(outputs):
+        for index, (opening, output) in enumerate(zip(self._openings, outputs, strict=True)):
             if self.has_template and output.finish_reason != "stop":
                 continue
-            prompt = self._prompt(output.token_ids, output.text, random.Random(seed + index))
+            text = self._tokenizer.decode(opening) + output.text
+            prompt = self._prompt([*opening, *output.token_ids], text, random.Random(seed + index))
             if prompt is not None and normal(prompt.text) not in self._seen:
                 self._seen.add(normal(prompt.text))
                 found.append(prompt)
@@ -244,6 +254,12 @@ def is_usable(text: str, num_tokens: int) -> bool:
     if len(words) >= LOOP_WORDS and len(set(words)) < LOOP_SHARE * len(words):
         return False
     return len(set(_scripts(text))) <= MAX_SCRIPTS
+
+
+def is_loop(answer: Sequence[int], finish_reason: str | None) -> bool:
+    """Whether an answer, as token ids, says the same over and over until it is cut off. Such answers are the longest
+    there are: a few of them would be most of what is learnt."""
+    return finish_reason == "length" and len(answer) >= LOOP_WORDS and len(set(answer)) < LOOP_SHARE * len(answer)
 
 
 def _scripts(text: str) -> Iterator[str]:

@@ -94,6 +94,17 @@ TRAINING_MUTANTS = (
         f"{TRAINING}/prompts.py",
         ("tests/training/test_data.py",),
         (
+            "a question's first tokens are as cool as the rest",
+            '"temperature": 1.0, "max_tokens": OPENING',
+            '"temperature": 0.7, "max_tokens": OPENING',
+        ),
+        (
+            "a whole question is continued",
+            '[] if opening.finish_reason == "stop" else',
+            "[] if not opening.token_ids else",
+        ),
+        ("answers that end are taken for loops", 'return finish_reason == "length" and len', "return len"),
+        (
             "the first rows of a large file",
             "(other := chance.randrange(number + 1)) < most",
             "(other := number) < most",

@@ -12,12 +12,21 @@ from typing import Any
 import pytest
 
 from dflash_backend import LLM
+from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.training import data
 from dflash_backend.training.data import DataOptions, Sample, Store, collect
 from dflash_backend.training.errors import TrainingError
-from dflash_backend.training.prompts import QuestionWriter, is_usable, read_prompts
+from dflash_backend.training.prompts import (
+    MAX_QUESTION_TOKENS,
+    OPENING_TOKENS,
+    TEMPERATURES,
+    QuestionWriter,
+    is_loop,
+    is_usable,
+    read_prompts,
+)
 
 QUESTIONS = ["What is 2 + 3?", "Count from 3 to 6.", "What is the capital of Norway?", "Name two colours.", "Hello!"]
 
@@ -106,6 +115,49 @@ def test_the_target_writes_questions_in_its_users_place(llm: LLM) -> None:
     assert writer.write(6, 3) == []  # each is known by now
 
 
+def test_a_question_begins_as_often_as_the_target_has_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tokens are drawn at temperature 1, what follows is cooler; one that is whole by then begins anew."""
+    asked: list[tuple[list[list[int]], list[dict[str, Any]], list[RequestOutput]]] = []
+    generate = llm.generate
+
+    def noted(prompts: list[list[int]], params: list[dict[str, Any]], *given: Any) -> list[RequestOutput]:
+        outputs = generate(prompts, params, *given)
+        asked.append((prompts, params, outputs))
+        return outputs
+
+    monkeypatch.setattr(llm, "generate", noted)
+    writer = QuestionWriter(llm, {})
+    found = writer.write(24, 3)
+    (starts, first, openings), (prompts, rest, questions) = asked
+    assert {each["temperature"] for each in first} == {1.0}
+    assert {each["temperature"] for each in rest} == set(TEMPERATURES)
+    whole = [opening.finish_reason == "stop" for opening in openings]
+    for start, opening, is_whole, prompt in zip(starts, openings, whole, prompts, strict=True):
+        assert prompt == start + ([] if is_whole else opening.token_ids)
+    texts = {
+        llm.tokenizer.decode(prompt[len(starts[0]) :]) + question.text
+        for prompt, question in zip(prompts, questions, strict=True)
+    }
+    assert found
+    for each in found:
+        assert any(text.strip() in each.text for text in texts)
+
+
+def test_answers_that_only_repeat_themselves_are_left_out(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_loop([7, 8] * 20, "length")
+    assert not is_loop([7, 8] * 20, "stop")
+    assert not is_loop([7, 8] * 4, "length")
+    assert not is_loop(range(40), "length")
+    rows = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    options = DataOptions(10_000, max_answer=3, files=(write_rows(tmp_path / "rows.jsonl", *rows),))
+    store = Store(tmp_path / "data")
+    monkeypatch.setattr(data, "is_loop", lambda ids, reason: reason == "length")
+    with pytest.raises(TrainingError, match="too few prompts: 0 samples and 4 held-out"):
+        collect(llm, store, options, lambda done, total: None)
+
+
 def test_without_a_chat_template_it_writes_texts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer._template, "chat_template", None)
     found = QuestionWriter(llm, {}).write(4, 0)
@@ -157,12 +209,17 @@ def test_questions_are_written_beside_the_answers_to_those_before(
     come."""
     monkeypatch.setattr(data, "ROUND", 8)
     calls: list[tuple[int, int]] = []
+    openings: list[int] = []
     generate = llm.generate
-    start = QuestionWriter(llm, {})._start
 
-    def counted(prompts: list[list[int]], *given: Any, **more: Any) -> Any:
-        calls.append((sum(prompt != start for prompt in prompts), sum(prompt == start for prompt in prompts)))
-        return generate(prompts, *given, **more)
+    def counted(prompts: list[list[int]], params: list[dict[str, Any]], *given: Any, **more: Any) -> Any:
+        lengths = [each["max_tokens"] for each in params]
+        if set(lengths) == {OPENING_TOKENS}:
+            openings.append(len(lengths))
+        else:
+            num_questions = lengths.count(MAX_QUESTION_TOKENS)
+            calls.append((len(lengths) - num_questions, num_questions))
+        return generate(prompts, params, *given, **more)
 
     monkeypatch.setattr(llm, "generate", counted)
     store = Store(tmp_path / "data")
@@ -173,6 +230,7 @@ def test_questions_are_written_beside_the_answers_to_those_before(
     assert all(num_answers for num_answers, _ in calls[1:])
     assert [num_questions for _, num_questions in calls[1:]] == [8] * (len(calls) - 2) + [0]
     assert len(calls) > 3
+    assert openings == [8] * (len(calls) - 1)
     prompts = [sample.prompt for sample in store.samples]
     assert len(set(prompts) | set(store.held_out)) == len(prompts) + 4
     for sample in store.samples:
