@@ -16,6 +16,7 @@ from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.training import data
+from dflash_backend.training import prompts as prompts_module
 from dflash_backend.training.data import DataOptions, Sample, Store, collect
 from dflash_backend.training.errors import TrainingError
 from dflash_backend.training.prompts import (
@@ -126,12 +127,14 @@ def test_a_question_begins_as_often_as_the_target_has_it(llm: LLM, monkeypatch: 
         return outputs
 
     monkeypatch.setattr(llm, "generate", noted)
+    monkeypatch.setattr(prompts_module, "OPENING_TOKENS", 12)
     writer = QuestionWriter(llm, {})
     found = writer.write(24, 3)
     (starts, first, openings), (prompts, rest, questions) = asked
     assert {each["temperature"] for each in first} == {1.0}
     assert {each["temperature"] for each in rest} == set(TEMPERATURES)
     whole = [opening.finish_reason == "stop" for opening in openings]
+    assert any(whole)
     for start, opening, is_whole, prompt in zip(starts, openings, whole, prompts, strict=True):
         assert prompt == start + ([] if is_whole else opening.token_ids)
     texts = {
