@@ -116,6 +116,20 @@ def test_blocks_before_the_window_are_not_read(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_that_some_queries_see_whole_hides_from_the_others(causal: bool, dtype: torch.dtype) -> None:
+    """Before it and, where later positions are seen, after it."""
+    layer = paged(dtype, 2, 64)
+    layout = AttentionBatch(np.array([230, 3]), np.array([230, 300]), torch.arange(38).view(2, 19).int())
+    query = torch.randn(233, 6, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
+    pattern, results = AttentionPattern(causal, 70, False), []
+    for backend in (CpuBackend(BLOCK), TorchBackend(BLOCK)):
+        results.append(backend.attend(query, layer, backend.prepare(layout, pattern, dtype), None))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3, 4, 8])
 def test_no_number_of_threads_changes_a_row(threads: int, dtype: torch.dtype) -> None:
     """Rows of one thread each, rows that are left over and shared by heads, and long ones first."""

@@ -410,6 +410,11 @@ CPU_OPS_MUTANTS = (
             "unseen = 0;",
         ),
         (
+            "a chunk past the first query's window is seen whole",
+            "(p.causal || base + POSITIONS <= start + p.window)",
+            "true",
+        ),
+        (
             "a chunk that the last query's window does not reach is seen whole",
             "return !p.window || (base > last - p.window &&",
             "return !p.window || (base > start - p.window &&",

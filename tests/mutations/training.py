@@ -130,6 +130,7 @@ TRAINING_MUTANTS = (
             "return spec.target_layer_ids",
         ),
         ("embeddings of DSpark are scaled", "self.form == ZLAB and kind in (DFLASH, DFLASH2)", "self.form == ZLAB"),
+        ("prompts take all positions", 'self._settings()["max_model_len"] - 2)', "10**9)"),
         ("samples that are gone are not missed", "if len(samples) < wanted:", "if not wanted:"),
         ("a drafter that it began with ends a run", 'if each["step"] > 0]', "]"),
     ),

@@ -347,6 +347,25 @@ def test_what_does_not_fit_is_refused() -> None:
         check_fits(memory, 5 << 30)
 
 
+def test_prompts_leave_the_evaluation_a_position_for_an_answer(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has fewer positions than the engine that makes the data: a held-out prompt that fits there alone ends it."""
+    asked: list[DataOptions] = []
+
+    def noted(llm: LLM, store: object, data: DataOptions, *given: object) -> None:
+        asked.append(data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "collect", noted)
+    own = options(tmp_path / "out")
+    own = replace(own, data=replace(own.data, max_prompt=100_000))
+    with pytest.raises(KeyboardInterrupt):
+        quietly(own)
+    longest = json.loads((TARGET / "config.json").read_text())["max_position_embeddings"] - run_module.SPARE_POSITIONS
+    assert asked[0].max_prompt == longest - 2
+
+
 def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = free_bytes(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
