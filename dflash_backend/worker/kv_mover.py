@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 NICENESS = 10
 # Seconds that all threads together have to end in.
 CLOSE_WAIT_S = 10.0
+# Seconds after which a load no longer waits for a record: a store that answers at all takes less.
+READ_TIMEOUT_S = 5.0
+# Seconds that `cancel` waits for a record that is being read.
+CANCEL_WAIT_S = 0.5
 
 
 class RecordStore:
@@ -39,6 +43,8 @@ class RecordStore:
 
     num_threads = 1
     """How many moves from or to it may run at a time."""
+    bounds_reads = False
+    """Whether each `read` ends in time by itself; else a load leaves one that takes `READ_TIMEOUT_S`."""
 
     def opened(self, move: Move) -> RecordStore:
         """What the records of a move are read from, one after the other, until `ended`."""
@@ -196,6 +202,12 @@ class _Job:
     began: float = 0.0
     is_cancelled: bool = False
     source: RecordStore | None = None
+    record_since: float = 0.0
+    """Since when its record is being moved (monotonic, s); 0: it is between two."""
+    is_writing: bool = False
+    """Whether the record's target may be written right now."""
+    is_left: bool = False
+    """Whether it was reported before its thread came back: that writes nothing any more."""
 
     def stop(self) -> None:
         """End it soon."""
@@ -244,9 +256,10 @@ class BackgroundMover:
 
     def finished(self) -> list[Moved]:
         """As `core.moves.KVMover.finished`."""
-        if not self._done:
+        if not self._done and not self._running:
             return []
         with self._changed:
+            self._leave_hung()
             done, self._done = self._done, []
         return done
 
@@ -256,19 +269,25 @@ class BackgroundMover:
             self._changed.wait_for(lambda: self._done, timeout_s)
 
     def cancel(self, move_ids: frozenset[int]) -> None:
-        """As `core.moves.KVMover.cancel`: waits for the record that is being copied, at most one for each tier."""
+        """As `core.moves.KVMover.cancel`: waits for the record that is being copied, at most one for each tier, and
+        `CANCEL_WAIT_S` for one that is being read."""
+
+        def stopping() -> list[_Job]:
+            return [job for job in self._running if job.move.move_id in move_ids and not job.is_left]
+
         with self._changed:
             for queue in self._queues.values():
                 for job in [job for job in queue if job.move.move_id in move_ids]:
                     queue.remove(job)
                     self._end(job)
-            for job in self._running:
-                if job.move.move_id in move_ids:
-                    job.stop()
+            for job in stopping():
+                job.stop()
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: all(job.move.move_id not in move_ids for job in self._running) or self._closing
-            )
+            self._changed.wait_for(lambda: not stopping() or self._closing, CANCEL_WAIT_S)
+            self._changed.wait_for(lambda: not any(job.is_writing for job in stopping()) or self._closing)
+            for job in stopping():
+                if not job.is_writing:
+                    self._leave(job)
 
     def remove(self, tier: str, group: int, block_hash: bytes) -> None:
         """As `core.moves.KVMover.remove`."""
@@ -282,7 +301,10 @@ class BackgroundMover:
         """With `kv_write_guard`, raise `KVWriteError` where a step may write what a move is writing."""
         allowed = [plan.writable_block_ids or {}, plan.writable_window_block_ids or {}]
         with self._changed:
-            jobs = [*self._running, *(job for queue in self._queues.values() for job in queue)]
+            jobs = [
+                *(job for job in self._running if not job.is_left),
+                *(job for queue in self._queues.values() for job in queue),
+            ]
             for record in (record for job in jobs if job.move.is_load for record in job.move.records):
                 for request_id, blocks in allowed[record.group].items() if record.group < len(allowed) else ():
                     if record.target in blocks:
@@ -338,10 +360,40 @@ class BackgroundMover:
                 _log.exception("records of KV could not be moved from %s to %s", job.move.source, job.move.target)
             with self._changed:
                 self._running.remove(job)
-                if is_done:
+                if job.is_left:
+                    _log.warning("%s answers again: KV is loaded from it", job.move.source)
+                elif is_done:
                     self._end(job)
                 else:
                     self._queue(queue, job)
+
+    def _leave_hung(self) -> None:
+        """End the loads whose record takes too long, and those behind them where no thread of the tier is left;
+        `_changed` is held."""
+        until = time.monotonic() - READ_TIMEOUT_S
+        for name, queue in self._queues.items():
+            if (store := self._stores[name]).bounds_reads:
+                continue
+            late = [job for job in self._running if 0 < job.record_since < until and self._thread_of(job.move) == name]
+            for job in late:
+                if job.move.is_load and not job.is_left and not job.is_writing:
+                    self._leave(job)
+            if len(late) == store.num_threads:
+                for job in [job for job in queue if job.move.is_load]:
+                    queue.remove(job)
+                    self._end(job)
+
+    def _leave(self, job: _Job) -> None:
+        """Report a load whose record is still being read, as one that has brought nothing; `_changed` is held."""
+        if job.record_since:
+            _log.warning(
+                "%s has not given a record of KV for %.1f s: requests compute what it keeps until it answers",
+                job.move.source, time.monotonic() - job.record_since,
+            )  # fmt: skip
+        job.stop()
+        job.is_left = True
+        job.arrived, job.missing = [], set()
+        self._end(job)
 
     def _end(self, job: _Job) -> None:
         """Report a job; `_changed` is held."""
@@ -380,12 +432,21 @@ class BackgroundMover:
             if job.is_cancelled or self._closing:
                 return True
             space = target.space(record)
+            with self._changed:
+                job.record_since, job.is_writing = time.monotonic(), space is not None
             data = source.read(record, scratch[:size] if space is None else space)
-            if data is None:
-                job.missing.add(index)
-            else:
-                job.num_bytes += size
-            job.arrived.append(data is not None and target.write(record, data))
+            with self._changed:
+                if job.is_left:
+                    return True
+                job.is_writing = True
+            is_there = data is not None and target.write(record, data)
+            with self._changed:
+                job.record_since, job.is_writing = 0.0, False
+                if data is None:
+                    job.missing.add(index)
+                else:
+                    job.num_bytes += size
+                job.arrived.append(is_there)
         return True
 
     def _pace(self, job: _Job, num_bytes: int, queue: deque[_Job]) -> bool:

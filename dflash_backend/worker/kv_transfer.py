@@ -363,6 +363,7 @@ class RemoteRecords(RecordStore):
     """What other servers keep, a connection for each move."""
 
     num_threads = NUM_READING
+    bounds_reads = True
 
     def __init__(
         self,

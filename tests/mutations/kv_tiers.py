@@ -296,6 +296,26 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "        job.began = job.began or time.monotonic()\n        self._device.wait_for(job.after)\n",
         ),
         (
+            "a load that was given up while its disk hung writes in the end",
+            "                if job.is_left:\n                    return True\n",
+            "",
+        ),
+        (
+            "a load waits for ever for a disk that hangs",
+            "if job.move.is_load and not job.is_left and not job.is_writing:",
+            "if False:",
+        ),
+        (
+            "loads behind one that hangs wait for ever",
+            "if len(late) == store.num_threads:",
+            "if False:",
+        ),
+        (
+            "who cancels a load waits for a disk that hangs",
+            "self._changed.wait_for(lambda: not stopping() or self._closing, CANCEL_WAIT_S)",
+            "self._changed.wait_for(lambda: not stopping() or self._closing)",
+        ),
+        (
             "a load waits for a store that waits for its turn",
             "return not job.move.is_load and bool(queue) and queue[0].move.is_load",
             "return False",

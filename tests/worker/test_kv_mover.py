@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.moves import DEVICE, DISK, HOST, REMOTE, Move, Record
+from dflash_backend.core.moves import DEVICE, DISK, HOST, REMOTE, Move, Moved, Record
 from dflash_backend.worker import kv_mover
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
 
@@ -165,3 +165,89 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     assert time.monotonic() - began < 5.0
     assert "the thread kv-disk still waits" in caplog.text
     store.may_end.set()
+
+
+def hung_mover() -> tuple[BackgroundMover, Hung, torch.Tensor]:
+    """A mover whose disk hangs, that disk, and what the device has."""
+    device_kv = torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8)
+    store = Hung()
+    for record in records(NUM_RECORDS):
+        store.write(record, np.full(SIZE, 1 + record.target, np.uint8))
+    return BackgroundMover(DeviceRecords([((device_kv,), 0)]), {DISK: store}), store, device_kv
+
+
+def finished_in(mover: BackgroundMover, timeout_s: float) -> list[Moved]:
+    """What has ended as soon as something has; the engine looks as often."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if done := mover.finished():
+            return done
+        mover.wait(0.005)
+    return []
+
+
+def test_a_load_is_cancelled_while_its_disk_hangs_and_writes_nothing_later() -> None:
+    mover, store, device_kv = hung_mover()
+    mover.submit(Move(1, DISK, DEVICE, records(2)))
+    assert store.is_read.wait(5.0)
+    began = time.monotonic()
+    mover.cancel(frozenset({1}))
+    assert time.monotonic() - began < 5.0
+    (moved,) = mover.finished()
+    assert (moved.move_id, moved.arrived, moved.missing) == (1, (False, False), frozenset())
+    mover.submit(Move(2, DISK, DEVICE, records(NUM_RECORDS)[4:5]))  # after it, on the same thread
+    store.may_end.set()
+    (moved,) = finished_in(mover, 10.0)
+    assert (moved.move_id, moved.arrived) == (2, (True,))
+    assert device_kv.flatten(1).sum() == 5 * SIZE, "the load that was cancelled has written nothing"
+    mover.close()
+
+
+def test_loads_end_where_a_disk_hangs_and_are_made_again_once_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that wait for its thread, and those that come later."""
+    mover, store, device_kv = hung_mover()
+    mover.submit(Move(1, DISK, DEVICE, records(2)))
+    mover.submit(Move(2, DISK, DEVICE, records(NUM_RECORDS)[2:3]))
+    assert store.is_read.wait(5.0)
+    assert mover.finished() == [], "it has its time"
+    monkeypatch.setattr(kv_mover, "READ_TIMEOUT_S", 0.05)
+    done = finished_in(mover, 5.0)
+    assert {moved.move_id: (moved.arrived, moved.missing) for moved in done} == {
+        1: ((False, False), frozenset()),
+        2: ((False,), frozenset()),
+    }
+    assert "disk has not given a record of KV" in caplog.text
+    mover.submit(Move(3, DISK, DEVICE, records(NUM_RECORDS)[3:4]))
+    assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 5.0)] == [(3, (False,))]
+    store.may_end.set()
+    until = time.monotonic() + 10.0
+    while "disk answers again" not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    mover.submit(Move(4, DISK, DEVICE, records(NUM_RECORDS)[4:5]))
+    assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 10.0)] == [(4, (True,))]
+    assert device_kv.flatten(1).sum() == 5 * SIZE, "what has ended has written nothing"
+    mover.close()
+
+
+def test_a_store_that_hangs_ends_the_loads_behind_it_and_not_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_mover, "READ_TIMEOUT_S", 0.1)
+    may_end = threading.Event()
+
+    class HungWrites(HostRecords):
+        def space(self, record: Record) -> None:
+            return None
+
+        def write(self, record: Record, data: np.ndarray) -> bool:
+            return may_end.wait(10.0)
+
+    device = DeviceRecords([((torch.zeros((1, NUM_RECORDS, SIZE), dtype=torch.uint8),), 0)])
+    mover = BackgroundMover(device, {DISK: HungWrites([SIZE], [NUM_RECORDS], False)})
+    mover.submit(Move(1, DEVICE, DISK, records(1)))
+    mover.wait(0.05)
+    mover.submit(Move(2, DISK, DEVICE, records(1)))
+    assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 5.0)] == [(2, (False,))]
+    may_end.set()
+    assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 10.0)] == [(1, (True,))]
+    mover.close()
