@@ -86,7 +86,7 @@ class _TimedWorker:
         self.returned_s = time.thread_time()
         return ModelRunnerOutput(plan.step_id, results)
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
         """No confidences."""
         assert self._plan is not None
         return DraftOutput(self._plan.step_id)

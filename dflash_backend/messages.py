@@ -275,7 +275,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
         return cls(last.request_id, token_ids, *kept, logprobs, of_prompt, num_drafts, last.kv_transfer_params)
 
 
-class RequestRejected(msgspec.Struct, frozen=True):
+class RequestFailed(msgspec.Struct, frozen=True):
     """The engine could not take a request, or gave it up as it ran. `status` is a gRPC status name."""
 
     request_id: str
@@ -430,7 +430,7 @@ class DrafterSwapped(msgspec.Struct, frozen=True):
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     """All that came of one engine step, or of the intake before it: what `EngineCore.step` returns.
 
-    rejected: requests that the engine did not take, or ended with an error; they have no delta.
+    failed: requests that the engine did not take, or ended with an error; they have no delta.
     stats: now and then, and always before the engine goes idle.
     phase_seconds: the time by phase (verify, accept, inject, draft) of the step whose drafts came last; empty when no
     step was applied.
@@ -440,7 +440,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=True):
     """
 
     deltas: list[TokenDelta] = []
-    rejected: list[RequestRejected] = []
+    failed: list[RequestFailed] = []
     stats: EngineStats | None = None
     phase_seconds: dict[str, float] = {}
     queue: QueueState | None = None

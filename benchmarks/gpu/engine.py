@@ -102,10 +102,10 @@ class SkippedPrefill:
         self.waited_s += time.perf_counter() - started
         return result
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
         """The drafts of the step that was collected last."""
         started = time.perf_counter()
-        drafts = self._worker.collect_drafts(ended)
+        drafts = self._worker.finish_step(ended)
         self.waited_s += time.perf_counter() - started
         return drafts
 

@@ -47,7 +47,7 @@ from dflash_backend.messages import (
     FinishReason,
     GenerationRequest,
     KVTransferParams,
-    RequestRejected,
+    RequestFailed,
     TokenDelta,
     TokenLogprobs,
     TransferStats,
@@ -202,7 +202,7 @@ class EngineCore:
         rows, result = list(zip(step.plan.rows, step.requests, strict=True)), step.result
         assert result is not None
         try:
-            drafts = self._worker.collect_drafts(
+            drafts = self._worker.finish_step(
                 [row.request_id for row, request in rows if self._requests.get(row.request_id) is not request]
             )
         except StepFailed as error:
@@ -257,7 +257,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a request is queued or running, or a step of ended requests is in flight."""
-        more = self._failed_step or self._due_swap or self._outputs.rejected
+        more = self._failed_step or self._due_swap or self._outputs.failed
         return bool(self._requests or self._in_flight or more)
 
     @property
@@ -334,7 +334,7 @@ class EngineCore:
                 self.scheduler.queue.add(request)
             else:
                 self._remove(request, "error", self._clock(), queued=False)
-                outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
+                outputs.failed.append(RequestFailed(request.request_id, error.status, error.message))
 
     def _take_error(
         self, error: StepFailed | StepOutOfMemory, plan: SchedulerOutput, outputs: EngineCoreOutputs
@@ -435,7 +435,7 @@ class EngineCore:
         suspects = [request for request in queued if request.request_id in ids]
         for request in suspects:
             self._run_alone(request, outputs)
-        if not outputs.rejected:
+        if not outputs.failed:
             for request in suspects:
                 request.num_unexplained_failures += 1
                 if request.num_unexplained_failures == MAX_UNEXPLAINED_FAILURES and self._is_in_progress(request):
@@ -448,7 +448,7 @@ class EngineCore:
         """Run a request that no queue holds until it has decoded, overlapping as usual; fail it if a step fails. No
         queue holds it afterwards."""
         self.scheduler.queue.add(request)
-        alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, rejected=outputs.rejected)
+        alone = EngineCoreOutputs(phase_seconds=outputs.phase_seconds, failed=outputs.failed)
         num_decodes = 0
         while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
             self.beat()
@@ -569,7 +569,7 @@ class EngineCore:
     ) -> None:
         """End a request with an error. `queued`: whether the scheduler has it."""
         self._remove(request, "error", self._clock(), queued)
-        outputs.rejected.append(RequestRejected(request.request_id, status, reason))
+        outputs.failed.append(RequestFailed(request.request_id, status, reason))
 
     def _remove(self, request: Request, reason: str, now: float, queued: bool = True) -> None:
         del self._requests[request.request_id]

@@ -256,7 +256,7 @@ class Worker(Protocol):
         `StepFailed`."""
         ...
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
         """What the step that was collected last proposed; waits for it. Called once after each `collect`, before the
         next `submit` or `collect`. ended: the requests of its rows that have ended: their drafts are of no use. Raises
         `StepFailed`."""

@@ -94,12 +94,12 @@ class Request:
     snapshot_borders: tuple[int, ...] = ()
     pending_snapshots: list[tuple[int, bytes]] = field(default_factory=list)
     snapshot_slot: int | None = None
-    # Whether it need not load KV from a tier any more since it came into the queue; whether it ever left its place
-    # there for that, so that others may have gone ahead.
+    # Whether it need not load KV from a tier any more since it came into the queue.
     has_loaded: bool = False
+    # Whether it ever left its place in the queue to load KV, so that others may have gone ahead.
+    was_loading: bool = False
     # The versions of cache and tiers with which there was nothing to load for it.
     nothing_to_load_at: tuple[int, int] | None = None
-    was_loading: bool = False
     # Whether it has not yet fetched, or let go of, the KV that another server keeps for it.
     has_remote_kv: bool = False
     # Tokens that it did not compute since they came from tiers, by the tier's name.

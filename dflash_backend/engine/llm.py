@@ -28,7 +28,7 @@ from dflash_backend.messages import (
     FinishReason,
     GenerationRequest,
     KVTransferParams,
-    RequestRejected,
+    RequestFailed,
     RequestStats,
     SamplingParams,
     SwapDrafter,
@@ -230,13 +230,13 @@ class LLM:
                 self._feed(waiting, running)
             while core.has_unfinished():
                 finished: list[RequestState] = []
-                rejected: list[RequestRejected] = []
+                failed: list[RequestFailed] = []
                 with whole:
-                    while core.has_unfinished() and not (finished or rejected or whole.came):
-                        finished, rejected = self._step(running)
+                    while core.has_unfinished() and not (finished or failed or whole.came):
+                        finished, failed = self._step(running)
                         self._feed(waiting, running)
                 yield from finished
-                for failure in rejected:
+                for failure in failed:
                     raise RequestError(failure.status, failure.message)
         finally:
             with whole:
@@ -245,7 +245,7 @@ class LLM:
                 if core.is_moving:
                     core.advance_moves()  # what was kept for another engine can be read
 
-    def _step(self, running: dict[str, RequestState]) -> tuple[list[RequestState], list[RequestRejected]]:
+    def _step(self, running: dict[str, RequestState]) -> tuple[list[RequestState], list[RequestFailed]]:
         """Run a step; the requests that it finishes, and those that cannot be served."""
         core, finished = self.engine.core, []
         outputs = core.step()
@@ -258,7 +258,7 @@ class LLM:
                 del running[delta.request_id]
                 if state.finished:
                     finished.append(state)
-        return finished, outputs.rejected
+        return finished, outputs.failed
 
     def _feed(self, waiting: deque[tuple[RequestState, GenerationRequest]], running: dict[str, RequestState]) -> None:
         """Add completions until the engine's queue is full, of requests or of tokens."""

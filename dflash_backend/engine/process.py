@@ -41,7 +41,7 @@ from dflash_backend.messages import (
     GenerationRequest,
     LoadProgress,
     QueueState,
-    RequestRejected,
+    RequestFailed,
     Shutdown,
     SwapDrafter,
 )
@@ -147,7 +147,7 @@ class EngineLoop:
             if self._core.has_unfinished():
                 outputs = self._core.step()
                 started = time.monotonic()
-                work = outputs.deltas or outputs.rejected or outputs.phase_seconds
+                work = outputs.deltas or outputs.failed or outputs.phase_seconds
                 if work or outputs.stats or outputs.kv_events or outputs.drafter_swaps:
                     self._say(outputs)
                 if self._trace is not None:
@@ -173,7 +173,7 @@ class EngineLoop:
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
         started = time.monotonic()
-        rejected: list[RequestRejected] = []
+        failed: list[RequestFailed] = []
         decoded = [ENGINE_INPUT.decode(raw) for raw in messages]
         if requests := [message for message in decoded if isinstance(message, GenerationRequest)]:
             # Before anything is done with them: what dies with this process from here on was worked on.
@@ -182,7 +182,7 @@ class EngineLoop:
         for message in decoded:
             if isinstance(message, GenerationRequest):
                 if (refusal := self._add(message)) is not None:
-                    rejected.append(refusal)
+                    failed.append(refusal)
             elif isinstance(message, AbortRequests):
                 self._core.abort(message.request_ids, message.num_output_tokens)
                 if self._loading is not None and self._loading.swap_id in message.request_ids:
@@ -191,21 +191,21 @@ class EngineLoop:
                 self._begin_loading(message)
             elif isinstance(message, Shutdown):
                 self._ending = True
-        if rejected:
-            self._say(EngineCoreOutputs(rejected=rejected))
+        if failed:
+            self._say(EngineCoreOutputs(failed=failed))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
-    def _add(self, request: GenerationRequest) -> RequestRejected | None:
+    def _add(self, request: GenerationRequest) -> RequestFailed | None:
         """Queue a request, or say why it cannot be. A defect that one request shows must not end the others."""
         try:
             self._core.add_request(request)
         except RequestError as error:
-            return RequestRejected(request.request_id, error.status, error.message)
+            return RequestFailed(request.request_id, error.status, error.message)
         except Exception as error:  # noqa: BLE001
             _log.exception("request %s could not be queued", request.request_id)
             message = f"the request could not be queued ({type(error).__name__}: {error}); the server's log has more"
-            return RequestRejected(request.request_id, "INTERNAL", message)
+            return RequestFailed(request.request_id, "INTERNAL", message)
         return None
 
     def _begin_loading(self, wanted: SwapDrafter) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, Engines, NoEngineError, Placement
 from dflash_backend.engine_client.supervisor import EngineLost
-from dflash_backend.messages import AbortRequests, GenerationRequest, RequestRejected, SamplingParams, TokenDelta
+from dflash_backend.messages import AbortRequests, GenerationRequest, RequestFailed, SamplingParams, TokenDelta
 from dflash_backend.text.output import RequestState, request_id_of
 from dflash_backend.traffic import Row, TrafficWriter
 from dflash_backend.triton.cancellation import CancellationWatch
@@ -221,8 +221,8 @@ class RunningRequests:
 
     def _add_outputs(self, message: EngineOutputs, updated: dict[str, TritonRequest]) -> None:
         index, outputs = message
-        for rejected in outputs.rejected:
-            self._reject(rejected)
+        for failure in outputs.failed:
+            self._fail(failure)
         aborted: list[str] = []
         stopped_at: dict[str, int] = {}
         for delta in outputs.deltas:
@@ -311,14 +311,14 @@ class RunningRequests:
         """End a request that the engine still runs, with an error. The others go on."""
         if self._remove(request.state.request_id):
             self._engines.send(request.placement.engine, AbortRequests(request.state.engine_ids))
-            self.refuse(request.responder, status, message)
+            self.end_with_error(request.responder, status, message)
 
-    def _reject(self, rejected: RequestRejected) -> None:
+    def _fail(self, failure: RequestFailed) -> None:
         """One completion that the engine cannot take ends the whole request."""
-        request = self._requests.get(request_id_of(rejected.request_id))
+        request = self._requests.get(request_id_of(failure.request_id))
         if request is not None:
             self._send_waiting(at_once=True)
-            self._give_up(request, rejected.status, rejected.message)
+            self._give_up(request, failure.status, failure.message)
 
     def check_cancelled(self, now: float) -> None:
         """Ask Triton for some of the requests, and the delta streams, whether their client is still there."""
@@ -386,9 +386,9 @@ class RunningRequests:
         if not self._remove(request.state.request_id):
             return
         if lost is not None and (lost.has_reason or not all(map(lost.engine.is_unconfirmed, request.state.engine_ids))):
-            self.refuse(request.responder, "INTERNAL", str(lost))
+            self.end_with_error(request.responder, "INTERNAL", str(lost))
         elif not self._move(request):
-            self.refuse(request.responder, "UNAVAILABLE", RESTARTING)
+            self.end_with_error(request.responder, "UNAVAILABLE", RESTARTING)
 
     def _move(self, request: TritonRequest) -> bool:
         """Send a request that reached no engine to another one; False when there is none."""
@@ -407,7 +407,7 @@ class RunningRequests:
     def fail_all(self, status: str, message: str) -> None:
         """End every request with an error."""
         for request in self._take_all():
-            self.refuse(request.responder, status, message)
+            self.end_with_error(request.responder, status, message)
 
     def _take_all(self) -> Iterator[TritonRequest]:
         """Remove and return each request; the other thread may remove its newest as well (`fail_lost`)."""
@@ -429,7 +429,7 @@ class RunningRequests:
             request.released = True
             self._engines.finished(request.placement, request.prefilled)
 
-    def refuse(self, responder: Responder, status: str, message: str, *, counted: bool = True) -> None:
+    def end_with_error(self, responder: Responder, status: str, message: str, *, counted: bool = True) -> None:
         """End a request with an error, which the metrics count unless told otherwise."""
         if counted:
             self._metrics.count("dflash:request_errors_total", 1, status)

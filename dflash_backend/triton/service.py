@@ -185,7 +185,7 @@ class TritonService:
         # The output thread may not have noticed yet that an engine is dead.
         if (refusal := self._refusal()) is not None or not self._engines.any_alive:
             # Who asks whether requests are taken, over and over, has had none refused.
-            self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING, counted=counted)
+            self._requests.end_with_error(responder, "UNAVAILABLE", refusal or RESTARTING, counted=counted)
             return
         try:
             if special is not None:
@@ -195,12 +195,12 @@ class TritonService:
             state = RequestState(next(self._ids), parsed, self._tokenizer)
             placement = self._engines.place(parsed.prompt_token_ids, parsed.sampling, full)
         except Refused as refused:
-            self._requests.refuse(responder, refused.status, str(refused))
+            self._requests.end_with_error(responder, refused.status, str(refused))
         except InputError as error:
             # The tokenizer cannot decode the prompt's last tokens.
-            self._requests.refuse(responder, "INVALID_ARGUMENT", str(error))
+            self._requests.end_with_error(responder, "INVALID_ARGUMENT", str(error))
         except NoEngineError as error:
-            self._requests.refuse(responder, "UNAVAILABLE", str(error))
+            self._requests.end_with_error(responder, "UNAVAILABLE", str(error))
         else:
             self._start(state, responder, placement)
 

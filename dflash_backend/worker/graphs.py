@@ -272,7 +272,7 @@ def capture_shapes(k: int) -> list[tuple[int, int]]:
     return sorted({(0, 0), *parts, (few, few), (k, k)})
 
 
-class GraphRunner:
+class GraphDispatcher:
     """The padded steps that there are, by kind: whether there are sampled requests, and whether rows share prefixes."""
 
     def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:

@@ -38,7 +38,7 @@ from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGra
 from dflash_backend.worker.graphs import (
     CaptureError,
     GraphCapturer,
-    GraphRunner,
+    GraphDispatcher,
     MakeRunner,
     Progress,
     StepRunner,
@@ -87,7 +87,7 @@ class PartInFlight:
 
 @dataclass(frozen=True)
 class BatchInFlight:
-    """A step that was submitted: all that `collect` and `collect_drafts` need, since its requests may be gone by
+    """A step that was submitted: all that `collect` and `finish_step` need, since its requests may be gone by
     then."""
 
     plan: SchedulerOutput
@@ -104,7 +104,7 @@ class ModelRunner:
         threads: BatchThreads | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """max_tokens: the most tokens of one step. threads: those that share the rows of a step, with `HostStepOps`; by
+        """max_tokens: the most tokens of one step. threads: those that share the rows of a step, with `CpuStepOps`; by
         default the caller's alone. grammars: where requests with structured output find theirs."""
         self.step = step
         self.device = step.device
@@ -117,7 +117,7 @@ class ModelRunner:
         self.layouts = LayoutBuffer(
             num_rows, max(max_tokens, num_rows * step.decode_query_len), step.state.k, self.device, step.kv.block_size
         )
-        self.graphs = GraphRunner(step, self.layouts)
+        self.graphs = GraphDispatcher(step, self.layouts)
         self.captured = False
         """Whether steps are captured in graphs."""
         self._max_tokens = max_tokens
@@ -142,7 +142,7 @@ class ModelRunner:
         shapes: Sequence[tuple[int, int]] = (),
         mixed: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Make the padded steps; to be called once, before the first step. With `HostStepOps` there are none.
+        """Make the padded steps; to be called once, before the first step. With `CpuStepOps` there are none.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, which
         `progress` is told of as `(message, fraction)`. `sizes`: the numbers of rows that they have, `capture_sizes` by
@@ -215,7 +215,7 @@ class ModelRunner:
             if self.overlaps and plan.rows:
                 parts = [self._run_part(plan, plan.rows)]
             elif plan.rows:
-                # Until drafts are accepted; the rest waits for `collect_drafts`.
+                # Until drafts are accepted; the rest waits for `finish_step`.
                 rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
                 of_threads = self.threads.split(rows, self.grammars.answers)
                 parts = self.threads.run(lambda rows: self._run_part(plan, rows), of_threads, plan.num_tokens)
@@ -250,12 +250,12 @@ class ModelRunner:
     def collect(self) -> ModelRunnerOutput:
         """As `core.plan.Worker.collect`."""
         if self._collected is not None:
-            self.collect_drafts(())
-        self._collected = step = self._in_flight.popleft()
+            self.finish_step(())
+        self._collected = batch = self._in_flight.popleft()
         results: dict[str, RequestResult] = {}
         mask_seconds = 0.0
-        with step_errors(step.plan, self.device):
-            for part in step.parts:
+        with step_errors(batch.plan, self.device):
+            for part in batch.parts:
                 assert part.results is not None, "the step before completes this one"
                 # Lists, since after a step's products each call of numpy takes some microseconds.
                 numbers = part.results.wait().reshape(-1, self.step.state.k + 3).tolist()[: len(part.rows)]
@@ -278,26 +278,26 @@ class ModelRunner:
                     )
                 if part.grammars is not None:
                     mask_seconds += part.grammars.mask_seconds
-        return ModelRunnerOutput(step.plan.step_id, [results[row.request_id] for row in step.plan.rows], mask_seconds)
+        return ModelRunnerOutput(batch.plan.step_id, [results[row.request_id] for row in batch.plan.rows], mask_seconds)
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
-        """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
-        step, self._collected = self._collected, None
-        assert step is not None
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+        """As `core.plan.Worker.finish_step`. On a CPU it injects and drafts."""
+        batch, self._collected = self._collected, None
+        assert batch is not None
         phases: dict[str, float] = {}
         confidences: dict[str, list[float]] = {}
         num_kept: dict[str, int] = {}
         errors: dict[str, tuple[str, ErrorStatus]] = {}
-        has_confidence = step.plan.wants_confidence and self.step.wants_confidence and step.plan.drafts
-        with step_errors(step.plan, self.device), torch.inference_mode():
-            if not self.overlaps and step.parts:
+        has_confidence = batch.plan.wants_confidence and self.step.wants_confidence and batch.plan.drafts
+        with step_errors(batch.plan, self.device), torch.inference_mode():
+            if not self.overlaps and batch.parts:
                 # Rows of requests that have ended, which the core knows by now, propose nothing.
-                for part in step.parts if ended else ():
+                for part in batch.parts if ended else ():
                     num_next_draft = part.step.batch.num_next_draft.numpy()  # the numbers that C++ reads
                     num_next_draft[[i for i, row in enumerate(part.rows) if row.request_id in ended]] = 0
                     part.step.traits = replace(part.step.traits, drafts=bool(num_next_draft.any()))
-                self.threads.run(self._draft_part, step.parts, step.plan.num_tokens, drafts=True)
-            for part in step.parts:
+                self.threads.run(self._draft_part, batch.parts, batch.plan.num_tokens, drafts=True)
+            for part in batch.parts:
                 assert part.draft_report is not None
                 seconds, numbers = self.step.unpacked_report(part.draft_report.wait())
                 # Parts run side by side: the phases of the slowest one add up to no more than the step.
@@ -315,9 +315,9 @@ class ModelRunner:
                         if answer.error is not None:
                             errors[row.request_id] = answer.error, answer.error_status
                     confidences[row.request_id] = values
-        next_error = self._finish_waiting(self._in_flight[0]) if self._in_flight else None
-        ordered = [confidences.get(row.request_id, []) for row in step.plan.rows] if has_confidence else []
-        return DraftOutput(step.plan.step_id, ordered, num_kept, errors, phases, next_error)
+        next_error = self._resume_masked_step(self._in_flight[0]) if self._in_flight else None
+        ordered = [confidences.get(row.request_id, []) for row in batch.plan.rows] if has_confidence else []
+        return DraftOutput(batch.plan.step_id, ordered, num_kept, errors, phases, next_error)
 
     def _with_grammar(
         self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]
@@ -399,12 +399,12 @@ class ModelRunner:
         waits = grammars is not None and grammars.waits
         part = PartInFlight(rows, runner, step, guard, copies, special, of_prompt, grammars, waits)
         if not waits:
-            self._accept_and_draft(part)
+            self._after_verify(part)
         return part
 
-    def _accept_and_draft(self, part: PartInFlight) -> None:
+    def _after_verify(self, part: PartInFlight) -> None:
         """Queue what follows the target's forward, after a wait for the masks of grammars. On a CPU drafting comes
-        later, with `collect_drafts`. Where memory does not suffice, the requests' state is as it was before."""
+        later, with `finish_step`. Where memory does not suffice, the requests' state is as it was before."""
         if part.special is not None:
             part.special.choose(part.step, self.step.ops)
         if part.special is not None and self.overlaps:
@@ -430,7 +430,7 @@ class ModelRunner:
         if part.grammars is not None:
             part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
 
-    def _finish_waiting(self, step: BatchInFlight) -> StepFailed | StepOutOfMemory | None:
+    def _resume_masked_step(self, step: BatchInFlight) -> StepFailed | StepOutOfMemory | None:
         """Queue what follows the forward of a step that waited for the drafts of the one before. The device runs the
         forward meanwhile, and the masks are filled. Returns why the step cannot go on, if so; it is dropped then."""
         try:
@@ -439,7 +439,7 @@ class ModelRunner:
                     if part.waits and part.grammars is not None:
                         part.waits = False
                         part.grammars.begin()
-                        self._accept_and_draft(part)
+                        self._after_verify(part)
         except (StepFailed, StepOutOfMemory) as error:
             self._in_flight.remove(step)
             return error

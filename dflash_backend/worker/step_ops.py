@@ -1,10 +1,10 @@
 """The operations of a step on the requests' state: prepare, sample, accept, draft. `dflash_kernels` says beside each
 kernel what it computes.
 
-`HostStepOps` is the form of a CPU: the kernels' references on exact lengths, so that nothing is padded.
-`ReferenceStepOps` is that of a GPU, and `DeviceStepOps` the same by kernels: none of them waits for the device or has a
-shape that depends on a value, so they can be captured in a graph; rows are padded, and the host knows bounds of their
-lengths.
+`CpuStepOps` is the form of a CPU: C++, or the kernels' references, on exact lengths, so that nothing is padded.
+`PaddedStepOps` is the form of a GPU by the references, for tests, and `GpuStepOps` the same by kernels: none of them
+waits for the device or has a shape that depends on a value, so they can be captured in a graph; rows are padded, and
+the host knows bounds of their lengths.
 
 On a CPU a request that does not draft needs its context KV only when a block is full, or when it drafts, and injecting
 one token costs nearly as much as injecting sixteen, since the operations are small. So `PendingContext` keeps the
@@ -261,11 +261,6 @@ class CommonStepOps:
         Advances `state.tokens` by that token and `state.computed` of every row to its real start + num_new + accepted
         drafts."""
         batch = step.batch
-        if isinstance(batch, LaidOutBatch):
-            step.results = cpu_step.accept(
-                step.target_tokens, state.tokens, state.computed, state.k, batch.layout, batch.size
-            )
-            return
         step.results = self._accept(
             step.target_tokens, state.tokens, state.computed, state.k,
             batch.req_idx, step.starts, batch.num_new, batch.num_draft, batch.logits_start,
@@ -295,13 +290,13 @@ class CommonStepOps:
         raise NotImplementedError
 
 
-class HostStepOps(CommonStepOps):
+class CpuStepOps(CommonStepOps):
     """The operations of a CPU, on exact lengths: only what is needed is run."""
 
     on_host = True
 
     def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer | None = None) -> Step:
-        """As `ReferenceStepOps.step_of`; in C++ it is prepared at once."""
+        """As `PaddedStepOps.step_of`; in C++ it is prepared at once."""
         if not cpu_ops.HAS_CPU_OPS:
             return batch.ragged(share, state.k)
         found, query_lens, seq_lens, padded = cpu_step.lay_out(
@@ -323,13 +318,22 @@ class HostStepOps(CommonStepOps):
         layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
         return layout, bool((step.slots.numpy() < 0).any())
 
+    def accept(self, step: Step, state: StateTensors) -> None:
+        batch = step.batch
+        if not isinstance(batch, LaidOutBatch):
+            super().accept(step, state)
+            return
+        step.results = cpu_step.accept(
+            step.target_tokens, state.tokens, state.computed, state.k, batch.layout, batch.size
+        )
+
     def pending_context(self, state: StateTensors) -> PendingContext | None:
         return PendingContext(len(state.tokens), state.block_size) if cpu_ops.HAS_CPU_OPS else None
 
     def context(
         self, step: Step, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
     ) -> ContextBatch | None:
-        """As `ReferenceStepOps.context`, without padding, and without what waits in `pending`."""
+        """As `PaddedStepOps.context`, without padding, and without what waits in `pending`."""
         batch = step.batch
         if pending is not None and isinstance(batch, LaidOutBatch):
             return pending.take(step, batch, features, state)
@@ -340,14 +344,14 @@ class HostStepOps(CommonStepOps):
         return ContextBatch(features[final], step.positions[final], slots[final], token_row=batch.token_row[final])
 
     def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
-        """As `ReferenceStepOps.features_before_anchors`, of the rows that draft."""
+        """As `PaddedStepOps.features_before_anchors`, of the rows that draft."""
         last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
         return features[last[torch.from_numpy(step.batch.num_next_draft.numpy().nonzero()[0])]]
 
     def prepare_draft(
         self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
-        """As `ReferenceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
+        """As `PaddedStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, width = step.batch, int(step.batch.num_next_draft.numpy().max()) + lookahead_base
         ids, positions, slots, lens, seq_lens = self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
@@ -369,13 +373,13 @@ class HostStepOps(CommonStepOps):
         )
 
     def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
-        """As `ReferenceStepOps.drafts`; by numpy, in half the time."""
+        """As `PaddedStepOps.drafts`; by numpy, in half the time."""
         index = batch.req_idx.numpy()
         positions = state.computed.numpy()[index][:, None] + np.arange(1, state.k + 1)
         return torch.from_numpy(state.tokens.numpy()[index[:, None], np.minimum(positions, state.max_len - 1)])
 
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
-        """As `ReferenceStepOps.store_drafts`."""
+        """As `PaddedStepOps.store_drafts`."""
         self._store_drafts(
             state.tokens, state.computed, batch.req_idx, batch.num_next_draft,
             drafts.token_ids, drafts.confidence, state.confidence,
@@ -385,8 +389,8 @@ class HostStepOps(CommonStepOps):
         return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next_draft.numpy()))
 
 
-class ReferenceStepOps(CommonStepOps):
-    """What `DeviceStepOps` does, by the operations of a CPU, in the host's memory: for tests, which run the steps of a
+class PaddedStepOps(CommonStepOps):
+    """What `GpuStepOps` does, by the operations of a CPU, in the host's memory: for tests, which run the steps of a
     GPU by it."""
 
     on_host = False
@@ -481,7 +485,7 @@ class ReferenceStepOps(CommonStepOps):
         return AttentionBatch(query_lens, seq_lens, tables, rows, max_overestimate)
 
 
-class DeviceStepOps(ReferenceStepOps):
+class GpuStepOps(PaddedStepOps):
     """The same by Triton kernels, a launch or a few for each operation. Needs a GPU, or Triton's interpreter."""
 
     _lay_out = staticmethod(verify_budget.lay_out)
@@ -500,9 +504,9 @@ class DeviceStepOps(ReferenceStepOps):
     _store_drafts = staticmethod(prepare_draft.store_drafts)
 
 
-StepOps = HostStepOps | ReferenceStepOps
+StepOps = CpuStepOps | PaddedStepOps
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
     """The operations for `device`, as `dflash_kernels.dispatch.use_triton` chooses, which also raises."""
-    return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
+    return GpuStepOps() if use_triton(device, wanted) else CpuStepOps()

@@ -11,7 +11,7 @@ from benchmarks.gpu.forced_ops import force_acceptance
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.batch_parallel import op_threads
 from tests.support.tiny_models import make_pair
-from tests.worker.engines import ReferenceStepOps, engine, on_device_runner, outputs_of
+from tests.worker.engines import PaddedStepOps, engine, on_device_runner, outputs_of
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -24,7 +24,7 @@ def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, co
         return step.batch.num_draft.clamp(max=count)
 
     built = engine(**make_pair(tmp_path), max_model_len=64, max_num_seqs=4)
-    built = on_device_runner(built, ops=force_acceptance(ReferenceStepOps(), acceptance))
+    built = on_device_runner(built, ops=force_acceptance(PaddedStepOps(), acceptance))
     sampling = [{"max_tokens": length, "temperature": 0.0} for length in (19, 22, 28)]
     with op_threads(1):
         outputs = outputs_of(built, [[*PROMPT, i] for i in range(3)], sampling)

@@ -17,7 +17,7 @@ from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.messages import GenerationRequest, RequestRejected
+from dflash_backend.messages import GenerationRequest, RequestFailed
 from tests.core.toy_engine import Engine, lookup
 from tests.core.toy_model import expected_output, prefix_states, root_state
 from tests.core.toy_mover import ToyMover
@@ -100,7 +100,7 @@ class CheckedEngine(Engine):
         outputs = self.core.step()
         self.take(outputs.deltas)
         self._seen.update(self.scheduler.running)
-        self._take_failed(outputs.rejected)
+        self._take_failed(outputs.failed)
         # Of every third step the drafts are left to the next one, so that requests end before them.
         self._num_calls += 1
         if self._num_calls % 3:
@@ -132,7 +132,7 @@ class CheckedEngine(Engine):
         for request_id in self.requests:
             self._check_output(request_id)
 
-    def _take_failed(self, failed: list[RequestRejected]) -> None:
+    def _take_failed(self, failed: list[RequestFailed]) -> None:
         """Requests that were given up because a step with them alone does not fit the device's memory, or fails."""
         self.failed += failed
         for failure in failed:

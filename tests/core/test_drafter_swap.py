@@ -41,7 +41,7 @@ class Swapping:
         """A step, and the outcomes that it reported."""
         outputs = self.engine.core.step()
         self.engine.take(outputs.deltas)
-        self.engine.failed += outputs.rejected
+        self.engine.failed += outputs.failed
         check_core(self.engine.core)
         self.said += outputs.drafter_swaps
         return [each.outcome for each in outputs.drafter_swaps]

@@ -12,7 +12,7 @@ from checks.core_state import check_core
 from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import DraftOutput, ModelRunnerOutput, RequestResult
 from dflash_backend.core.request import derive_seed
-from dflash_backend.messages import ErrorStatus, RequestRejected, TokenLogprobs
+from dflash_backend.messages import ErrorStatus, RequestFailed, TokenLogprobs
 from dflash_backend.spec_stats import SpecDecodingStats
 from tests.core.toy_engine import PROMPT, Engine, make_config, make_request
 from tests.core.toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_continuation
@@ -312,7 +312,7 @@ def test_a_row_that_cannot_go_on_ends_with_its_own_status(status: ErrorStatus) -
     engine = Engine(make_config(), worker=_WrongWorker(row))
     engine.core.add_request(make_request("a", PROMPT))
     outputs = engine.core.step()
-    assert outputs.rejected == [RequestRejected("a", status, "its grammar is wrong")]
+    assert outputs.failed == [RequestFailed("a", status, "its grammar is wrong")]
 
 
 def test_an_answer_without_the_rows_of_the_plan_stops_the_engine() -> None:
@@ -374,8 +374,8 @@ def test_the_counts_of_the_engine_are_those_of_its_requests_and_of_the_worker() 
 class _RefusingDrafts(ToyWorker):
     """Says with the drafts of its second step that request "a" cannot go on."""
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
-        drafts = super().collect_drafts(ended)
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+        drafts = super().finish_step(ended)
         errors: dict[str, tuple[str, ErrorStatus]] = {"a": ("its grammar ends", "INVALID_ARGUMENT")}
         return replace(drafts, errors=errors if drafts.step_id == 2 else {})
 
@@ -388,7 +388,7 @@ def test_a_request_that_cannot_go_on_after_its_drafts_ends_and_the_others_do_not
     engine.add(make_request("a", PROMPT, max_tokens=2 if ends else 30), make_request("b", [9, *PROMPT], max_tokens=12))
     while engine.core.has_unfinished():
         engine.step()
-    refused = [] if ends else [RequestRejected("a", "INVALID_ARGUMENT", "its grammar ends")]
+    refused = [] if ends else [RequestFailed("a", "INVALID_ARGUMENT", "its grammar ends")]
     assert engine.failed == refused
     assert engine.outputs["a"].finish_reason == ("length" if ends else None)
     assert engine.outputs["b"].token_ids == greedy_continuation([9, *PROMPT], 12)

@@ -209,11 +209,11 @@ def test_of_given_choices_all_rows_get_the_best(chance: float) -> None:
 
 def test_a_row_of_a_group_that_was_not_there_gets_what_the_nearest_gets() -> None:
     policy = policy_with([0.5] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
-    assert policy.first_length(SpeculatingRow(K)) == K, "nothing was decided yet"
+    assert policy.decided_length(SpeculatingRow(K)) == K, "nothing was decided yet"
     policy.choose([SpeculatingRow(K, RequestEffect(-3.0, 0.0))], 100.0, 0)
-    assert policy.first_length(SpeculatingRow(K)) == 0
+    assert policy.decided_length(SpeculatingRow(K)) == 0
     policy._lengths = {-6: 0, 2: 3, 8: 7}
-    assert [policy.first_length(SpeculatingRow(K, RequestEffect(value, 0.0))) for value in (-2.5, 0.5, 3.5)] == [
+    assert [policy.decided_length(SpeculatingRow(K, RequestEffect(value, 0.0))) for value in (-2.5, 0.5, 3.5)] == [
         0,
         3,
         7,

@@ -12,7 +12,7 @@ from dflash_backend.core.kv.block_pool import BlockPool
 from dflash_backend.core.kv.groups import WindowBlocks
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig, blocks_for
-from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
+from dflash_backend.messages import GenerationRequest, RequestFailed, RequestStats, SamplingParams
 from tests.core.toy_mover import ToyMover
 from tests.core.toy_worker import OverlappingToy, ToyWorker
 
@@ -110,7 +110,7 @@ class Engine:
         pools = [group.pool for group in self.scheduler.kv.groups if isinstance(group, WindowBlocks)]
         self.window_pool = self.worker.window_pool = pools[0] if pools else None
         self.outputs: dict[str, Output] = {}
-        self.failed: list[RequestRejected] = []
+        self.failed: list[RequestFailed] = []
 
     def add(self, *requests: GenerationRequest) -> None:
         for request in requests:
@@ -120,7 +120,7 @@ class Engine:
     def step(self) -> None:
         outputs = self.core.step()
         self.take(outputs.deltas)
-        self.failed += outputs.rejected
+        self.failed += outputs.failed
         check_core(self.core)
 
     def steps(self, count: int) -> None:

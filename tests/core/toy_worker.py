@@ -137,7 +137,7 @@ class ToyWorker:
         self._is_collected = True
         return self._results.popleft()
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
         assert self._is_collected, "the drafts of no step, or twice"
         self._is_collected = False
         return self._rests.popleft()(ended)
@@ -422,8 +422,8 @@ class OverlappingToy(ToyWorker):
         self._uncollected.popleft()
         return result
 
-    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
-        drafts = super().collect_drafts(ended)
+    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+        drafts = super().finish_step(ended)
         if not self._queue or (error := self.next_error(self._queue[0])) is None:
             return drafts
         self.num_failed += 1

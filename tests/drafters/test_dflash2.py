@@ -19,7 +19,7 @@ from dflash_backend.drafters.dflash2.drafter import DFlash2Drafter, DFlash2Model
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.worker.batch import spans
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from dflash_kernels.gumbel_noise import gumbel_reference
 from tests.drafters.drafts import edit, make_dflash2, put
 from tests.drafters.test_dflash import CPU, MAX_POSITIONS, NUM_ROWS, Pair, dense_drafter, drafts_of, largest_difference
@@ -105,7 +105,7 @@ def test_noisy_walks_choose_among_the_best_with_noise(temperature: float, tmp_pa
     drafter.inject(ContextBatch(features[rows, positions], torch.from_numpy(positions), slots(tables, rows, positions)))
     seeds = torch.tensor([3, 2**60, 17])
     sampler = DraftSampler(
-        HostStepOps(),
+        CpuStepOps(),
         torch.full((int(k.sum()),), temperature),
         seeds.repeat_interleave(torch.from_numpy(k)),
         wants_confidence=True,

@@ -19,7 +19,7 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.models.ops import TritonLayerOps
 from dflash_backend.worker.batch import spans
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import MAX_LOG_ODDS, log_odds_reference
 from tests.drafters.drafts import make_dspark
@@ -149,7 +149,7 @@ def test_noise_is_that_of_each_drafts_own_position_and_of_the_targets_ids(
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
     count = int(blocks.k.sum())
     seeds = torch.arange(NUM_ROWS).repeat_interleave(torch.from_numpy(blocks.k))
-    sampler = DraftSampler(HostStepOps(), torch.full((count,), temperature), seeds)
+    sampler = DraftSampler(CpuStepOps(), torch.full((count,), temperature), seeds)
     found = blocks.pair.drafter.propose(blocks.batch, sampler)
     noise = gumbel_reference(seeds, blocks.positions, torch.tensor(blocks.dense.target_ids))
     walks = blocks.walks(temperature, noise)
@@ -166,7 +166,7 @@ def test_a_confidence_head_reads_the_token_that_was_drafted_before(name: str, tm
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
     seeds = torch.arange(NUM_ROWS).repeat_interleave(torch.from_numpy(blocks.k)) + 100
     noise = gumbel_reference(seeds, blocks.positions, torch.tensor(blocks.dense.target_ids))
-    sampler = DraftSampler(HostStepOps(), torch.full((len(seeds),), 2.0), seeds, wants_confidence=True)
+    sampler = DraftSampler(CpuStepOps(), torch.full((len(seeds),), 2.0), seeds, wants_confidence=True)
     confidence = blocks.pair.drafter.propose(blocks.batch, sampler).confidence
     assert confidence is not None
     expected = [value for walk in blocks.walks(2.0, noise) for value in walk.log_odds]
@@ -177,7 +177,7 @@ def test_a_confidence_head_reads_the_token_that_was_drafted_before(name: str, tm
 
 def test_without_a_head_it_is_as_sure_as_the_logits_behind_the_token_before(tmp_path: Path) -> None:
     blocks = Blocks(make_pair(tmp_path, **VARIANTS["no confidence head"]))
-    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps(), wants_confidence=True))
+    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(CpuStepOps(), wants_confidence=True))
     assert found.confidence is not None
     logits = torch.cat([walk.logits for walk in blocks.walks()])
     torch.testing.assert_close(found.confidence, log_odds_reference(logits.float(), found.token_ids), atol=1e-3, rtol=0)
@@ -186,7 +186,7 @@ def test_without_a_head_it_is_as_sure_as_the_logits_behind_the_token_before(tmp_
 @pytest.mark.parametrize("name", ["no Markov head", "gated", "no confidence head"])
 def test_a_confidence_is_left_out_where_it_is_not_asked_for(name: str, tmp_path: Path) -> None:
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
-    assert blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps())).confidence is None
+    assert blocks.pair.drafter.propose(blocks.batch, DraftSampler(CpuStepOps())).confidence is None
 
 
 def test_an_output_that_is_no_number_has_no_confidence(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_places_of_drafts_are_those_of_the_rows_whatever_their_layout(base: int)
 @pytest.mark.parametrize("name", ["gated", "recurrent, masks alone"])
 def test_kernels_draft_what_the_references_draft(name: str, tmp_path: Path) -> None:
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
-    sampler = DraftSampler(HostStepOps(), wants_confidence=True)
+    sampler = DraftSampler(CpuStepOps(), wants_confidence=True)
     batch: DraftBatch = blocks.batch
     expected = blocks.pair.drafter.propose(batch, sampler)
     assert expected.token_ids.max() < VOCAB_SIZE

@@ -20,7 +20,7 @@ from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.models.ops import LayerOps, TritonLayerOps
 from dflash_backend.worker.batch import spans
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import log_odds_reference
 from tests.drafters.drafts import make_eagle3
@@ -226,7 +226,7 @@ def test_noise_is_that_of_each_drafts_own_position_and_of_the_targets_ids(
 ) -> None:
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
     temperatures = torch.full((len(blocks.seeds),), temperature)
-    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps(), temperatures, blocks.seeds))
+    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(CpuStepOps(), temperatures, blocks.seeds))
     positions = torch.from_numpy(spans(blocks.done + 1, blocks.k)[1])
     ids = torch.tensor(blocks.pair.dense.target_ids)
     logits = blocks.dense_logits(found.token_ids.tolist())
@@ -237,11 +237,11 @@ def test_noise_is_that_of_each_drafts_own_position_and_of_the_targets_ids(
 
 def test_it_is_as_sure_of_a_draft_as_the_logits_that_it_was_chosen_by(tmp_path: Path) -> None:
     blocks = Blocks(make_pair(tmp_path))
-    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps(), wants_confidence=True))
+    found = blocks.pair.drafter.propose(blocks.batch, DraftSampler(CpuStepOps(), wants_confidence=True))
     columns = torch.tensor([blocks.pair.dense.target_ids.index(token) for token in found.token_ids.tolist()])
     expected = log_odds_reference(blocks.dense_logits(found.token_ids.tolist()).float(), columns)
     torch.testing.assert_close(found.confidence, expected, atol=1e-3, rtol=0)
-    assert blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps())).confidence is None
+    assert blocks.pair.drafter.propose(blocks.batch, DraftSampler(CpuStepOps())).confidence is None
 
 
 @pytest.mark.parametrize("name", ["llama", "all at once"])

@@ -16,7 +16,7 @@ from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.ops import LayerOps
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from tests.drafters.drafts import edit, make_speculators
 from tests.support.tiny_models import make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
@@ -165,7 +165,7 @@ def test_it_drafts_what_followed_the_n_grams_of_its_bounds(low: int, high: int, 
         k=2,
     )
     drafter = NgramDrafter(NgramSpec(num_speculative_tokens=2, min_ngram=low, max_ngram=high), LayerOps())
-    assert drafter.propose(batch, DraftSampler(HostStepOps())).token_ids.tolist() == [drafts]
+    assert drafter.propose(batch, DraftSampler(CpuStepOps())).token_ids.tolist() == [drafts]
 
 
 def resolve(**settings: Any) -> ModelPair:

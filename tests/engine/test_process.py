@@ -25,7 +25,7 @@ from dflash_backend.messages import (
     EngineCoreOutputs,
     EngineFailed,
     GenerationRequest,
-    RequestRejected,
+    RequestFailed,
     SamplingParams,
     SwapDrafter,
     TokenDelta,
@@ -60,7 +60,7 @@ def receive_until(client: EngineClient, enough) -> list:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for message in client.receive(1000):
-            parts = [*message.deltas, *message.rejected] if isinstance(message, EngineCoreOutputs) else [message]
+            parts = [*message.deltas, *message.failed] if isinstance(message, EngineCoreOutputs) else [message]
             received += parts
             if any(enough(part) for part in parts):
                 return received
@@ -120,7 +120,7 @@ def test_a_request_that_cannot_be_served_ends_and_does_not_touch_the_others(engi
     engine.send(request("bad", [token]))
     engine.send(request("good", [1], max_tokens=30))
     received = receive_until(engine, finished("good"))
-    (rejected,) = [part for part in received if isinstance(part, RequestRejected)]
+    (rejected,) = [part for part in received if isinstance(part, RequestFailed)]
     assert (rejected.request_id, rejected.status) == ("bad", status)
     assert message in rejected.message
     assert sum(len(part.token_ids) for part in received if isinstance(part, TokenDelta)) == 30

@@ -30,7 +30,7 @@ from dflash_backend.messages import (
     GenerationRequest,
     KVEvent,
     KVTransferParams,
-    RequestRejected,
+    RequestFailed,
     RequestStats,
     SwapDrafter,
     TokenDelta,
@@ -142,13 +142,13 @@ class ToyCore:
             time.sleep(0.01)
         evicts = any(state.request.prompt_token_ids[0] == EVICT for state in self._requests.values())
         events: list[KVEvent] = [BlocksRemoved(self._hashes)] if evicts else []
-        rejected = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
+        failed = [RequestFailed(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
         self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         deltas = [delta for delta in deltas if delta is not None]
         swaps, self._swaps = self._swaps[:1], self._swaps[1:]
         phases = {"verify": 0.25, "draft": 0.125}
-        return EngineCoreOutputs(deltas, rejected, self.stats(), phases, kv_events=events, drafter_swaps=swaps)
+        return EngineCoreOutputs(deltas, failed, self.stats(), phases, kv_events=events, drafter_swaps=swaps)
 
     def finish_step(self) -> None:
         """The toy drafts nothing."""

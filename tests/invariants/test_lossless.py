@@ -18,7 +18,7 @@ from checks.sampling import DRAFT_TEMPERATURE_RATIOS, fit
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from dflash_kernels.sample import sample_reference
 from load_tests.prompts import load_prompts
 from tests.gpu.test_engine import logits_in_float32
@@ -105,5 +105,5 @@ def test_the_distribution_is_wrong_when_all_positions_have_the_same_noise(monkey
     def same_noise(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, *rest: Any) -> torch.Tensor:
         return sample_reference(logits, temperature, seeds, torch.zeros_like(seeds), *rest[1:])
 
-    monkeypatch.setattr(HostStepOps, "_sample", staticmethod(same_noise))
+    monkeypatch.setattr(CpuStepOps, "_sample", staticmethod(same_noise))
     assert fit(0.0, NUM_SAMPLES // 2).p_value < 1e-4

@@ -10,7 +10,7 @@ import torch
 from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, Step
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import DeviceStepOps
+from dflash_backend.worker.step_ops import GpuStepOps
 from dflash_kernels.penalties import NUMBERS, PenalisedRows
 from dflash_kernels.prompt_lookup import prompt_lookup
 from dflash_kernels.token_bitmask import num_words
@@ -20,7 +20,7 @@ VOCAB, ROWS, K = 5008, 4, 7
 
 def launches() -> None:
     """A step with sampled rows, and drafts with noise, in a vocabulary of their own; then prompt lookup."""
-    ops = DeviceStepOps()
+    ops = GpuStepOps()
     state = StateTensors.allocate(ROWS, 100, K, 16, VOCAB, torch.device("cpu"))
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     ends = np.full(ROWS, 100)

@@ -9,7 +9,7 @@ from dflash_backend.attention import AttentionBatch
 from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler, LoadOptions
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.worker.batch import spans
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from tests.support.paged import BLOCK_SIZE
 
 
@@ -23,7 +23,7 @@ class KeepsLogits(DraftSampler):
     """Greedy, and remembers the logits that it chose from."""
 
     def __init__(self, wants_confidence: bool = False) -> None:
-        super().__init__(HostStepOps(), wants_confidence=wants_confidence)
+        super().__init__(CpuStepOps(), wants_confidence=wants_confidence)
         self._drafts: list[int] | None = None
         self._kept: dict[int, torch.Tensor] = {}
 

@@ -13,7 +13,7 @@ INTERRUPT_MUTANTS = (
         ("Ctrl-C ends a step within it", "        self.came = True\n", "        raise KeyboardInterrupt\n"),
         ("Ctrl-C is forgotten", "if self.came and error is None:", "if False:"),
         ("a second Ctrl-C waits as well", "        if self.came:\n", "        if False:\n"),
-        ("Ctrl-C waits for the whole answer", "(finished or rejected or whole.came)", "(finished or rejected)"),
+        ("Ctrl-C waits for the whole answer", "(finished or failed or whole.came)", "(finished or failed)"),
         ("Ctrl-C hides a step's own error", "if self.came and error is None:", "if self.came:"),
         ("a program's own handling of Ctrl-C is set aside", "is signal.default_int_handler\n", "is not None\n"),
         ("other threads take signals as well", "threading.current_thread() is threading.main_thread()", "True"),

@@ -17,7 +17,7 @@ from checks.byte_tokenizer import EOS
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.engine_client.engines import EngineOutputs
-from dflash_backend.messages import EngineCoreOutputs, GenerationRequest, RequestRejected
+from dflash_backend.messages import EngineCoreOutputs, GenerationRequest, RequestFailed
 from dflash_backend.triton import running_requests
 from dflash_backend.triton.service import TritonService
 from tests.engine_client.toy_process import SLOW, TOKENS_PER_STEP
@@ -164,8 +164,8 @@ def test_tokens_that_wait_leave_before_the_error_of_their_request(serve: Any, mo
         """As if the engine refused all requests once some tokens wait."""
         process(outputs)
         if len(service._requests._waiting) == 2:
-            refused = [RequestRejected(request_id, "INTERNAL", "no more") for request_id in service._requests._waiting]
-            process([EngineOutputs(0, EngineCoreOutputs(rejected=refused))])
+            refused = [RequestFailed(request_id, "INTERNAL", "no more") for request_id in service._requests._waiting]
+            process([EngineOutputs(0, EngineCoreOutputs(failed=refused))])
 
     monkeypatch.setattr(service._requests, "process", reject)
     *responses, last = stream.all()

@@ -14,10 +14,10 @@ from checks.core_state import check_core
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
+from dflash_backend.messages import FinishReason, GenerationRequest, RequestFailed, SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import Step
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step_ops import ReferenceStepOps, StepOps
+from dflash_backend.worker.step_ops import PaddedStepOps, StepOps
 
 
 def device_runner(
@@ -29,7 +29,7 @@ def device_runner(
 ) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
-        replace(built.runner.step, ops=ops or ReferenceStepOps()),
+        replace(built.runner.step, ops=ops or PaddedStepOps()),
         built.core.config.max_num_batched_tokens,
         grammars=built.grammars,
     )
@@ -77,7 +77,7 @@ class Outputs:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
-        self.failed: list[RequestRejected] = []
+        self.failed: list[RequestFailed] = []
 
     def add(
         self,
@@ -96,7 +96,7 @@ class Outputs:
         """One step of the engine, with its drafts."""
         outputs = self.core.step()
         self.core.finish_step()
-        self.failed += outputs.rejected
+        self.failed += outputs.failed
         for delta in outputs.deltas:
             self.tokens[delta.request_id] += delta.token_ids
             if delta.logprobs is not None:

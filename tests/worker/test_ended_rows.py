@@ -12,7 +12,7 @@ from dflash_backend import LLM
 from dflash_backend.core.plan import DraftOutput, SchedulerOutput
 from dflash_backend.core.request import Request
 from dflash_backend.messages import StructuredOutputs
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from load_tests.prompts import load_prompts
 from tests.core.toy_engine import make_config, make_request
 from tests.worker.engines import Outputs, engine, on_device_runner
@@ -34,16 +34,16 @@ class Watched:
     made: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        store = HostStepOps.store_drafts
+        store = CpuStepOps.store_drafts
 
-        def note(ops: HostStepOps, drafts: Any, batch: Any, state: Any) -> None:
+        def note(ops: CpuStepOps, drafts: Any, batch: Any, state: Any) -> None:
             self.made |= zip(batch.req_idx.tolist(), batch.num_next_draft.tolist(), strict=True)
             store(ops, drafts, batch, state)
 
-        self.monkeypatch.setattr(HostStepOps, "store_drafts", note)
+        self.monkeypatch.setattr(CpuStepOps, "store_drafts", note)
 
     def follow(self, runner: Any) -> None:
-        submit, collect_drafts = runner.submit, runner.collect_drafts
+        submit, finish_step = runner.submit, runner.finish_step
 
         def submitted(plan: SchedulerOutput) -> None:
             self.plan = plan
@@ -51,7 +51,7 @@ class Watched:
 
         def collected(ended: Collection[str]) -> DraftOutput:
             self.made.clear()
-            drafts: DraftOutput = collect_drafts(ended)
+            drafts: DraftOutput = finish_step(ended)
             index = {name: record.index for name, record in runner.requests.records.items()}
             self.asked = {
                 row.request_id: (row.num_next_draft, self.made.get(index[row.request_id], 0))
@@ -61,7 +61,7 @@ class Watched:
             return drafts
 
         self.monkeypatch.setattr(runner, "submit", submitted)
-        self.monkeypatch.setattr(runner, "collect_drafts", collected)
+        self.monkeypatch.setattr(runner, "finish_step", collected)
 
 
 def ways_to_end(stop: int) -> list[dict[str, Any]]:

@@ -55,8 +55,8 @@ def expected() -> Outputs:
 def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: bool) -> None:
     built = on_device_runner(engine(**SIZES, max_num_seqs=3), overlap=overlap)
     waiting = []
-    finish = built.runner._finish_waiting
-    built.runner._finish_waiting = lambda step: (  # type: ignore[method-assign]
+    finish = built.runner._resume_masked_step
+    built.runner._resume_masked_step = lambda step: (  # type: ignore[method-assign]
         waiting.extend(part for part in step.parts if part.waits),
         finish(step),
     )[1]

@@ -14,9 +14,9 @@ from dflash_backend.messages import SamplingParams, TokenLogprobs
 from dflash_backend.worker.batch import BatchTraits, HostBatch
 from dflash_backend.worker.logits import PendingLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates, StateTensors
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 
-OPS = HostStepOps()
+OPS = CpuStepOps()
 VOCAB = 11
 K = 3
 PROMPT = [1, 2, 2]
@@ -52,13 +52,13 @@ class Rows:
 
 
 def apply_processors(
-    logits: torch.Tensor, rows: Rows, requests: RequestStates, ops: HostStepOps | None = None
+    logits: torch.Tensor, rows: Rows, requests: RequestStates, ops: CpuStepOps | None = None
 ) -> torch.Tensor:
     ones, none = np.ones_like(rows.req_idx), np.zeros_like(rows.req_idx)
     columns = rows.req_idx, rows.position - 1, none, ones, rows.num_draft, none, ones
     batch = HostBatch(rows.names, np.stack(columns, axis=1), BatchTraits(False, False))
     every = SpecialRows(batch, requests, None, np.arange(len(rows.names)))
-    return every.processed(logits, ops or HostStepOps())
+    return every.processed(logits, ops or CpuStepOps())
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_penalties_are_told_the_most_drafts_of_their_rows_wherever_that_row_is(m
     """By which kernels are launched: with fewer, the logits behind a row's last drafts would stay as they are."""
     metadata, requests = make_batch([{"presence_penalty": 1.0}, {}, {"presence_penalty": 0.5}])
     metadata.num_draft[:2] = 1, K + 2
-    seen, ops = [], HostStepOps()
+    seen, ops = [], CpuStepOps()
     monkeypatch.setattr(ops, "penalise", lambda logits, rows, state: seen.append(rows))
     apply_processors(random_logits(3), metadata, requests, ops)
     assert [rows.most_draft for rows in seen] == [K]

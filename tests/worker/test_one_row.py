@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_backend.attention import AttentionBatch, AttentionPattern
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, HostBatch
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from dflash_backend.worker.transfers import share
 from dflash_kernels.cpu_ops import HAS_CPU_OPS
 from tests.worker.random_steps import random_step
@@ -36,7 +36,7 @@ def test_the_layout_in_cpp_is_that_of_numpy(seed: int, num_rows: int) -> None:
     columns = rng.permutation(num_rows), start, unverified, num_new, num_draft * samples, rng.integers(0, 6, num_rows)
     rows = np.stack([*columns, samples], axis=1).astype(np.int64)
     batch = HostBatch(list("abcdef"[:num_rows]), rows, BatchTraits(False, True, bool(samples.any())))
-    ops = HostStepOps()
+    ops = CpuStepOps()
     found, expected = ops.step_of(batch, state), batch.ragged(share, state.k)
     ops.prepare(expected, state)
     for field in fields(DeviceBatch):
@@ -62,7 +62,7 @@ def test_context_of_a_row_is_that_of_its_accepted_tokens(num_accepted: int, in_c
     state, index = step.state, 0
     state.num_blocks[index] = state.blocks.shape[1]
     batch = HostBatch(["a"], np.array([[index, 7, 0, 1, 5, 3, 1]]), BatchTraits(False, True))
-    ops = HostStepOps()
+    ops = CpuStepOps()
     inputs = ops.step_of(batch, state) if in_cpp else batch.ragged(share, state.k)
     if not in_cpp:
         ops.prepare(inputs, state)

@@ -74,9 +74,9 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Mod
     runner.submit(SchedulerOutput(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
     runner.submit(decode(2, "a", 6))
     results = [runner.collect()]
-    phases = [runner.collect_drafts(()).phase_seconds]
+    phases = [runner.finish_step(()).phase_seconds]
     results.append(runner.collect())
-    phases.append(runner.collect_drafts(()).phase_seconds)
+    phases.append(runner.finish_step(()).phase_seconds)
     assert [result.step_id for result in results] == [1, 2]
     assert [row.request_id for row in results[0].rows] == ["b", "a"]
     assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
@@ -257,7 +257,7 @@ def test_each_phase_has_the_time_of_its_own_work(runner: ModelRunner, monkeypatc
     takes(16, type(step), "inject")
     runner.submit(prefill(1, "a", [0, 1, 2, 3, 4, 5]))
     runner.collect()
-    found = runner.collect_drafts(()).phase_seconds
+    found = runner.finish_step(()).phase_seconds
     assert found == {"verify": 0.001, "accept": 0.002, "inject": 0.004, "draft": 0.008}
 
 
@@ -293,4 +293,4 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
         for number in range(3)
     ]  # fmt: skip
     runner._collected = BatchInFlight(SchedulerOutput(1, []), parts)
-    assert runner.collect_drafts(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))
+    assert runner.finish_step(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))

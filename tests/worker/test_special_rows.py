@@ -15,7 +15,7 @@ from dflash_backend.worker.batch import Step
 from dflash_backend.worker.graphs import capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from tests.support.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -166,9 +166,9 @@ def test_every_row_special_in_its_own_way_beside_one_that_is_not(settings: dict[
 def test_a_step_whose_rows_all_choose_later_chooses_once(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: the target's own tokens and those after penalties take a pass over the vocabulary each."""
     widths: list[int] = []
-    argmax = HostStepOps.argmax
+    argmax = CpuStepOps.argmax
     counted = staticmethod(lambda logits: (widths.append(len(logits)), argmax(logits))[1])
-    monkeypatch.setattr(HostStepOps, "argmax", counted)
+    monkeypatch.setattr(CpuStepOps, "argmax", counted)
     built = engine(max_num_seqs=4, max_model_len=128, kv_cache_gb=0.1)
     outputs = Outputs(built)
     for i in range(3):

@@ -9,11 +9,11 @@ import torch
 from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, HostBatch, Step, spans
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
+from dflash_backend.worker.step_ops import CpuStepOps, GpuStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.prepare_draft import prepare_draft_reference, store_drafts_reference
 from tests.kernels.test_sampling import by_hand
-from tests.worker.engines import ReferenceStepOps
+from tests.worker.engines import PaddedStepOps
 from tests.worker.random_steps import (
     DEVICE,
     MASK_ID,
@@ -26,15 +26,15 @@ from tests.worker.random_steps import (
 )
 
 
-class References(ReferenceStepOps):
-    """The references of what `ReferenceStepOps` calls C++ for."""
+class References(PaddedStepOps):
+    """The references of what `PaddedStepOps` calls C++ for."""
 
     _prepare_draft = staticmethod(prepare_draft_reference)
     _store_drafts = staticmethod(store_drafts_reference)
 
 
 # The references are a CPU's.
-OPS: list[StepOps] = [DeviceStepOps()] if torch.cuda.is_available() else [ReferenceStepOps(), DeviceStepOps()]
+OPS: list[StepOps] = [GpuStepOps()] if torch.cuda.is_available() else [PaddedStepOps(), GpuStepOps()]
 OPS_AND_REFERENCES = OPS if torch.cuda.is_available() else [*OPS, References()]
 GRID = [(seed, k) for seed, k in enumerate([1, 2, 3, 7, 15, 4, 0])]
 
@@ -341,8 +341,8 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
 def test_kernels_and_references_agree_on_a_whole_step(seed: int, k: int, graph: bool) -> None:
     step = random_step(seed, k, num_rows=5, block_size=5, graph=graph)
     target_tokens = random_target(step, seed)
-    kernels = whole_step(DeviceStepOps(), step, target_tokens)
-    references = whole_step(ReferenceStepOps(), step.to(torch.device("cpu")), target_tokens.cpu())
+    kernels = whole_step(GpuStepOps(), step, target_tokens)
+    references = whole_step(PaddedStepOps(), step.to(torch.device("cpu")), target_tokens.cpu())
     for one, other in zip(kernels, references, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.cpu(), other)
@@ -381,12 +381,12 @@ def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(seed: in
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows.req_idx) * k, VOCAB, generator=generator)
     batches = []
-    for ops, state in zip((HostStepOps(), ReferenceStepOps()), states, strict=True):
+    for ops, state in zip((CpuStepOps(), PaddedStepOps()), states, strict=True):
         draft = ops.prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
         sampler = ops.draft_sampler(step.inputs, state, temperature_ratio=0.5)
         own = logits
         if ops.on_host:
-            padded = ReferenceStepOps().prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
+            padded = PaddedStepOps().prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
             assert padded.layout.device is not None
             lens = padded.layout.device.query_lens[:, None]
             used = torch.arange(k + lookahead_base) < lens
@@ -418,8 +418,8 @@ def test_sampling_parameters_are_those_of_the_rows(ops: StepOps) -> None:
 
 
 def test_the_device_decides_which_form_runs_unless_one_is_asked_for() -> None:
-    assert type(select_step_ops(torch.device("cpu"))) is HostStepOps
-    assert type(select_step_ops(torch.device("cuda"))) is DeviceStepOps
-    assert type(select_step_ops(torch.device("cpu"), "triton")) is DeviceStepOps
+    assert type(select_step_ops(torch.device("cpu"))) is CpuStepOps
+    assert type(select_step_ops(torch.device("cuda"))) is GpuStepOps
+    assert type(select_step_ops(torch.device("cpu"), "triton")) is GpuStepOps
     with pytest.raises(ValueError, match="there are 'torch' and 'triton'"):
         select_step_ops(torch.device("cpu"), "cuda")

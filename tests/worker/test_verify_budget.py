@@ -16,7 +16,7 @@ from dflash_backend.core.speculation.policy import SpeculatingRow
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.text.tokenizer import Tokenizer
-from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_ops import CpuStepOps
 from load_tests.prompts import load_prompts
 from tests.support.budgets import choose_budgets
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
@@ -57,7 +57,7 @@ class Watched:
             # Not by the times of steps, which interpreted kernels take.
             speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
             speculation.choose = self._lengths  # type: ignore[method-assign]
-        submit, collect, collect_drafts = runner.submit, runner.collect, runner.collect_drafts
+        submit, collect, finish_step = runner.submit, runner.collect, runner.finish_step
 
         def keep_plan(plan: SchedulerOutput) -> None:
             self._plans.append(plan)
@@ -69,12 +69,12 @@ class Watched:
             return result
 
         def keep_drafts(ended: Collection[str]) -> DraftOutput:
-            drafts = collect_drafts(ended)
+            drafts = finish_step(ended)
             plan, _ = self.steps[-1]
             self.confidences.append(drafts.confidences or [[] for _ in plan.rows])
             return drafts
 
-        runner.submit, runner.collect, runner.collect_drafts = keep_plan, keep_step, keep_drafts  # type: ignore
+        runner.submit, runner.collect, runner.finish_step = keep_plan, keep_step, keep_drafts  # type: ignore
 
     def _lengths(self, rows: Sequence[SpeculatingRow], *traffic: float) -> list[int]:
         """What one of `SHAPES` proposes, for all rows."""
@@ -219,9 +219,9 @@ def test_only_steps_that_ask_for_confidences_compute_them(
 ) -> None:
     """On a CPU, where the plan says it: with a cost that no budget is worth, one step in eight."""
     computed: list[int] = []
-    log_odds = HostStepOps.log_odds
+    log_odds = CpuStepOps.log_odds
     monkeypatch.setattr(
-        HostStepOps, "log_odds", staticmethod(lambda *args: computed.append(1) or log_odds(*args)), raising=True
+        CpuStepOps, "log_odds", staticmethod(lambda *args: computed.append(1) or log_odds(*args)), raising=True
     )
     monkeypatch.setitem(build.UNEVEN_COST, "cpu", 100.0)
     built = engine(adaptive_speculation=True, **SIZES)

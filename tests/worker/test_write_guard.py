@@ -40,7 +40,7 @@ def whole_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
     """A step with its drafts."""
     runner.submit(plan)
     runner.collect()
-    runner.collect_drafts(())
+    runner.finish_step(())
 
 
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:

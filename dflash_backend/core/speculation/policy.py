@@ -268,7 +268,7 @@ class AdaptiveSpeculation:
         self._probes, self._trials = Probes(), Trials()
         self._num_failed_first = 0
 
-    def first_length(self, row: SpeculatingRow) -> int:
+    def decided_length(self, row: SpeculatingRow) -> int:
         """Drafts of a row by the last decision, also of one that was not there yet."""
         if not self._lengths:
             return row.k
@@ -278,7 +278,7 @@ class AdaptiveSpeculation:
     def first_block(self, row: SpeculatingRow) -> int:
         """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
-        length = self.first_length(row)
+        length = self.decided_length(row)
         is_undecided = not self._lengths and self.costs.table is None
         if not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):
             return length
@@ -364,7 +364,7 @@ class AdaptiveSpeculation:
         elif changed or self._is_due or self._age >= self._interval or self._is_old:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
-            lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
+            lengths = [self.decided_length(row) if row.length is None else row.length for row in rows]
         self.stats.num_steps_without_drafts += not any(lengths)
         self.rests = not self.pays and not any(lengths)
         return lengths
