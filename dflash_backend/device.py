@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.cores import usable_cores
 from dflash_backend.error_text import first_line
 from dflash_backend.worker.batch_parallel import num_op_threads
 
@@ -52,22 +53,23 @@ def prepare_gpu() -> None:
 
 
 def num_cores(config: EngineConfig) -> int:
-    """Cores that this engine may keep busy on a CPU: those of the process, shared out to the engines of
+    """Cores that this engine may keep busy on a CPU: those that the process may use, shared out to the engines of
     `data_parallel_size`."""
-    return max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
+    return max(1, usable_cores() // config.data_parallel_size)
 
 
 def num_rank_threads(weight_bytes: int, num_sharers: int) -> int:
     """How many threads an operation has in this process, a rank of `tensor_parallel_size`: for models of
     `weight_bytes`, with the cores that it shares with others, `num_sharers` in all. Each rank asks on its own machine,
     since machines differ."""
-    return num_op_threads(weight_bytes, len(os.sched_getaffinity(0)) // num_sharers)
+    return num_op_threads(weight_bytes, usable_cores() // num_sharers)
 
 
 def share_cores(config: EngineConfig, device: torch.device) -> None:
-    """Give torch's operations this engine's share of the cores, on a CPU with several engines."""
-    if device.type == "cpu" and config.data_parallel_size > 1:
-        torch.set_num_threads(min(torch.get_num_threads(), num_cores(config)))
+    """Give torch's operations this engine's share of the cores, on a CPU: torch counts them without the process's CPU
+    limit and without the other engines."""
+    if device.type == "cpu" and num_cores(config) < torch.get_num_threads():
+        torch.set_num_threads(num_cores(config))
 
 
 def _reason() -> str:

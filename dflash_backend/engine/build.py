@@ -4,7 +4,6 @@ parts."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import ModelRunnerOutput, SchedulerOutput
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
+from dflash_backend.cores import usable_cores
 from dflash_backend.device import choose_device, num_cores, share_cores
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.describe import draft_facts
@@ -475,7 +475,7 @@ def engine_ready(models: LoadedModels, sizes: Sizes, scheduler: SchedulerConfig,
 
 def _describe(models: LoadedModels, sizes: Sizes, kv: str) -> str:
     pair, device, number_type = models.pair, models.device, str(models.dtype).removeprefix("torch.")
-    threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
+    threads = f", {torch.get_num_threads()} threads of {usable_cores()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
     if sizes.limited_from is not None:
         length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, GatherOptions, ProcessGroupGloo, TCPStore
 
+from dflash_backend.cores import usable_cores
 from dflash_backend.parallel.shard import Shard
 
 SLOT_BYTES = 1 << 20
@@ -83,7 +84,7 @@ class SharedSum(PiecewiseSum):
     def __init__(self, memory: int, shard: Shard, lost: Callable[[], str] = lambda: "") -> None:
         """memory: a file descriptor of `sum_memory`, the same for all ranks. lost: as of `PiecewiseSum`."""
         super().__init__(shard, lost)
-        self._looks = LOOKS if shard.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
+        self._looks = LOOKS if shard.size <= usable_cores() else FEW_LOOKS
         self._count = 0
         mapped = mmap.mmap(memory, memory_bytes(shard.size))
         self._counters = memoryview(mapped)[:HEAD_BYTES].cast("q")

@@ -25,6 +25,7 @@ from torch import Tensor
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig
+from dflash_backend.cores import usable_cores
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.registry import read_draft
@@ -152,7 +153,7 @@ def train(options: TrainOptions, say: Say, data_report: Callable[[int, int], Non
     processes that do not speak nothing. Raises `TrainingError`, `ConfigError` and
     `CheckpointError`; after Ctrl-C `KeyboardInterrupt`, with all that was done kept."""
     with processes() as speaks:
-        torch.set_num_threads(max(1, torch.get_num_threads()))
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         try:
             return Run(options, say if speaks else lambda text: None, data_report, speaks).run()
         except (RequestError, ParameterError, PromptError) as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.cores import usable_cores
 from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, Engines, NoEngineError, Placement
 from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.messages import AbortRequests, GenerationRequest, RequestFailed, SamplingParams, TokenDelta
@@ -100,8 +100,8 @@ class RunningRequests:
         self._as_vllm = as_vllm
         self._max_response_mb = config.max_response_mb
         self.delta_streams = DeltaStreams(responses, log)
-        cores = len(os.sched_getaffinity(0))
-        self._responses_per_s = config.max_stream_responses_per_s or min(MOST_RESPONSES, RESPONSES_PER_CORE * cores)
+        most = min(MOST_RESPONSES, RESPONSES_PER_CORE * usable_cores())
+        self._responses_per_s = config.max_stream_responses_per_s or most
         # Those whose next response waits for others, by id, and when the last ones of them left.
         self._waiting: dict[str, TritonRequest] = {}
         self._sent_waiting_at = -math.inf

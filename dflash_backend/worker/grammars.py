@@ -12,7 +12,6 @@ step's tokens are chosen again.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from dflash_backend.core.plan import NewRequest, SchedulerOutput
+from dflash_backend.cores import usable_cores
 from dflash_backend.structured_output.compiler import GrammarCompiler, GrammarError
 from dflash_backend.structured_output.matcher import BitmaskFiller, FailureStatus, GrammarMatcher, MatcherRules
 from dflash_backend.worker.batch import HostBatch, spans
@@ -189,7 +189,7 @@ class GrammarStates:
         the thread that runs the rows, for a model so small that to wake another one takes longer."""
         self._compiler = compiler
         self.answers: dict[str, GrammarAnswer] = {}
-        num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0)))) if beside else 1
+        num_threads = max(1, min(MAX_FILL_THREADS, usable_cores())) if beside else 1
         self._filler = BitmaskFiller(vocab_size, num_threads)
         self._thread = ThreadPoolExecutor(1, "dflash-masks") if beside else None
         self.checks = not beside and device.type == "cpu"
