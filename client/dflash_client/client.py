@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dflash_client.address import ProtocolName, parse_url
-from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, File, remaining_s
+from dflash_client.connection import CONNECT_TIMEOUT_S, Connection, File, check_timeout, remaining_s
 from dflash_client.errors import ClientError, InvalidArgument, RequestTimeout, no_answer
 from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
@@ -51,7 +51,7 @@ class _Client(Generic[AnyStream]):
         url: str = "localhost",
         protocol: ProtocolName = "grpc",
         model: str = "dflash",
-        timeout_s: float = 300.0,
+        timeout_s: float | None = 300.0,
         retries: int = 0,
         *,
         headers: Mapping[str, str] | None = None,
@@ -63,8 +63,7 @@ class _Client(Generic[AnyStream]):
         location = parse_url(url, protocol)
         # `grpc` or `http`, and `host:port` of the server.
         self.protocol, self.address = location.protocol, location.address
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
+        check_timeout(timeout_s)
         self.model = model
         self.timeout_s = timeout_s
         self.retry = RetryPolicy(retries)
@@ -90,8 +89,8 @@ class _Client(Generic[AnyStream]):
         request = Request.build(self.model, stream, prompt, messages, sampling, headers, dumps)
         return self._send(request, self.timeout_s)
 
-    def _send(self, request: Request, timeout_s: float, retry: RetryPolicy | None = None) -> AnyStream:
-        started = self._stream_type(self._transport, (request, timeout_s, retry or self.retry))
+    def _send(self, request: Request, timeout_s: float | None, retry: RetryPolicy | None = None) -> AnyStream:
+        started = self._stream_type(self._transport, (request, check_timeout(timeout_s), retry or self.retry))
         self._streams.add(started)
         return started
 
@@ -121,9 +120,9 @@ class DFlashClient(_Client[Stream]):
     the protocol and, with the `s`, TLS. Without a port it is Triton's usual one, and 443 with TLS. An HTTP URL may have
     the path under which a proxy has the server: `https://host/llm`.
 
-    `timeout_s` bounds each request as a whole: connecting, retries and reading included. Requests that the server did
-    not begin (its queue is full, it is stopping, it is not there) are sent again up to `retries` times, after waits
-    that grow.
+    `timeout_s` bounds each request as a whole: connecting, retries and reading included; None is no bound. Requests
+    that the server did not begin (its queue is full, it is stopping, it is not there) are sent again up to `retries`
+    times, after waits that grow.
 
     `headers` go with every request, over gRPC as metadata; `api_key` is the header `Authorization: Bearer ...`. Triton
     checks neither: they are for a proxy in front of it. For TLS, `ca_cert` is a PEM file of the certificates to

@@ -15,6 +15,8 @@ import httpx
 from dflash_client.address import Location
 
 CONNECT_TIMEOUT_S = 5.0
+# The longest time-out, some 31 years, and what no time-out is for the libraries below, not all of which take infinity.
+LONGEST_TIMEOUT_S = 1e9
 File = str | PathLike[str]
 # What HTTP and gRPC both take. gRPC keeps names that begin with "grpc-" for itself, and those that end in "-bin" carry
 # bytes there.
@@ -101,6 +103,18 @@ def check_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
             # Not the value itself: it may be a key.
             raise ValueError(f"the value of the header {name!r} cannot be sent; allowed: printable ASCII in one line")
     return checked
+
+
+def check_timeout(timeout_s: float | None) -> float:
+    """The seconds that a request may take; None is no bound. Raises `ValueError` for what is no time."""
+    if timeout_s is None:
+        return LONGEST_TIMEOUT_S
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0 and at most {LONGEST_TIMEOUT_S:.0e}, or None "
+            "for no bound"
+        )
+    return timeout_s
 
 
 def remaining_s(deadline: float) -> float:

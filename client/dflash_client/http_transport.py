@@ -28,6 +28,9 @@ from dflash_client.http_messages import (
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
+# Of a read from a socket, whose time `poll` takes in milliseconds in 32 bits: the call's own timer bounds longer ones.
+LONGEST_READ_S = 2_000_000.0
+
 
 class _HttpCall:
     """One attempt of a request: what to send, and how to end it from another thread or task. Its subclasses read the
@@ -50,7 +53,9 @@ class _HttpCall:
             model_path(self._request.model, "generate_stream" if self._request.stream else "generate"),
             json=encode(self._request),
             headers=self._request.headers,
-            timeout=httpx.Timeout(remaining, connect=min(CONNECT_TIMEOUT_S, remaining)),
+            timeout=httpx.Timeout(
+                remaining if remaining < LONGEST_READ_S else None, connect=min(CONNECT_TIMEOUT_S, remaining)
+            ),
             extensions={"trace": trace},
         )
 

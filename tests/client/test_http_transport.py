@@ -33,7 +33,7 @@ from tests.support.growth import assert_linear
 
 class Scripted(ThreadingHTTPServer):
     """Answers every POST with `status` and `body`, then holds the connection open until `release` is set, sending
-    `trickle` over and over."""
+    `trickle` over and over, and then sends `last`."""
 
     daemon_threads = True
 
@@ -41,7 +41,7 @@ class Scripted(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status, self.body = 200, b""
         self.length: int | None = None
-        self.trickle = b""
+        self.trickle = self.last = b""
         self.release = threading.Event()
         self.release.set()
         self.received: list[tuple[str, dict[str, object]]] = []
@@ -68,6 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(self.server.trickle)
             except ConnectionError:
                 return
+        if self.server.last:
+            self.wfile.write(self.server.last)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test's output clean."""
@@ -208,6 +210,19 @@ def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_deltas(server: S
         assert next(stream).text == "a"
         with pytest.raises(Internal, match="engine died"):
             next(stream)
+
+
+@pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
+@pytest.mark.parametrize("timeout_s", [None, 1e9, (2**32 + 300) / 1000])
+def test_a_long_time_out_or_none_does_not_end_a_request(server: Scripted, kind: Any, timeout_s: float | None) -> None:
+    """The last one has 0.3 s left where its milliseconds are kept in 32 bits."""
+    server.last = b'{"text_output": "a"}'
+    server.release.clear()
+    answer = threading.Timer(0.6, server.release.set)
+    answer.start()
+    with kind(server.url, "http", timeout_s=timeout_s) as client:
+        assert client.generate("p").text == "a"
+    answer.join()
 
 
 def test_what_a_proxy_says_is_one_line(server: Scripted) -> None:

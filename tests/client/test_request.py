@@ -13,6 +13,7 @@ from dflash_client import (
     ConnectionFailed,
     ConnectionLost,
     Delta,
+    DFlashClient,
     GenerationResult,
     Internal,
     InvalidArgument,
@@ -86,6 +87,14 @@ def test_what_cannot_be_sent_is_refused_before(prompt: Any, messages: Any, sampl
 def test_parameters_that_are_none_are_not_sent() -> None:
     request = Request.build("m", True, "x", None, {"max_tokens": None, "stop": ["."]})
     assert request.strings() == {"text_input": "x", "sampling_parameters": '{"stop": ["."]}'}
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), 1e9 + 1, 10**400])
+def test_a_time_out_that_is_no_time_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s is .*; allowed: seconds, more than 0 and at most 1e\+09, or None"):
+        DFlashClient("localhost", timeout_s=timeout_s)
+    with DFlashClient("localhost") as client, pytest.raises(ValueError, match="timeout_s is"):
+        client.describe(timeout_s)
 
 
 def test_the_prompt_is_excluded_only_where_the_server_would_send_it() -> None:
