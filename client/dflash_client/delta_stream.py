@@ -77,6 +77,8 @@ class Inbox:
         ids = [token_id for entry in entries for token_id in entry[2]]
         outputs: dict[str, list[Any]] = {
             "text_output": ["".join([entry[1] for entry in entries])],
+            # The end of an answer comes with a response of its own.
+            "finish_reason": ["None"],
             "num_output_tokens": [len(ids)],
             "token_ids": ids,
         }

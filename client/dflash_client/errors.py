@@ -149,6 +149,14 @@ def refused_caller(status: str, address: str, details: str) -> ClientError:
     return error_for(status, f"{address} does not let this request in ({details}); {what_to_do}")
 
 
+def broke_off() -> ConnectionLost:
+    """The error of an answer that ended in its middle, without an error."""
+    return ConnectionLost(
+        "the answer broke off: the connection ended before the server had said why it ends; a proxy in between may "
+        "have closed it"
+    )
+
+
 def untrusted(address: str, why: str) -> ConnectionFailed:
     """The error of a server whose certificate is not accepted."""
     return ConnectionFailed(

@@ -79,11 +79,16 @@ class Request:
             headers=check_headers(headers or {}),
         )
 
+    @property
+    def generates(self) -> bool:
+        """Whether it asks for an answer, which has a reason for its end."""
+        return not self.describe and self.swap_drafter is None and self.delta_stream is None
+
     def flags(self) -> dict[str, bool]:
         """The boolean inputs. The prompt is never wanted back; when streaming, the server leaves it out by itself."""
         if self.describe:
             return {"describe": True}
-        if self.swap_drafter is not None or self.delta_stream is not None:
+        if not self.generates:
             return {}
         names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
         flags = dict.fromkeys(names, True)

@@ -27,6 +27,9 @@ _SEPARATOR = re.compile(r"[\s,]*")
 class ResponseReader:
     """Reads the responses of one request, in order. `answered` says whether one has come."""
 
+    _tells_reasons = False
+    _num_completions = 0
+
     def __init__(self) -> None:
         self.answered = False
         self._finished: set[int] = set()
@@ -36,6 +39,8 @@ class ResponseReader:
         that do not fit together."""
         self.answered = True
         texts = outputs.get("text_output", [])
+        self._num_completions = max(self._num_completions, len(texts))
+        self._tells_reasons = self._tells_reasons or "finish_reason" in outputs
         token_ids = _split(outputs.get("token_ids", []), outputs.get("num_output_tokens"), len(texts))
         num_input_tokens = _element(outputs, "num_input_tokens", 0)
         of_prompt = _prompt_logprobs(_positions(outputs, "prompt_logprobs", 0))
@@ -57,6 +62,12 @@ class ResponseReader:
             )
             if (news := self._news(delta)) is not None:
                 yield news
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether an answer that ended here lacks something: no response came, or a completion has not ended. A server
+        that sends no `finish_reason` does not tell, and its answer counts as whole."""
+        return not self.answered or (self._tells_reasons and len(self._finished) < self._num_completions)
 
     @staticmethod
     def takes_long(outputs: Outputs) -> bool:

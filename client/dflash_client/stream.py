@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
 from typing import Any
 
-from dflash_client.errors import ClientError, cancelled_here
+from dflash_client.errors import ClientError, broke_off, cancelled_here
 from dflash_client.request import Request
 from dflash_client.responses import Outputs, ResponseReader
 from dflash_client.results import Delta
@@ -47,6 +47,11 @@ class _Attempts:
         """What is new in a response of this attempt, found in a thread where that takes long."""
         deltas = self.reader.deltas(outputs)
         return await asyncio.to_thread(list, deltas) if self.reader.takes_long(outputs) else deltas
+
+    def check_end(self) -> None:
+        """The responses of this attempt have ended. Raises `ConnectionLost` where the answer had not."""
+        if self._request.generates and self.reader.broke_off and not self._cancelled.is_set():
+            raise broke_off()
 
     def wait_s(self, error: ClientError) -> float:
         """Seconds to wait before the next attempt. Raises `error` when there is none."""
@@ -109,6 +114,7 @@ def _deltas(attempts: _Attempts, cancelled: threading.Event) -> Generator[Delta,
             with contextlib.closing(call.responses()) as responses:
                 for outputs in responses:
                     yield from attempts.reader.deltas(outputs)
+            attempts.check_end()
             return
         except ClientError as error:
             wait_s = attempts.wait_s(error)
@@ -159,6 +165,7 @@ async def _async_deltas(attempts: _Attempts, cancelled: asyncio.Event) -> AsyncG
                 async for outputs in responses:
                     for delta in await attempts.async_deltas(outputs):
                         yield delta
+            attempts.check_end()
             return
         except ClientError as error:
             wait_s = attempts.wait_s(error)

@@ -220,6 +220,18 @@ def test_an_answer_may_begin_in_a_batch() -> None:
     run(test)
 
 
+def test_an_answer_whose_last_response_does_not_come_broke_off() -> None:
+    async def test(service: Server, client: AsyncDFlashClient) -> None:
+        a, got, own = await begun(service, client)
+        service.batch([service.key(1), "1", [1], None, True])
+        await until(lambda: got)
+        own.put_nowait(None)
+        with pytest.raises(ConnectionLost, match="the answer broke off"):
+            await a
+
+    run(test)
+
+
 def test_an_answer_that_begins_in_a_batch_is_whole_when_all_of_it_waits() -> None:
     async def test(service: Server, client: AsyncDFlashClient) -> None:
         stream, number = client.stream("Hello"), len(service.own)

@@ -213,6 +213,25 @@ def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_deltas(server: S
 
 
 @pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
+@pytest.mark.parametrize("rest", [b"", b'data: {"text_output": "b", "finish_re'])
+def test_a_stream_that_ends_in_its_middle_without_an_error_is_not_whole(
+    server: Scripted, kind: Any, rest: bytes
+) -> None:
+    server.body = events({"text_output": "a", "finish_reason": "None"}) + rest
+    with kind(server.url, "http", retries=3) as client:
+        stream = client.stream("p")
+        assert next(stream).text == "a"
+        with pytest.raises(ConnectionLost, match="the answer broke off"):
+            next(stream)
+        server.body = rest
+        with pytest.raises(ConnectionLost, match="the answer broke off"):
+            next(client.stream("p"))
+        server.body = events({"text_output": "of a server that tells no reasons"})
+        assert len(list(client.stream("p"))) == 1
+    assert len(server.received) == 3
+
+
+@pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
 @pytest.mark.parametrize("timeout_s", [None, 1e9, (2**32 + 300) / 1000])
 def test_a_long_time_out_or_none_does_not_end_a_request(server: Scripted, kind: Any, timeout_s: float | None) -> None:
     """The last one has 0.3 s left where its milliseconds are kept in 32 bits."""

@@ -97,6 +97,26 @@ def test_a_time_out_that_is_no_time_is_refused(timeout_s: float) -> None:
         client.describe(timeout_s)
 
 
+@pytest.mark.parametrize(
+    ("responses", "broke_off"),
+    [
+        ([], True),
+        ([{"text_output": ["a"]}], False),
+        ([{"text_output": ["a"], "finish_reason": ["None"]}], True),
+        ([{"text_output": ["a"], "finish_reason": ["None"]}, {"text_output": [""], "finish_reason": ["stop"]}], False),
+        ([{"text_output": ["a", "b"], "finish_reason": ["stop", "None"]}], True),
+        ([{"text_output": ["a", "b"], "finish_reason": ["stop", "length"]}], False),
+    ],
+)
+def test_an_answer_is_whole_when_each_completion_has_a_reason_if_any_is_told(
+    responses: list[dict[str, Any]], broke_off: bool
+) -> None:
+    reader = ResponseReader()
+    for outputs in responses:
+        list(reader.deltas(outputs))
+    assert reader.broke_off == broke_off
+
+
 def test_the_prompt_is_excluded_only_where_the_server_would_send_it() -> None:
     streamed = Request.build("m", True, "x", None, {}).flags()
     at_once = Request.build("m", False, "x", None, {}).flags()

@@ -14,8 +14,9 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client import AsyncDFlashClient, ClientError, DFlashClient, grpc_transport
-from dflash_client.errors import Internal
+from dflash_client.errors import ConnectionLost, Internal, Unavailable
 from dflash_client.grpc_messages import read_response
+from tests.client.blocking import BlockingClient
 from tests.support.waiting import eventually
 
 
@@ -77,6 +78,32 @@ def test_a_large_response_is_read_beside_the_event_loop(monkeypatch: pytest.Monk
     assert asyncio.run(ask(f"127.0.0.1:{port}")) == [3, 200_000]
     server.stop(None).wait(5)
     assert threads == {0: True, 2: False}
+
+
+class BreaksOff(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Ends each stream after a response that says that the answer goes on."""
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        list(requests)
+        answer = service_pb2.ModelStreamInferResponse()
+        for name, text in (("text_output", b"a"), ("finish_reason", b"None")):
+            answer.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
+            answer.infer_response.raw_output_contents.append(len(text).to_bytes(4, "little") + text)
+        yield answer
+
+
+@pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
+def test_an_answer_that_ends_in_its_middle_without_an_error_is_not_whole(kind: Any) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(BreaksOff(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with kind(f"127.0.0.1:{port}", timeout_s=None) as client:
+        stream = client.stream("Hello")
+        assert next(stream).text == "a"
+        with pytest.raises(ConnectionLost, match="the answer broke off"):
+            next(stream)
+    server.stop(None).wait(5)
 
 
 def test_bytes_that_are_no_response_are_an_error_of_ours() -> None:
