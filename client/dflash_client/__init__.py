@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dflash_client.results import GenerationResult as GenerationResult
     from dflash_client.results import Logprob as Logprob
     from dflash_client.results import Step as Step
+    from dflash_client.sampling import NULL as NULL
     from dflash_client.sampling import Sampling as Sampling
     from dflash_client.stream import AsyncStream as AsyncStream
     from dflash_client.stream import Stream as Stream
@@ -38,7 +39,7 @@ _HOME = {
         *("PermissionDenied", "QueueFull", "RequestTimeout", "Unauthenticated", "Unavailable"),
     ),
     "results": ("Completion", "Delta", "GenerationResult", "Logprob", "Step"),
-    "sampling": ("Sampling",),
+    "sampling": ("NULL", "Sampling"),
     "stream": ("AsyncStream", "Stream"),
 }
 _MODULES = {name: module for module, names in _HOME.items() for name in names}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from dflash_client.connection import check_headers
+from dflash_client.sampling import NULL
 
 # Asked for with every request: they cost a few bytes, and `Delta` has a place for each. The log-probabilities cost more
 # and come with the sampling parameter `logprobs`.
@@ -55,15 +56,15 @@ class Request:
         headers: Mapping[str, str] | None = None,
         dumps: Callable[[Any], str] = json.dumps,
     ) -> Request:
-        """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out;
-        `return_steps` among them asks for `Delta.steps`. `dumps` writes JSON.
+        """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out,
+        `NULL` is sent as null; `return_steps` among them asks for `Delta.steps`. `dumps` writes JSON.
 
         Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for what no request can carry:
         text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers, odd headers.
         """
         if (prompt is None) == (messages is None):
             raise ValueError("give exactly one of prompt and messages")
-        given = {name: value for name, value in sampling.items() if value is not None}
+        given = {name: None if value is NULL else value for name, value in sampling.items() if value is not None}
         wants_steps = bool(given.pop("return_steps", False))
         return cls(
             model,
@@ -72,7 +73,7 @@ class Request:
             token_ids=None if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
             messages=None if messages is None else as_json(list(messages), "messages", dumps),
             sampling=as_json(given, "sampling parameters", dumps) if given else None,
-            wants_logprobs="logprobs" in given,
+            wants_logprobs=given.get("logprobs") is not None,
             wants_steps=wants_steps,
             # Without them it is always null.
             wants_stop_reason=bool(given.get("stop") or given.get("stop_token_ids")),

@@ -5,14 +5,26 @@ Only types: names and values go to the server as they are, and the server says w
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
+
+
+class Null(enum.Enum):
+    """The type of `NULL`."""
+
+    NULL = "null"
+
+
+# JSON's null as a value: unlike None it is sent. `max_tokens=NULL` is as many as fit, where None is the server's 16.
+NULL: Final = Null.NULL
 
 
 class Sampling(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`. None, like leaving a name out, means the server's default."""
+    """Keyword arguments of `generate` and `stream`. None, like leaving a name out, means the server's default; `NULL`
+    is sent as JSON's null, which `max_tokens` takes for as many as fit, and the others for their default."""
 
-    max_tokens: int | None
+    max_tokens: int | Null | None
     min_tokens: int | None
     temperature: float | None
     top_p: float | None

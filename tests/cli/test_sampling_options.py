@@ -12,7 +12,7 @@ import pytest
 from dflash_cli.commands.client_options import sampling_of
 from dflash_cli.commands.timing import Report
 from dflash_cli.main import parser
-from dflash_client import Completion, GenerationResult, Sampling
+from dflash_client import NULL, Completion, GenerationResult, Sampling
 
 # Options with a value each, and the parameter.
 CASES: dict[str, tuple[list[str], Any]] = {
@@ -50,6 +50,11 @@ def test_an_option_becomes_its_parameter_and_set_param_holds_over_it(name: str) 
     assert sampling(*words) == {name: value}
     for given in ([*words, "--set-param", f"{name}=99"], ["--set-param", f"{name}=99", *words]):
         assert sampling(*given) == {name: "99" if name == "stop" else 99}
+
+
+def test_null_reaches_the_server_but_for_parameters_that_are_text() -> None:
+    assert sampling("--max-tokens", "3", "--set-param", "max_tokens=null") == {"max_tokens": NULL}
+    assert sampling("--set-param", "cache_salt=null") == {"cache_salt": "null"}
 
 
 @pytest.mark.parametrize("option", ["--json-schema", "--regex", "--choice", "--grammar"])

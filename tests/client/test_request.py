@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_client import (
+    NULL,
     ClientError,
     Completion,
     ConnectionFailed,
@@ -87,6 +88,12 @@ def test_what_cannot_be_sent_is_refused_before(prompt: Any, messages: Any, sampl
 def test_parameters_that_are_none_are_not_sent() -> None:
     request = Request.build("m", True, "x", None, {"max_tokens": None, "stop": ["."]})
     assert request.strings() == {"text_input": "x", "sampling_parameters": '{"stop": ["."]}'}
+
+
+def test_null_is_sent_where_none_is_not() -> None:
+    request = Request.build("m", True, "x", None, {"max_tokens": NULL, "logprobs": NULL, "seed": None})
+    assert request.sampling == '{"max_tokens": null, "logprobs": null}'
+    assert "return_logprobs" not in request.flags()
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), 1e9 + 1, 10**400])

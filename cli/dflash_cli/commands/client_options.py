@@ -20,7 +20,7 @@ from dflash_cli.commands.arguments import (
     parameter,
     whole_number,
 )
-from dflash_client.sampling import Sampling
+from dflash_client.sampling import NULL, Sampling
 
 if TYPE_CHECKING:
     from dflash_client import DFlashClient
@@ -126,8 +126,8 @@ def client_of(arguments: argparse.Namespace) -> DFlashClient:
 
 
 def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters; a value of `--set-param` that reads as JSON is sent as such, any other as text. Raises
-    `ValueError`."""
+    """The sampling parameters; a value of `--set-param` that reads as JSON is sent as such, null too, any other as
+    text. Raises `ValueError`."""
     given = {name: value for name in Sampling.__annotations__ if (value := getattr(arguments, name, None)) is not None}
     sampling = {name: value for name, value in given.items() if name != "timeout"}  # that is how long we wait
     sampling |= _structured_outputs(arguments)
@@ -167,4 +167,6 @@ def _value(name: str, text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    return text if name in TEXTS and not isinstance(value, str | list) else value
+    if name in TEXTS and not isinstance(value, str | list):
+        return text
+    return NULL if value is None else value
