@@ -48,7 +48,14 @@ CHANNEL_OPTIONS = [
 # How gRPC's core words an UNAVAILABLE that comes from the connection and not from the server.
 _NO_SUCH_HOST = ("dns resolution failed", "name resolution", "address lookup", "domain name")
 _NOT_CONNECTED = ("failed to connect",)
-_BROKEN = ("socket closed", "connection reset", "broken pipe", "goaway", "connection dropped", "recvmsg", "sendmsg")
+_BROKEN = (
+    *("socket closed", "connection reset", "broken pipe", "goaway", "connection dropped", "recvmsg", "sendmsg"),
+    *("ping timeout", "keepalive", "transport closed"),
+    # As Envoy words it, of the connection behind it.
+    *("reset before headers", "connection termination"),
+)
+# What Envoy adds where that connection was never made: the server did not get the request.
+_NOT_SENT = ("connection failure", "reset reason: overflow")
 
 # Elements of the outputs by Triton's name of their type, as `struct` and numpy call them; BYTES is read apart.
 _ELEMENTS = {"INT32": "<i", "INT64": "<q", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "FP64": "<d"}
@@ -133,8 +140,16 @@ def translate(error: Any, location: Location) -> ClientError:
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return refused_caller(code.name, location.address, details)
     if "http2 header with status" in words:
-        # Something that speaks HTTP/2 and not gRPC: a proxy that does not pass gRPC on, or a web server.
+        # Something that speaks HTTP/2 and not gRPC: a proxy without a server or without gRPC, or a web server.
         status = words.rpartition(" ")[2]
+        if status in ("502", "504"):
+            return ConnectionLost(
+                f"the proxy at {location.address} got no answer from the server behind it (HTTP status {status})"
+            )
+        if status in ("429", "503"):
+            return error_for(
+                "UNAVAILABLE", f"what answers at {location.address} takes no request (HTTP status {status})"
+            )
         return ConnectionFailed(
             f"what answers at {location.address} is no gRPC server (HTTP status {status}); check the address, or use "
             f"{'https' if location.secure else 'http'}:// if it is Triton's HTTP port"
@@ -160,6 +175,6 @@ def _unreachable(words: str, details: str, location: Location) -> ClientError:
         return ConnectionFailed(
             f"no gRPC server answers at {location.address}; is it running, and is this its gRPC port?{hint}"
         )
-    if any(known in words for known in _BROKEN):
+    if any(known in words for known in _BROKEN) and not any(known in words for known in _NOT_SENT):
         return ConnectionLost(f"the connection to {location.address} broke: {details}")
     return error_for("UNAVAILABLE", details)

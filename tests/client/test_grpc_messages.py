@@ -7,6 +7,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from dflash_client import DFlashClient
-from dflash_client.grpc_messages import UNCONFIRMED_S, decode
+from dflash_client.address import Location
+from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, Unavailable
+from dflash_client.grpc_messages import UNCONFIRMED_S, decode, translate
 
 
 @pytest.mark.parametrize("dtype", ["i4", "i8", "u4", "u8", "f4", "f8"])
@@ -54,3 +57,36 @@ def unconfirmed_ms(port: int) -> list[int]:
                 if connected.family in (socket.AF_INET, socket.AF_INET6) and connected.getpeername()[1] == port:
                     found.append(connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
     return found
+
+
+@pytest.mark.parametrize(
+    ("details", "kind", "words"),
+    [
+        ("Received http2 header with status: 502", ConnectionLost, "the proxy at host:1 got no answer from the server"),
+        ("Received http2 header with status: 504", ConnectionLost, "(HTTP status 504)"),
+        ("Received http2 header with status: 503", Unavailable, "host:1 takes no request (HTTP status 503)"),
+        ("Received http2 header with status: 429", Unavailable, "(HTTP status 429)"),
+        ("Received http2 header with status: 200", ConnectionFailed, "is no gRPC server (HTTP status 200)"),
+        *(
+            (details, ConnectionLost, "the connection to host:1 broke")
+            for details in (
+                "ping timeout",
+                "keepalive watchdog timeout",
+                "Transport closed",
+                "upstream connect error or disconnect/reset before headers. reset reason: connection termination",
+            )
+        ),
+        # The request did not get further than the proxy, so it may be sent again.
+        (
+            "upstream connect error or disconnect/reset before headers. reset reason: remote connection failure",
+            Unavailable,
+            "remote connection failure",
+        ),
+        ("failed to connect to all addresses; last error: Socket closed", ConnectionFailed, "no gRPC server answers"),
+    ],
+)
+def test_what_stands_between_is_told_from_the_server(details: str, kind: type[ClientError], words: str) -> None:
+    error = SimpleNamespace(code=lambda: grpc.StatusCode.UNAVAILABLE, details=lambda: details)
+    found = translate(error, Location("grpc", "host:1"))
+    assert type(found) is kind
+    assert words in str(found)
