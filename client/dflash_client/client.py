@@ -105,7 +105,8 @@ class _Client(Generic[AnyStream]):
 
     def _swap(self, draft_model: str, admin_key: str, timeout_s: float, options: Mapping[str, Any]) -> AnyStream:
         wanted = as_json({"draft_model": draft_model, "admin_key": admin_key, **options}, "request")
-        return self._send(Request(self.model, stream=False, swap_drafter=wanted), timeout_s)
+        # Once: a drafter of which an engine dies would end another one with each attempt.
+        return self._send(Request(self.model, stream=False, swap_drafter=wanted), timeout_s, RetryPolicy(0))
 
     def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
         return RequestTimeout(
@@ -158,7 +159,8 @@ class DFlashClient(_Client[Stream]):
         """Have the server draft with another drafter from now on, and wait until it does: a folder at the server or a
         hub id. admin_key: that of the server's `admin_key_file`. options: `draft_revision`; `window`, verified blocks
         after which its acceptance is compared (1000; 0: never), and `max_loss`, the part that may be lost (0.1), else
-        the old one comes back. Returns `outcome`, `message` and `num_engines`. Raises `ClientError`."""
+        the old one comes back. The request is sent once, whatever `retries` is. Returns `outcome`, `message` and
+        `num_engines`. Raises `ClientError`."""
         with self._swap(draft_model, admin_key, timeout_s, options) as stream:
             return description("".join(delta.text for delta in stream))
 

@@ -160,8 +160,9 @@ class DrafterSwaps:
         with self._lock:
             asked = [swap_id for swap_id, each in self._waiting.items() if index in each.engines]
         for swap_id in asked:
+            # UNAVAILABLE would say that the request may be sent again, and the next engine die of it too.
             self._note(
-                index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter", "UNAVAILABLE")
+                index, DrafterSwapped(swap_id, "refused", "the engine died while it loaded the drafter", "INTERNAL")
             )
         for swap_id in [swap_id for swap_id, engine in self._compared if engine == index]:
             reason = "the engine died while it compared the drafter, and starts with the one before"

@@ -49,6 +49,7 @@ def test_every_command_says_what_it_does_not_know(command: str, capsys: pytest.C
         (["chat", "--set-param", "n=2"], "n"),
         (["chat", "--set-param", "messages=[]"], "messages"),
         (["train", "m", "--out", "d", "--max-num-seqs", "4"], "a setting is given with --set max_num_seqs=4"),
+        (["swap-drafter", "d", "--retries", "3"], "a swap is sent once, since an engine may die of a drafter"),
         (["inspect"], "DIR|ID"),
         (["inspect", "x", "--zzz"], "dflash-triton inspect --help lists the options"),
         (["serve", "--max-queue-size", "32"], "a setting is given with --set max_queue_size=32"),

@@ -106,6 +106,28 @@ def test_an_answer_that_ends_in_its_middle_without_an_error_is_not_whole(kind: A
     server.stop(None).wait(5)
 
 
+class Busy(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Refuses each request as one that may be sent again, and counts them."""
+
+    num_requests = 0
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        list(requests)
+        self.num_requests += 1
+        yield service_pb2.ModelStreamInferResponse(error_message="UNAVAILABLE: the engine died of it")
+
+
+def test_a_swap_of_the_drafter_is_sent_once() -> None:
+    service, server = Busy(), grpc.server(futures.ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with DFlashClient(f"127.0.0.1:{port}", retries=2) as client, pytest.raises(Unavailable):
+        client.swap_drafter("d", "k")
+    assert service.num_requests == 1
+    server.stop(None).wait(5)
+
+
 def test_bytes_that_are_no_response_are_an_error_of_ours() -> None:
     with pytest.raises(Internal, match="no response of its"):
         read_response(b"no message")

@@ -151,6 +151,7 @@ def test_what_is_described_is_the_drafter_that_drafts_now(service: TritonService
 def test_an_engine_that_dies_of_a_drafter_is_back_without_it(service: TritonService) -> None:
     error = only(ask(service, "die")).error
     assert error is not None
+    assert error.message.startswith("INTERNAL: ")
     assert "the engine died while it loaded the drafter" in error.message
     assert eventually(lambda: bool(service._engines.up))
     assert service._engines.supervisors[0].drafter == (None, "")

@@ -32,8 +32,11 @@ API_KEY_VARIABLE = "DFLASH_API_KEY"
 URL_VARIABLE = "DFLASH_URL"
 
 
-def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300) -> None:
-    """Add those that say which server, and how to reach it. Where no URL is needed, `url` may be None."""
+def add_connection_options(
+    parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300, retries: bool = True
+) -> None:
+    """Add those that say which server, and how to reach it. Where no URL is needed, `url` may be None. retries: whether
+    a request may be sent again."""
     group = parser.add_argument_group("the server")
     add = group.add_argument
     usual = f" (%(default)s, and the protocol's usual port; also from {URL_VARIABLE})" if url_needed else ""
@@ -46,12 +49,14 @@ def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = T
     add("--protocol", choices=("grpc", "http"), default="grpc", help="where the URL has none (%(default)s)")
     add("--model-name", default="dflash", metavar="NAME", help="the model (%(default)s)")
     add("--timeout", **SECONDS, default=timeout, help="seconds for an answer (%(default)g)")
-    add(
-        "--retries",
-        **COUNT_OR_0,
-        default=0,
-        help="how often to send a request again that the server did not begin (%(default)s)",
-    )
+    parser.set_defaults(retries=0)
+    if retries:
+        add(
+            "--retries",
+            **COUNT_OR_0,
+            default=0,
+            help="how often to send a request again that the server did not begin (%(default)s)",
+        )
     add("--api-key", metavar="KEY", help=f"sent as 'Authorization: Bearer KEY'; also from {API_KEY_VARIABLE}")
     add(
         "--header",

@@ -52,6 +52,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "--stream": "the text streams by itself",
     },
     "chat": {"": "messages are typed, or piped in", "--host": ENDPOINT, "--port": ENDPOINT},
+    "swap-drafter": {
+        "--retries": "a swap is sent once, since an engine may die of a drafter; see whether it did, first"
+    },
     "eval": {"--host": ENDPOINT, "--port": ENDPOINT, "--model": "the model is given with --target"},
 }
 

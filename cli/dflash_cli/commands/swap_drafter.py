@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         metavar="SHARE",
         help="of the accepted tokens of a block that may be lost, from 0 to 1 (server: 0.1)",
     )
-    add_connection_options(parser, timeout=600.0)
+    add_connection_options(parser, timeout=600.0, retries=False)
     parser.set_defaults(run=run)
 
 
