@@ -17,7 +17,8 @@ from dynamo.common.backend.run import run
 from dynamo.llm.exceptions import InvalidArgument
 
 from dflash_cli.dynamo_requests import chunk, event_sources, sampling
-from dflash_client import AsyncDFlashClient
+from dflash_client import AsyncDFlashClient, Cancelled, ClientError
+from dflash_client import InvalidArgument as Refused
 from dflash_client.stream import AsyncStream
 
 
@@ -39,7 +40,12 @@ class DFlashEngine(LLMEngine):  # type: ignore[misc]  # of a package without typ
         """Wait for the server, ask what it is, and say how it registers. Raises `ClientError` when it cannot be reached
         within `options.wait` seconds."""
         options = self._options
-        self._client = AsyncDFlashClient(options.triton, model=options.model_name)
+        try:
+            self._client = AsyncDFlashClient(
+                options.triton, model=options.model_name, timeout_s=options.request_timeout
+            )
+        except ValueError as error:
+            raise ClientError(str(error)) from None
         await self._client.wait_ready(options.wait)
         self._description = await self._client.describe()
         return WorkerConfig(
@@ -74,26 +80,34 @@ class DFlashEngine(LLMEngine):  # type: ignore[misc]  # of a package without typ
         )
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer's tokens as they come. Raises Dynamo's `InvalidArgument` for what the server cannot do."""
+        """The answer's tokens as they come, and no more of them after `abort`. Without a `max_tokens` it may be as long
+        as fits. Raises Dynamo's `InvalidArgument` for what the server cannot do or refuses, else `ClientError`."""
         assert self._client is not None, "connect comes first"
         try:
             parameters = sampling(request)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
+        num_prompt, num_output = len(request["token_ids"]), 0
+        # A server's own default is 16.
+        parameters.setdefault("max_tokens", max(1, self._description["max_model_len"] - num_prompt))
         stream = self._client.stream(list(request["token_ids"]), **parameters)
         self._streams[context.id()] = stream
-        num_prompt, num_output = len(request["token_ids"]), 0
         try:
             async with stream:
                 async for delta in stream:
                     num_output += len(delta.token_ids)
                     yield chunk(delta, num_prompt, num_output)
+        except Refused as error:
+            raise InvalidArgument(str(error)) from None
+        except Cancelled:
+            if context.id() in self._streams:
+                raise
         finally:
             self._streams.pop(context.id(), None)
 
     async def abort(self, context: Any) -> None:
         """The client is gone."""
-        if (stream := self._streams.get(context.id())) is not None:
+        if (stream := self._streams.pop(context.id(), None)) is not None:
             stream.cancel()
 
     async def kv_event_sources(self) -> list[ZmqSource]:

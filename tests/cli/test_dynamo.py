@@ -16,7 +16,8 @@ import pytest
 from dflash_cli.commands import dynamo as command
 from dflash_cli.dynamo_requests import chunk, event_sources, sampling
 from dflash_cli.main import main
-from dflash_client import Delta
+from dflash_client import Cancelled, ClientError, Delta, Internal
+from dflash_client import InvalidArgument as Refused
 
 DESCRIPTION = {
     "tokenizer": "/models/target",
@@ -45,10 +46,10 @@ class ZmqSource(tuple):
 
 
 class Stream:
-    """An answer of three deltas, or one that never ends."""
+    """An answer of three deltas, or one that never ends, or an error."""
 
-    def __init__(self, endless: bool) -> None:
-        self.endless, self.was_cancelled = endless, asyncio.Event()
+    def __init__(self, endless: bool, error: ClientError | None = None) -> None:
+        self.endless, self.error, self.was_cancelled = endless, error, asyncio.Event()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -57,10 +58,12 @@ class Stream:
         self.was_cancelled.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        if self.error is not None:
+            raise self.error
         yield Delta("", (5, 6))
         if self.endless:
             await self.was_cancelled.wait()
-            return
+            raise Cancelled("the request was cancelled")
         yield Delta("", (7,))
         yield Delta("", (), finish_reason="stop", spec_stats={"num_cached_tokens": 16})
 
@@ -72,9 +75,12 @@ class Client:
     """Stands for the client of a server; `asked` is what was sent."""
 
     endless = False
+    error: ClientError | None = None
 
-    def __init__(self, address: str, model: str) -> None:
-        self.address, self.model, self.closed = address, model, False
+    def __init__(self, address: str, model: str, timeout_s: float) -> None:
+        if ":" not in address:
+            raise ValueError(f"{address!r} is not an address")
+        self.address, self.model, self.timeout_s, self.closed = address, model, timeout_s, False
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.streams: list[Stream] = []
 
@@ -86,7 +92,7 @@ class Client:
 
     def stream(self, token_ids: list[int], **parameters: Any) -> Stream:
         self.asked.append((token_ids, parameters))
-        self.streams.append(Stream(self.endless))
+        self.streams.append(Stream(self.endless, self.error))
         return self.streams[-1]
 
     async def close(self) -> None:
@@ -176,6 +182,58 @@ def test_an_aborted_request_is_cancelled_at_the_server(engine: Any, monkeypatch:
 
     assert asyncio.run(asyncio.wait_for(generate(), 10)) == 1
     assert engine._client.streams[0].was_cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(Refused("too long"), InvalidArgument), (Internal("it died"), Internal), (Cancelled("no"), Cancelled)],
+)
+def test_what_the_server_refuses_is_dynamos_error(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, error: ClientError, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(Client, "error", error)
+
+    async def generate() -> None:
+        await engine.connect()
+        async for _ in engine.generate({"token_ids": [1]}, CONTEXT):
+            pass
+
+    with pytest.raises(kind, match=str(error)):
+        asyncio.run(generate())
+    assert not engine._streams
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "stops", "expected"), [(24, {}, 1000), (24, None, 1000), (1024, {}, 1), (9000, {}, 1)]
+)
+def test_an_answer_without_max_tokens_has_the_rest_of_the_context(
+    engine: Any, num_prompt: int, stops: Any, expected: int
+) -> None:
+    async def generate() -> None:
+        await engine.connect()
+        request = {"token_ids": [1] * num_prompt, "stop_conditions": stops}
+        async for _ in engine.generate(request, CONTEXT):
+            pass
+
+    asyncio.run(generate())
+    assert engine._client.asked[0][1] == {"max_tokens": expected}
+
+
+def test_a_request_may_take_as_long_as_it_is_told(engine: Any) -> None:
+    asyncio.run(engine.connect())
+    assert engine._client.timeout_s == 3600.0
+    engine._options.request_timeout = 7.0
+    asyncio.run(engine.connect())
+    assert engine._client.timeout_s == 7.0
+    engine._options.triton = "nowhere"
+    with pytest.raises(ClientError, match="'nowhere' is not an address"):
+        asyncio.run(engine.connect())
+
+
+def test_the_time_of_a_request_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    assert parser.parse_args(["dynamo", "--request-timeout", "21"]).request_timeout == 21.0
 
 
 def test_what_the_server_cannot_do_is_an_error_of_the_request(engine: Any) -> None:

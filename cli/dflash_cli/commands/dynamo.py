@@ -33,6 +33,7 @@ def add_parser(commands: Any) -> None:
         "kv_events_endpoint says, on this machine",
     )
     add("--wait", **SECONDS, default=600.0, help="for the server to be ready (%(default)g)")
+    add("--request-timeout", **SECONDS, default=3600.0, help="the longest that a request may take (%(default)g)")
     add = parser.add_argument_group("Dynamo").add_argument
     add("--served-model-name", metavar="NAME", help="what clients call the model (the tokenizer's directory)")
     add("--namespace", default="dynamo", metavar="NAME", help="of the worker (%(default)s)")
