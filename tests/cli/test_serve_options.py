@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.commands.serve import warnings
+from dflash_cli.commands.serve import _signals_stop, warnings
 from dflash_cli.commands.serve_options import HOST_ENV, SETTING_OPTIONS
 from dflash_cli.launcher.server import LauncherError
 from dflash_cli.launcher.server_options import environment_with
@@ -443,3 +444,18 @@ def test_a_setting_that_is_given_twice_is_refused(
     Parts(monkeypatch)
     assert main(["serve", *words]) == 2
     assert f"{name} is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_session_stops_a_server_unless_nohup_started_it(ignored: bool) -> None:
+    signals: list[int] = []
+    keeper: Any = SimpleNamespace(signalled=lambda: signals.append(1))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with _signals_stop(keeper):
+            os.kill(os.getpid(), signal.SIGHUP if ignored else signal.SIGTERM)
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(signals) == (0 if ignored else 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -171,3 +173,19 @@ def test_version_is_that_of_the_package(cli) -> None:
     ended = cli("--version")
     assert ended.status == 0
     assert re.fullmatch(r"dflash-triton \d+\.\d+\.\d+\n", ended.out)
+
+
+def test_the_command_line_is_there_without_what_windows_lacks() -> None:
+    code = """
+import signal, sys
+for name in ("SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGSTOP", "SIGCONT"):
+    delattr(signal, name)
+for name in ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty"):
+    sys.modules[name] = None
+from dflash_cli.main import parser
+print(parser().parse_args(["generate", "x"]).prompt)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "x\n"), done.stderr
+
+

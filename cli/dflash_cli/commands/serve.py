@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 # Of a model that is not the demo pair, which answers questions like the one above alone.
 OTHER_PROMPT = "What is the capital of France?"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Windows has no SIGHUP, and clients run there.
+STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 # The lowest Triton whose known crashes by a single request are mended (docs/operators.md, Security).
 SAFE_TRITON = "26.05"
 
@@ -254,8 +257,10 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
 
 @contextmanager
 def _signals_stop(keeper: Keeper) -> Iterator[None]:
-    """A signal ends the run; once the stop has begun, it makes the stop not wait."""
-    before = {number: signal.signal(number, lambda *_: keeper.signalled()) for number in STOP_SIGNALS}
+    """A signal ends the run; once the stop has begun, it makes the stop not wait. The end of a session is none for a
+    server that `nohup` started."""
+    numbers = [each for each in STOP_SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: keeper.signalled()) for number in numbers}
     try:
         yield
     finally:
