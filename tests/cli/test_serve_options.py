@@ -446,6 +446,17 @@ def test_a_setting_that_is_given_twice_is_refused(
     assert f"{name} is given twice" in capsys.readouterr().err
 
 
+def test_what_is_served_is_said_where_no_model_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DFLASH_TARGET_MODEL", "DFLASH_DRAFT_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    parts, words = Parts(monkeypatch), "no MODEL is given: this serves the demo pair"
+    for options, said in ([], True), (["--draft", "ngram"], True), (["--draft", "d"], False), (["m"], False):
+        parts.of(options)
+        assert (words in capfd.readouterr().err) == said, options
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_end_of_a_session_stops_a_server_unless_nohup_started_it(ignored: bool) -> None:
     signals: list[int] = []

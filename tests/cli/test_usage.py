@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from dflash_cli.commands.console import say, write
+from dflash_cli.commands.serve import check_lists
 from dflash_cli.main import main, parser
 from tests.support.servers import PORT_OPTIONS
 
@@ -77,6 +79,14 @@ def test_every_command_says_what_it_does_not_know(command: str, capsys: pytest.C
         (["serve", "--model-name", "a/b"], "model name"),
         (["serve", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
         (["eval", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
+        (
+            ["serve", "--served-model-name", "name", "org/model"],
+            "no model is given, and --served-model-name has 'org/model', which looks like one; put the model first: "
+            "dflash-triton serve org/model [options]",
+        ),
+        (["serve", "--allowed-hosts", "h", "model.gguf"], "--allowed-hosts has 'model.gguf', which looks like one"),
+        (["serve", "--allowed-origins", "https://a", "."], "--allowed-origins has '.', which looks like one"),
+        (["serve", "--allowed-origins", "https://a", "org/model"], "--allowed-origins has 'org/model'"),
         (["serve", "--grpc-tls-cert", "cert.pem"], "needs both --grpc-tls-cert and --grpc-tls-key"),
         (["serve", "--allow-api", "health"], "'health' is no API that is restricted"),
         (["serve", "--", "--http-port=1"], "tritonserver's --http-port cannot be passed on: use --http-port"),
@@ -173,6 +183,12 @@ def test_version_is_that_of_the_package(cli) -> None:
     ended = cli("--version")
     assert ended.status == 0
     assert re.fullmatch(r"dflash-triton \d+\.\d+\.\d+\n", ended.out)
+
+
+def test_where_a_model_is_given_names_may_look_like_one() -> None:
+    for given in (["m"], ["--target", "m"], ["--set", "target_model=m"]):
+        check_lists(parser().parse_args(["serve", *given, "--served-model-name", "a", "org/b"]))
+    check_lists(parser().parse_args(["serve", "--served-model-name", "org/demo", "b"]))
 
 
 def test_the_command_line_is_there_without_what_windows_lacks() -> None:

@@ -41,6 +41,8 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
 )
 # The lowest Triton whose known crashes by a single request are mended (docs/operators.md, Security).
 SAFE_TRITON = "26.05"
+# Options that take several values, and would take a model behind them for one.
+LISTS = ("served_model_name", "allowed_hosts", "allowed_origins")
 
 
 def add_parser(commands: Any) -> None:
@@ -59,9 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     lines = Lines()
     log = ServeLog(lines, arguments.verbose)
     try:
+        check_lists(arguments)
         frontend = _frontend(arguments, lines.say)
         server = _server(arguments, log, frontend.ready_url if frontend is not None else None)
         log.loads_demo_pair = server.serves_demo_pair
+        if not (names_model(arguments, "target") or names_model(arguments, "draft")):
+            lines.say("no MODEL is given: this serves the demo pair, a toy that comes with the project")
         for warning in warnings(arguments):
             lines.say(warning)
     except (ConfigError, LauncherError) as error:
@@ -189,6 +194,33 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
     options += [*as_options(arguments), "--drain-timeout", str(arguments.exit_timeout)]
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls, arguments.hang_timeout)
+
+
+def names_model(arguments: argparse.Namespace, kind: str) -> bool:
+    """Whether the options or the environment name a model. kind: `target` or `draft`."""
+    from dflash_backend.config import NGRAM, environment_name
+
+    name = f"{kind}_model"
+    of_options = {"target": (arguments.model, arguments.target), "draft": (arguments.draft,)}[kind]
+    given = (*of_options, dict(arguments.settings).get(name), os.environ.get(environment_name(name)))
+    return any(value not in (None, "", NGRAM) for value in given)
+
+
+def check_lists(arguments: argparse.Namespace) -> None:
+    """Raises `LauncherError` where no model is given and an option that takes several values seems to have taken it.
+    The first value of each is its own."""
+    from dflash_cli.launcher.server import LauncherError
+
+    if names_model(arguments, "target"):
+        return
+    for name in LISTS:
+        for value in (getattr(arguments, name) or ())[1:]:
+            is_address = name == "allowed_origins" and "://" in value
+            if Path(value).exists() or value.endswith(".gguf") or ("/" in value and not is_address):
+                raise LauncherError(
+                    f"no model is given, and --{name.replace('_', '-')} has '{value}', which looks like one; put the "
+                    f"model first: dflash-triton serve {value} [options]"
+                )
 
 
 def triton_host(arguments: argparse.Namespace) -> str:
