@@ -15,7 +15,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
+from dflash_cli.commands.console import INTERRUPTED, OutputFailed, escape_unknown_characters, fail, say
 from dflash_cli.commands.version import package_version
 
 # What a command imports before it begins, which takes a second or more; what else it needs it imports on its way.
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
+    escape_unknown_characters()
     try:
         return _run(argv)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import subprocess
@@ -205,3 +206,35 @@ print(parser().parse_args(["generate", "x"]).prompt)
     assert (done.returncode, done.stdout) == (0, "x\n"), done.stderr
 
 
+def test_characters_that_an_output_lacks_are_written_with_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: object) -> int:
+        write("é東\n")
+        say("京")
+        return 0
+
+    outputs = {name: io.TextIOWrapper(io.BytesIO(), encoding="latin-1") for name in ("stdout", "stderr")}
+    for name, stream in outputs.items():
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr("dflash_cli.commands.generate.run", run)
+    assert main(["generate", "x"]) == 0
+    out, err = (stream.buffer.getvalue() for stream in outputs.values())  # type: ignore[attr-defined]
+    assert out == b"\xe9\\u6771\n"
+    assert err == b"dflash-triton: \\u4eac\n"
+
+
+def test_an_output_that_is_closed_is_said_and_nothing_goes_astray(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: object) -> int:
+        write("an answer")
+        return 0
+
+    monkeypatch.setattr("dflash_cli.commands.generate.run", run)
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)
+        assert main(["generate", "x"]) == 1
+    assert capsys.readouterr().err == "dflash-triton: standard output is closed\n"
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        say("a remark")
+    assert capsys.readouterr().out == ""

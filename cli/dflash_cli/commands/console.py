@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 
@@ -14,6 +15,14 @@ class OutputFailed(Exception):
     """Standard output takes no more; the text says why, and is empty where its reader has gone."""
 
 
+def escape_unknown_characters() -> None:
+    """Have both outputs write what their encoding lacks, such as Japanese in Latin-1, with a backslash: no answer is to
+    end of it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(text: str) -> None:
     """One line to standard error."""
     remark(f"dflash-triton: {text}")
@@ -21,6 +30,8 @@ def say(text: str) -> None:
 
 def remark(text: str) -> None:
     """Text to standard error that is no message of ours, such as statistics. Does nothing where that takes no more."""
+    if sys.stderr is None:  # closed before the start; `print` would take standard output
+        return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -34,6 +45,8 @@ def fail(message: str, status: int = 1) -> int:
 def write(text: str) -> None:
     """A piece of a result to standard output, at once. Raises `OutputFailed`, which the command line turns into the end
     of the command."""
+    if sys.stdout is None:
+        raise OutputFailed("standard output is closed")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
