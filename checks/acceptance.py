@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.progress import progress
 from benchmarks.worse_drafters import shifted_drafter
 from dflash_backend import LLM
-from dflash_backend.evaluation import Evaluation, Question, Sampling, evaluate
+from dflash_backend.evaluation import Evaluation, EvaluationError, Question, Sampling, evaluate
 from dflash_backend.evaluation.datasets import DEFAULT_SETS, Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer
 from dflash_backend.evaluation.report import tables
@@ -35,8 +35,11 @@ def held_out(per_set: int) -> list[Question]:
 
 
 def measure(llm: LLM, questions: list[Question]) -> Evaluation:
-    """Greedy answers and what they cost."""
-    return evaluate(EngineAnswerer(llm), questions, Sampling(), progress("answers").step)
+    """Greedy answers and what they cost. Raises `EvaluationError`."""
+    found = evaluate(EngineAnswerer(llm), questions, Sampling(), progress("answers").step)
+    if found.failure:
+        raise EvaluationError(found.failure)
+    return found
 
 
 def texts(evaluation: Evaluation) -> list[str]:

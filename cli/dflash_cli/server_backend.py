@@ -34,12 +34,19 @@ class ServerAnswerer:
     template_options: Mapping[str, Any] = field(default_factory=lambda: NO_THINKING)
 
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
-        """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it."""
+        """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it; what is
+        answered by then counts."""
         pool = ThreadPoolExecutor(self.concurrency)
         try:
             indices = {pool.submit(self._answer, request): index for index, request in enumerate(requests)}
-            for future in as_completed(indices):
-                on_answer(indices[future], future.result())
+            try:
+                for future in as_completed(list(indices)):
+                    on_answer(indices.pop(future), future.result())
+            except EvaluationError:
+                for future, index in indices.items():
+                    if future.done() and not future.cancelled() and future.exception() is None:
+                        on_answer(index, future.result())
+                raise
         finally:
             # Not waited for: closing the client cancels those that still run.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dflash_backend.config import NGRAM, ConfigError, EngineConfig, environment_settings
-from dflash_backend.drafters.resolve import resolve_target_dir
+from dflash_backend.drafters.resolve import ModelPair, resolve_pair, resolve_target_dir
 from dflash_backend.engine.build import LOAD_ERRORS, CheckpointError
 from dflash_backend.engine.llm import LLM, RequestError, RequestOutput
 from dflash_backend.evaluation.errors import EvaluationError, InvalidSetting
@@ -41,11 +41,14 @@ class EngineAnswerer:
                 raise EvaluationError(
                     f"{request.where}: the prompt has {len(prompt)} tokens; this model takes 1 to {longest}"
                 )
-        self._llm.generate(
-            prompts,
-            [request.sampling for request in requests],
-            on_finished=lambda index, output: on_answer(index, _answer(output)),
-        )
+        try:
+            self._llm.generate(
+                prompts,
+                [request.sampling for request in requests],
+                on_finished=lambda index, output: on_answer(index, _answer(output)),
+            )
+        except RequestError as error:
+            raise EvaluationError(str(error)) from None
 
 
 def perplexity(llm: LLM, text: str) -> tuple[float, int]:
@@ -63,6 +66,28 @@ def perplexity(llm: LLM, text: str) -> tuple[float, int]:
     return math.exp(-math.fsum(logprobs) / len(logprobs)), len(ids)
 
 
+def resolved(given: Mapping[str, Any]) -> ModelPair:
+    """The models that `engine_model` would load with these settings, which fit each other. No weights are read. Raises
+    `ConfigError` and `EvaluationError`."""
+    try:
+        return resolve_pair(EngineConfig.from_values(_values(given)))
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from None
+
+
+def drafter_of(pair: ModelPair) -> str:
+    """What the setting `draft_model` is for the drafter of a pair."""
+    return str(pair.draft_model.path) if pair.draft_model else NGRAM if pair.draft else ""
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the environment, and over them those `given`. Raises `ConfigError`."""
+    environment = environment_settings(os.environ)
+    # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
+    EngineConfig.from_layers([("environment", environment), ("command line", given)])
+    return {"adaptive_speculation": False, **environment, **given}
+
+
 @contextmanager
 def engine_model(
     given: Mapping[str, Any],
@@ -76,22 +101,17 @@ def engine_model(
     `say` gets a line on how the load goes; `template_options` are variables of the chat template; `text` is what the
     perplexity is taken of. Raises `ConfigError`, `InvalidSetting` and `EvaluationError`.
     """
-    environment = environment_settings(os.environ)
-    # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
-    EngineConfig.from_layers([("environment", environment), ("command line", given)])
+    values = _values(given)
     try:
-        values = {"adaptive_speculation": False, **environment, **given}
         llm = LLM(progress=lambda message, fraction: say(message), **values)
     except ConfigError:
         raise
     except LOAD_ERRORS as error:
         raise EvaluationError(str(error)) from None
     ready = llm.engine.ready
-    pair = llm.engine.pair
-    drafter = str(pair.draft_model.path) if pair.draft_model else NGRAM if pair.draft else ""
     about: dict[str, Any] = {
         "engine": ready.description,
-        "draft_model": drafter,
+        "draft_model": drafter_of(llm.engine.pair),
         "num_speculative_tokens": ready.num_speculative_tokens,
     }
     try:

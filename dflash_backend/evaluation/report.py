@@ -35,6 +35,7 @@ def as_dict(evaluation: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
         "about": dict(about),
         "seconds": evaluation.seconds,
         "num_left_out": evaluation.num_left_out,
+        **({"failure": evaluation.failure} if evaluation.failure else {}),
         "overall": _group_dict(evaluation.overall),
         "datasets": {group.name: _group_dict(group) for group in evaluation.datasets},
         "categories": {group.name: _group_dict(group) for group in evaluation.categories},
@@ -74,7 +75,8 @@ def tables(evaluation: Evaluation, about: Mapping[str, Any]) -> str:
     parts.append(f"{tokens} tokens in {evaluation.seconds:.2f} s{speed}")
     if evaluation.num_left_out:
         asked = len(evaluation.results) + evaluation.num_left_out
-        parts.append(f"Interrupted: {len(evaluation.results)} of {asked} questions were answered.")
+        how = f"Failed ({evaluation.failure})" if evaluation.failure else "Interrupted"
+        parts.append(textwrap.fill(f"{how}: {len(evaluation.results)} of {asked} questions were answered.", WIDTH))
     parts.append("\n".join(_about_line(name, value) for name, value in about.items()))
     return "\n\n".join(parts) + "\n"
 

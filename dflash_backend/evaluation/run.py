@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.figures import mean_acceptance_length
 from dflash_backend.evaluation.questions import Message, Question
 from dflash_backend.evaluation.scoring import is_correct, is_mentioned
@@ -117,12 +118,14 @@ class GroupResult:
 class Evaluation:
     """All results, in the order of the questions, and the seconds from the first request to the last answer.
 
-    An evaluation that was interrupted has the questions that were answered in full; `num_left_out` counts the others.
+    An evaluation that was interrupted or failed has the questions that were answered in full; `num_left_out` counts the
+    others, and `failure` says what failed.
     """
 
     results: tuple[QuestionResult, ...]
     seconds: float
     num_left_out: int = 0
+    failure: str = ""
 
     @property
     def overall(self) -> GroupResult:
@@ -152,10 +155,11 @@ def evaluate(
     """Have all questions answered, turn by turn: a round asks every question that has that many turns.
 
     `progress` is called with `(answers so far, answers in all)`. Raises what `Answerer.answer` does. A
-    `KeyboardInterrupt` ends the evaluation with the questions answered in full by then; without any it is raised.
+    `KeyboardInterrupt` or an `EvaluationError` ends the evaluation with the questions answered in full by then; without
+    any it is raised.
     """
     answers: list[dict[int, Answer]] = [{} for _ in questions]
-    done, total = 0, sum(question.num_turns for question in questions)
+    failure, done, total = "", 0, sum(question.num_turns for question in questions)
     started = time.perf_counter()
     try:
         for turn in range(max((question.num_turns for question in questions), default=0)):
@@ -169,16 +173,17 @@ def evaluate(
                     progress(done, total)
 
             answerer.answer([_request(questions[i], _in_order(answers[i]), sampling, i) for i in asked], on_answer)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EvaluationError) as error:
         if not any(len(said) == question.num_turns for question, said in zip(questions, answers, strict=True)):
             raise
+        failure = str(error)
     seconds = time.perf_counter() - started
     results = tuple(
         QuestionResult(question, _in_order(said))
         for question, said in zip(questions, answers, strict=True)
         if len(said) == question.num_turns
     )
-    return Evaluation(results, seconds, len(questions) - len(results))
+    return Evaluation(results, seconds, len(questions) - len(results), failure)
 
 
 def _in_order(said: Mapping[int, Answer]) -> tuple[Answer, ...]:

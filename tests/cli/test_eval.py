@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
-from dflash_backend.evaluation import ModelRequest
+from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_cli.commands.progress import Progress
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
-from dflash_client.errors import ClientError, Internal
+from dflash_client.errors import ClientError, ConnectionLost, Internal
 from load_tests.prompts import load_prompts
 from tests.support.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
 from tests.support.tiny_models import make_target
@@ -200,8 +201,9 @@ class DescribedServer:
 
     address, protocol, model = "host:1", "grpc", "dflash"
 
-    def __init__(self, description: Any) -> None:
-        self._description = description
+    def __init__(self, description: Any, most_answers: int = 1000) -> None:
+        """most_answers: after these each request fails."""
+        self._description, self._left = description, most_answers
 
     def __enter__(self) -> DescribedServer:
         return self
@@ -215,6 +217,9 @@ class DescribedServer:
         return self._description
 
     def generate(self, *prompt: Any, **parameters: Any) -> GenerationResult:
+        if not self._left:
+            raise ConnectionLost("the connection broke")
+        self._left -= 1
         stats = {"num_drafts": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2}
         stats |= {"num_accepted_tokens_per_pos": [1, 1, 0], "acceptance_length": 3.0}
         return GenerationResult((Completion("4", "stop", (1, 2, 3), 3, spec_stats=stats),), 5)
@@ -237,6 +242,20 @@ def test_the_acceptance_of_a_server_that_adapts_is_not_compared_without_a_word(
     assert ended.status == 0
     assert ("note: adaptive_speculation is on" in ended.err) == (told is True)
     assert json.loads(ended.out)["about"].get("adaptive_speculation") == told
+
+
+def test_what_was_answered_before_a_request_failed_is_shown_and_written(
+    cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dflash_cli.commands.eval.client_of", lambda arguments: DescribedServer({}, most_answers=2))
+    options = ["--dataset", "math", "--limit", "4", "--concurrency", "1", "--json", "--out", tmp_path]
+    ended = cli("eval", *options, "--url", "host:1")
+    assert ended.status == 1
+    assert "math-002: the connection broke; this is what was answered until then" in ended.err
+    found = json.loads(ended.out)
+    assert json.loads((tmp_path / "eval.json").read_text()) == found
+    assert (found["overall"]["num_prompts"], found["num_left_out"]) == (2, 2)
+    assert found["failure"] == "math-002: the connection broke"
 
 
 @pytest.mark.server
@@ -340,6 +359,79 @@ def test_settings_of_the_second_are_its_own(cli) -> None:
     data = json.loads(ended.out)
     assert [data[side]["about"]["num_speculative_tokens"] for side in ("first", "against")] == [15, 3]
     assert data["comparison"]["num_same_answers"] == 1
+
+
+class Quick:
+    """A model that answers at once, up to a question."""
+
+    def __init__(self, error: BaseException | None = None, most_answers: int = 1000) -> None:
+        self._error, self._most = error, most_answers
+
+    def answer(self, requests: Any, on_answer: Any) -> None:
+        for place, _ in list(enumerate(requests))[: self._most]:
+            on_answer(place, Answer("4", 3, SpecDecodingStats(1, 3, 2, [1, 1, 0])))
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "most_answers", "status", "words"),
+    [
+        (KeyboardInterrupt(), 0, 130, "cancelled"),
+        (EvaluationError("it died"), 0, 1, "it died"),
+        (EvaluationError("it died"), 1, 1, "it died; this is what both had answered until then"),
+        (RuntimeError("a defect"), 0, None, ""),
+    ],
+)
+def test_the_first_models_answers_are_not_lost_with_the_second(
+    cli,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: BaseException,
+    most_answers: int,
+    status: int | None,
+    words: str,
+) -> None:
+    models = [Quick(), Quick(error, most_answers)]
+    monkeypatch.setattr(
+        "dflash_cli.commands.eval._engine", lambda *_: nullcontext((models.pop(0), {"draft_model": "ngram"}))
+    )
+    options = ["--dataset", "math", "--limit", "2", "--json", "--out", tmp_path, "--against-set", "seed=1"]
+    if status is None:
+        with pytest.raises(RuntimeError, match="a defect"):
+            cli("eval", *options)
+    else:
+        ended = cli("eval", *options)
+        assert ended.status == status
+        assert words in ended.err.splitlines()[-1]
+        assert json.loads(ended.out) == json.loads((tmp_path / "eval.json").read_text())
+    found = json.loads((tmp_path / "eval.json").read_text())
+    if most_answers:
+        assert [found[side]["overall"]["num_prompts"] for side in ("first", "against")] == [1, 1]
+    else:
+        assert (found["overall"]["num_prompts"], found["num_left_out"]) == (2, 0)
+
+
+def test_without_the_end_of_the_first_the_second_is_not_begun(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Quick(EvaluationError("it died"), 1)]
+    monkeypatch.setattr("dflash_cli.commands.eval._engine", lambda *_: nullcontext((models.pop(0), {})))
+    ended = cli("eval", "--dataset", "math", "--limit", "2", "--json", "--against-set", "seed=1")
+    assert ended.status == 1
+    assert "it died; this is what the first model had answered; the second one was not measured" in ended.err
+    assert json.loads(ended.out)["overall"]["num_prompts"] == 1
+
+
+def test_a_second_target_that_the_drafter_does_not_fit_is_refused_before_the_first_is_measured(
+    cli, tmp_path: Path
+) -> None:
+    demo = asset_path("demo", "pair", "target")
+    make_target(tmp_path, vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"])
+    for file in demo.glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path)
+    ended = cli("eval", *FAST, "--dataset", "math", "--limit", "1", "--against", tmp_path)
+    assert (ended.status, ended.out) == (1, "")
+    assert "loading" not in ended.err, "before anything is measured"
+    assert "does not fit the target" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,10 @@ def test_an_interrupted_evaluation_says_so() -> None:
     assert "Interrupted: 3 of 10 questions were answered." in tables(partial, {})
     assert as_dict(partial, {})["num_left_out"] == 7
     assert "Interrupted" not in tables(TWO_SETS, {})
+    failed = replace(partial, failure="q-3: no server")
+    assert "Failed (q-3: no server): 3 of 10 questions were answered." in tables(failed, {})
+    assert as_dict(failed, {})["failure"] == "q-3: no server"
+    assert "failure" not in as_dict(partial, {})
 
 
 def test_the_picture_says_what_was_run() -> None:

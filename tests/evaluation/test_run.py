@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dflash_backend.evaluation import Answer, ModelRequest, Question, Sampling, evaluate
+from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.run import OnAnswer
 from dflash_backend.spec_stats import SpecDecodingStats
 
@@ -90,16 +90,16 @@ def test_progress_counts_answers_not_questions() -> None:
 
 
 class Interrupted(Parrot):
-    """Ctrl-C comes after that many answers."""
+    """Ctrl-C comes after that many answers, or an error."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, error: BaseException | None = None) -> None:
         super().__init__()
-        self._left = after
+        self._left, self._error = after, error or KeyboardInterrupt()
 
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         def counted(place: int, answer: Answer) -> None:
             if not self._left:
-                raise KeyboardInterrupt
+                raise self._error
             self._left -= 1
             on_answer(place, answer)
 
@@ -111,6 +111,14 @@ def test_ctrl_c_keeps_the_questions_that_were_answered_in_full() -> None:
     # The second of b's three turns is answered too, which is not all of it.
     assert [result.question.id for result in found.results] == ["a", "c", "d"]
     assert (found.num_left_out, found.overall.num_tokens) == (1, 3)
+
+
+def test_an_error_keeps_the_questions_that_were_answered_in_full_and_is_told() -> None:
+    found = evaluate(Interrupted(5, EvaluationError("b: no server")), QUESTIONS, Sampling())
+    assert [result.question.id for result in found.results] == ["a", "c", "d"]
+    assert (found.num_left_out, found.failure) == (1, "b: no server")
+    with pytest.raises(EvaluationError, match="b: no server"):
+        evaluate(Interrupted(0, EvaluationError("b: no server")), QUESTIONS, Sampling())
 
 
 def test_ctrl_c_before_any_answer_is_raised() -> None:

@@ -27,6 +27,7 @@ from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
     from dflash_backend.evaluation.measure import EvaluationSettings, Model
+    from dflash_backend.evaluation.run import Evaluation
     from dflash_client import DFlashClient
 
 SERVER_CONCURRENCY = 16
@@ -127,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Measure and show. Raises `ConfigError` or `EvaluationError`."""
-    from dflash_backend.evaluation import Sampling, report
+    from dflash_backend.evaluation import Sampling
     from dflash_backend.evaluation.measure import EvaluationSettings, measure
 
     _check_usage(arguments)
@@ -138,13 +139,27 @@ def _run(arguments: argparse.Namespace) -> int:
         return _compare(arguments, settings)
     model = _server(arguments) if arguments.url is not None else _engine(arguments)
     evaluation, about = measure(settings, model, Progress("answers", say).step, arguments.out)
+    _show(arguments, evaluation, about)
+    return _status(evaluation, "this is what was answered until then")
+
+
+def _show(arguments: argparse.Namespace, evaluation: Evaluation, about: Mapping[str, Any]) -> None:
+    """Show the report of one model, whose files are written."""
+    from dflash_backend.evaluation import report
+
     if arguments.out is not None:
         say(f"wrote eval.json, eval.md and eval.png to {arguments.out}")
     if arguments.json:
         show(json.dumps(report.as_dict(evaluation, about), ensure_ascii=False))
     else:
         show(report.tables(evaluation, about).rstrip("\n"))
-    return fail("cancelled; this is what was answered until then", INTERRUPTED) if evaluation.num_left_out else 0
+
+
+def _status(evaluation: Evaluation, shown: str) -> int:
+    """The exit status; where questions were left out it is said why, and what is `shown`."""
+    if evaluation.failure:
+        return fail(f"{evaluation.failure}; {shown}")
+    return fail(f"cancelled; {shown}", INTERRUPTED) if evaluation.num_left_out else 0
 
 
 def _compare(arguments: argparse.Namespace, settings: EvaluationSettings) -> int:
@@ -154,26 +169,37 @@ def _compare(arguments: argparse.Namespace, settings: EvaluationSettings) -> int
     from dflash_backend.evaluation.measure import measure
 
     # What is wrong is said before the first model, which may take hours.
+    pair, other = engine.resolved(_given(arguments)), dict(arguments.against_settings)
     if arguments.against is not None:
         engine.encoder(arguments.against)
+        other = {"target_model": arguments.against, "draft_model": engine.drafter_of(pair)} | other
+    engine.resolved(_given(arguments, other))
     if arguments.out is not None:
         report.prepare(arguments.out)
+
+    def show_first() -> None:
+        if arguments.out is not None:
+            report.write(arguments.out, first.evaluation, first.about)
+        _show(arguments, first.evaluation, first.about)
+
     first = Measured.of(*measure(settings, _engine(arguments), Progress("answers", say).step, None))
     if first.evaluation.num_left_out:
-        return fail("cancelled before the second model was measured", INTERRUPTED)
+        show_first()
+        return _status(first.evaluation, "this is what the first model had answered; the second one was not measured")
     gc.collect()  # the first model's memory
-    other = dict(arguments.against_settings)
-    if arguments.against is not None:
-        other = {"target_model": arguments.against, "draft_model": first.about["draft_model"]} | other
-    against = Measured.of(*measure(settings, _engine(arguments, other), Progress("answers", say).step, None))
+    try:
+        against = Measured.of(*measure(settings, _engine(arguments, other), Progress("answers", say).step, None))
+    except BaseException:
+        say("the second model was not measured; this is the first one alone")
+        show_first()
+        raise
     comparison = Comparison.of(first, against)
     if arguments.out is not None:
         comparison.write(arguments.out)
         say(f"wrote eval.json, eval.md and eval.png to {arguments.out}")
     text = json.dumps(comparison.as_dict(), ensure_ascii=False) if arguments.json else comparison.text().rstrip("\n")
     show(text)
-    cancelled = against.evaluation.num_left_out > 0
-    return fail("cancelled; this is what both had answered until then", INTERRUPTED) if cancelled else 0
+    return _status(against.evaluation, "this is what both had answered until then")
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
@@ -194,17 +220,21 @@ def _check_usage(arguments: argparse.Namespace) -> None:
         raise InvalidSetting("--concurrency sets max_num_seqs; give one of them")
 
 
+def _given(arguments: argparse.Namespace, other: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The settings of the command line, and over them those of the `other` model."""
+    options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
+    given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
+    return given | dict(other or {})
+
+
 @contextmanager
 def _engine(arguments: argparse.Namespace, other: Mapping[str, str] | None = None) -> Iterator[Model]:
     """The engine in this process. Settings come from the environment as a server's do, the command line over it, and
     over that those of the `other` model."""
     from dflash_backend.evaluation import engine
 
-    options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
-    given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
-    given |= other or {}
     text = None if arguments.text is None else _read_text(arguments.text)
-    with engine.engine_model(given, say, arguments.chat_template_kwargs, text) as model:
+    with engine.engine_model(_given(arguments, other), say, arguments.chat_template_kwargs, text) as model:
         yield model
 
 
