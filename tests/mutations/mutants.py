@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.budget_cost import BUDGET_COST_MUTANTS
+from tests.mutations.clients import CLIENTS_MUTANTS
 from tests.mutations.continued import CONTINUED_MUTANTS
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.cpu_ops import CPU_OPS_MUTANTS
@@ -102,6 +103,7 @@ MUTANTS += (
     + PREFILL_MUTANTS
 )
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS + GPU_RANK_MUTANTS
+MUTANTS += CLIENTS_MUTANTS
 MUTANTS += (
     TEXT_MUTANTS + FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULARY_MUTANTS + KEPT_MXFP4_MUTANTS
 )
