@@ -15,7 +15,7 @@ from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization.stored import PARTS
 from dflash_backend.checkpoints.rope import addressable_positions, read_layer_rope, read_rope
-from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, DecoderSpec
+from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.tensor_names import OUTER, WRAPPERS, bare_name, beginnings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +67,7 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=_intermediate_size(config, family, moe),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -97,6 +97,13 @@ def refuse_unsupported(config: JsonReader, fields: Mapping[str, str] = UNSUPPORT
             raise config.fail(field, f"no such field: {reason}")
     if not config.boolean("is_neox_style", default=True):
         raise config.fail("is_neox_style", "true: interleaved rotary embedding is not supported")
+
+
+def _intermediate_size(config: JsonReader, family: Family, moe: MoeSpec | None) -> int:
+    """That of the MLP. Where all layers have experts in its place nothing reads it, and published files of Qwen3.5 do
+    not have it: it is then that of an expert."""
+    needed = moe is None or not all(moe.sparse_layers) or family.gemma4 is not None
+    return config.integer("intermediate_size", default=None if needed or moe is None else moe.intermediate_size)
 
 
 def _read_heads(config: JsonReader, family: Family, hidden_size: int) -> tuple[int, int, int]:

@@ -69,6 +69,23 @@ def test_missing_fields_take_the_defaults_of_transformers(tmp_path: Path, archit
     assert ours.sliding_windows == windows
 
 
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_no_field_is_needed_that_the_config_class_does_not_have(tmp_path: Path, architecture: str) -> None:
+    """Published files have the fields of their class alone: those of Qwen3.5 with experts have no intermediate_size."""
+    known = FAMILIES[architecture][1].__dataclass_fields__
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    missing = {name: ... for name in sizes if name not in known}
+    spec = read(tmp_path, architecture, **missing, **(PLAIN if architecture == GEMMA else {}))
+    assert (spec.decoder.num_layers, spec.vocab_size) == (4, 97)
+
+
+def test_an_mlp_in_some_layers_needs_its_size(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'intermediate_size' is missing"):
+        read(tmp_path, "Qwen3MoeForCausalLM", intermediate_size=..., mlp_only_layers=[0])
+    with pytest.raises(CheckpointError, match="'intermediate_size' is missing"):
+        read(tmp_path, "LlamaForCausalLM", intermediate_size=...)
+
+
 def test_null_key_heads_are_as_many_as_query_heads(tmp_path: Path) -> None:
     assert read(tmp_path, "MistralForCausalLM", num_key_value_heads=None).decoder.num_kv_heads == 4
 

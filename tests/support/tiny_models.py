@@ -126,6 +126,8 @@ def target_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Pre
         "tie_word_embeddings": True,
         "eos_token_id": 0,
     }
+    if "intermediate_size" not in config.__dataclass_fields__:  # as published files of Qwen3.5 with experts
+        del fields["intermediate_size"]
     return config(**(fields | own | changes))
 
 
