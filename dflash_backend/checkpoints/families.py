@@ -19,7 +19,7 @@ from dflash_backend.checkpoints.experts import (
     qwen_moe_experts,
     qwen_next_experts,
 )
-from dflash_backend.checkpoints.gemma4 import gemma4_windows, read_gemma4
+from dflash_backend.checkpoints.gemma4 import UNIFIED_WINDOW, gemma4_windows, read_gemma4
 from dflash_backend.checkpoints.hybrids import read_delta_net
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import DEFAULT_ROPE, attention_factor_of
@@ -144,6 +144,27 @@ QWEN35 = Family(
     rotary_share=0.25,
 )
 
+# Gemma 4, the text part, without embeddings of each layer's own and without KV that layers share.
+GEMMA4 = Family(
+    windows=gemma4_windows,
+    qk_norm=True,
+    experts=gemma4_experts,
+    num_kv_heads=4,
+    head_dim=256,
+    max_positions=131072,
+    reads_attention_bias=True,
+    gemma4=read_gemma4,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    tied=True,
+)
+# Gemma 4 12B: missing fields mean something else.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    windows=partial(gemma4_windows, missing=UNIFIED_WINDOW),
+    max_positions=262144,
+    gemma4=partial(read_gemma4, has_own_embeddings=False),
+)
+
 FAMILIES = {
     "Qwen3ForCausalLM": QWEN3,
     # Qwen2 and Qwen2.5 (arXiv 2407.10671 and 2412.15115).
@@ -175,19 +196,7 @@ FAMILIES = {
     # Qwen3.5 and 3.6, the text part.
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5MoeForCausalLM": replace(QWEN35, experts=qwen35_experts, num_kv_heads=2),
-    # Gemma 4, the text part, without embeddings of each layer's own and without KV that layers share.
-    "Gemma4ForCausalLM": Family(
-        windows=gemma4_windows,
-        qk_norm=True,
-        experts=gemma4_experts,
-        num_kv_heads=4,
-        head_dim=256,
-        max_positions=131072,
-        reads_attention_bias=True,
-        gemma4=read_gemma4,
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
-        tied=True,
-    ),
+    "Gemma4ForCausalLM": GEMMA4,
 }
 # Multimodal models, of which the text part is served, and its architecture.
 TEXT_PARTS = {
@@ -197,4 +206,6 @@ TEXT_PARTS = {
     "Gemma4UnifiedForCausalLM": "Gemma4ForCausalLM",
     "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
 }
+# How `config.json` is read under a name of `TEXT_PARTS` where that is not as of its text part.
+VARIANTS = dict.fromkeys(("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"), GEMMA4_UNIFIED)
 TARGET_ARCHITECTURES = tuple(FAMILIES)

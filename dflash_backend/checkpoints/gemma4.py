@@ -11,29 +11,34 @@ from dflash_backend.checkpoints.spec import FULL, SLIDING, Gemma4Spec, RopeSpec
 
 # Every so manieth layer sees everything where no field says which do.
 PATTERN = 6
-DEFAULT_WINDOW = 512
+DEFAULT_WINDOW, UNIFIED_WINDOW = 512, 1024
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 GLOBAL_ROPE = RopeSpec(theta=1_000_000.0, kind="proportional", share=0.25)
 
-# Parts that are not built here, of the small Gemma 4 (E2B and E4B): what the field must be, and why.
+# Parts that are not built here, of the small Gemma 4 (E2B and E4B), and why.
+OWN_EMBEDDINGS = "hidden_size_per_layer_input"
+MISSING_OWN_EMBEDDINGS = 256
 ABSENT = {
-    "hidden_size_per_layer_input": (256, "embeddings of each layer's own are not supported"),
-    "num_kv_shared_layers": (0, "KV that layers share is not supported"),
+    OWN_EMBEDDINGS: "embeddings of each layer's own are not supported",
+    "num_kv_shared_layers": "KV that layers share is not supported",
 }
 
 
-def gemma4_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` in the layers that `layer_types` calls sliding."""
-    window = config.integer("sliding_window", default=DEFAULT_WINDOW)
+def gemma4_windows(config: JsonReader, num_layers: int, missing: int = DEFAULT_WINDOW) -> tuple[int | None, ...]:
+    """`sliding_window` in the layers that `layer_types` calls sliding; `missing` where the field is not there."""
+    window = config.integer("sliding_window", default=missing)
     return tuple(window if name == SLIDING else None for name in _layer_types(config, num_layers))
 
 
-def read_gemma4(config: JsonReader, num_layers: int, max_positions: int) -> Gemma4Spec:
-    """What Gemma 4's decoder has of its own. Raises `CheckpointError`."""
-    for field, (missing, reason) in ABSENT.items():
-        value = missing if field not in config else config.data[field]
-        if value:
+def read_gemma4(
+    config: JsonReader, num_layers: int, max_positions: int, has_own_embeddings: bool = True
+) -> Gemma4Spec:
+    """What Gemma 4's decoder has of its own. has_own_embeddings: whether layers have embeddings of their own where no
+    field says it. Raises `CheckpointError`."""
+    missing = {OWN_EMBEDDINGS: MISSING_OWN_EMBEDDINGS} if has_own_embeddings else {}
+    for field, reason in ABSENT.items():
+        if config.data.get(field, missing.get(field, 0)):
             raise config.fail(field, f"0: {reason}")
     if config.data.get("use_bidirectional_attention") == "all":
         raise config.fail("use_bidirectional_attention", "null or 'vision': a target's text is causal")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
-from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS, Family
+from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS, VARIANTS, Family
 from dflash_backend.checkpoints.files import TensorHeader, check_files, have_equal_numbers, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
@@ -22,6 +22,7 @@ OTHER_PARTS = (
     "model.vision_tower.",
     "model.audio_tower.",
     "model.embed_vision.",
+    "model.vision_embedder.",
     "model.embed_audio.",
 )
 
@@ -30,19 +31,21 @@ def read_target(directory: Path) -> TargetSpec:
     """Read a target's `config.json`. Raises `CheckpointError`."""
     check_files(directory)
     config = JsonReader.load(directory / "config.json")
-    architecture = _architecture(config)
+    given = _architecture(config)
+    architecture = TEXT_PARTS.get(given, given)
+    family = VARIANTS.get(given, FAMILIES[architecture])
     read_quantization(config)  # refused before anything else is read
     # A multimodal model has the text part's fields and tensors one level down.
     nested = config.given("text_config")
     text = config.object("text_config") if nested else config
     prefix = target_prefix(config)
-    decoder = read_decoder(text, FAMILIES[architecture])
+    decoder = read_decoder(text, family)
     headers = read_headers(directory)
     check_stack(text, decoder, f"{prefix}layers.", headers)
     if decoder.moe is not None:
         decoder = replace(decoder, moe=replace(decoder.moe, stacked=_has_stacked_experts(decoder.moe, headers)))
     dtype, dtype_notes = read_dtype(headers, text, config)
-    tied, head_notes = _is_tied(config, FAMILIES[architecture], prefix, headers)
+    tied, head_notes = _is_tied(config, family, prefix, headers)
     return TargetSpec(
         path=directory,
         architecture=architecture,
@@ -84,10 +87,11 @@ def _has_stacked_experts(moe: MoeSpec, headers: Collection[str]) -> bool:
 
 
 def _architecture(config: JsonReader) -> str:
+    """The first of `architectures` that is served, as the config has it."""
     architectures = config.strings("architectures")
     for name in architectures:
         if TEXT_PARTS.get(name, name) in FAMILIES:
-            return TEXT_PARTS.get(name, name)
+            return name
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
         f"{config.where}: architectures is {shown(list(architectures))}; this server runs "

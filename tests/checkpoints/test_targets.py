@@ -224,6 +224,15 @@ def test_gemma_4_takes_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert decoder.head_dims == {256, 512}
 
 
+def test_gemma_4_12b_takes_the_defaults_of_its_own_class(tmp_path: Path) -> None:
+    theirs = AutoConfig.for_model("gemma4_unified_text", num_hidden_layers=4)
+    decoder = read(tmp_path, "Gemma4UnifiedForCausalLM", num_attention_heads=8).decoder
+    assert decoder.max_len == theirs.max_position_embeddings
+    assert decoder.sliding_windows == (theirs.sliding_window,) * 3 + (None,)
+    with pytest.raises(CheckpointError, match="'hidden_size_per_layer_input' is 256; expected 0"):
+        read(tmp_path, "Gemma4UnifiedForCausalLM", num_attention_heads=8, hidden_size_per_layer_input=256)
+
+
 def test_gemma_4_is_read_as_google_publishes_it(tmp_path: Path) -> None:
     """The fields of a 31B that matter, with fewer layers, and as `transformers` saves the same heads."""
     fields = {

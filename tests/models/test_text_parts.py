@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -96,6 +98,28 @@ def test_the_text_part_of_gemma_4_gives_the_logits_of_transformers(tmp_path: Pat
     spec = read_target(tmp_path)
     assert (spec.architecture, spec.tie_word_embeddings) == ("Gemma4ForCausalLM", True)
     assert "model.vision_tower." in dict(target_facts(spec))["not served"]
+
+
+def test_gemma_4_12b_is_read_as_google_publishes_it(tmp_path: Path) -> None:
+    """Its text part has no hidden_size_per_layer_input, and what embeds images lies in tensors of other names."""
+    torch.manual_seed(0)
+    text = target_config("Gemma4ForCausalLM").to_dict()
+    for field in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "model_type", "enable_moe_block"):
+        del text[field]
+    vision = {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 16, "mm_posemb_size": 4}
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=None)
+    whole = Gemma4UnifiedForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    parts = ("patch_dense.weight", "patch_dense.bias", "pos_embedding")
+    parts += tuple(f"{norm}.{kind}" for norm in ("patch_ln1", "patch_ln2", "pos_norm") for kind in ("weight", "bias"))
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "vision" not in name}
+    tensors |= {f"model.vision_embedder.{part}": torch.zeros(2) for part in parts}
+    tensors["model.embed_vision.embedding_projection.weight"] = torch.zeros(2)
+    save_file(tensors, file)
+    assert "hidden_size_per_layer_input" not in json.loads((tmp_path / "config.json").read_text())["text_config"]
+    check(tmp_path, whole)
+    assert "model.vision_embedder." in dict(target_facts(read_target(tmp_path)))["not served"]
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
