@@ -31,7 +31,8 @@ def read_rope(
 ) -> RopeSpec:
     """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`; `default` is the
     embedding where no field is about it, its theta where none gives it. partial: a part of the head may be rotated,
-    whose size `head_dim` is, and sections of a multimodal embedding make no difference, since positions of text agree.
+    whose size `head_dim` is. Of such a target, and of a drafter, sections of a multimodal embedding are read past: each
+    section takes the same position of a text.
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
@@ -41,7 +42,7 @@ def read_rope(
         _check_whole_head(config)
     scaling, parameters = (
         [
-            _read_entry(entry, config, head_dim, max_positions, default.theta, partial)
+            _read_entry(entry, config, head_dim, max_positions, default.theta, text_alone=partial or drafter)
             for entry in _entries(config.object(field), drafter, partial)
         ]
         for field in ("rope_scaling", "rope_parameters")

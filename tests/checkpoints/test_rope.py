@@ -118,6 +118,16 @@ def test_a_drafter_takes_the_sliding_entry_of_nested_parameters() -> None:
     assert read(rope_parameters=same).theta == 7.0
 
 
+def test_sections_of_a_drafter_make_no_difference_in_text() -> None:
+    """speculators writes so for Qwen3.5, whose target rotates a quarter of a head and its drafter all of it."""
+    sections = {"mrope_section": [22, 22, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e7}
+    assert read(drafter=True, rope_parameters=sections | {"partial_rotary_factor": 1.0}) == RopeSpec(theta=1e7)
+    with pytest.raises(CheckpointError, match="'partial_rotary_factor' is 0.25; expected 1"):
+        read(drafter=True, rope_parameters=sections | {"partial_rotary_factor": 0.25})
+    with pytest.raises(CheckpointError, match="mrope"):
+        read(rope_parameters=sections)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
