@@ -11,10 +11,25 @@ from dataclasses import replace
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, RopeSpec
+from dflash_backend.error_text import shown
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 PROPORTIONAL = "proportional"
 DEFAULT_ROPE = RopeSpec(theta=10000.0)
+ORIGINAL = "original_max_position_embeddings"
+# What says nothing of the scaling, and what each kind reads of its object beside that.
+PLAIN_FIELDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+KIND_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", ORIGINAL, "attention_factor", "attn_factor", "mscale", "mscale_all_dim"),
+        *("beta_fast", "beta_slow", "truncate"),
+    ),
+    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    PROPORTIONAL: ("factor",),
+}
 # Beyond these a float32 frequency would be 0 or infinite.
 MAX_THETA = 1e12
 MAX_FACTOR = 1e6
@@ -83,6 +98,27 @@ def read_layer_rope(
         factor=entry.number("factor", default=1.0, low=1.0, high=MAX_FACTOR),
         share=share,
     )
+
+
+def unread_rope_fields(config: JsonReader) -> tuple[str, ...]:
+    """A sentence for the log that names what lies in `rope_scaling` and `rope_parameters` and is not read, if there is
+    something. Fields that are null or false say nothing."""
+    found = []
+    for field in ("rope_scaling", "rope_parameters"):
+        outer = config.object(field)
+        nested = [outer.object(name) for name, value in outer.data.items() if isinstance(value, dict)]
+        for entry in nested or [outer]:
+            kind = entry.data.get("rope_type") or entry.data.get("type") or "default"
+            known = {"rope_type", "type", *PLAIN_FIELDS, *KIND_FIELDS.get(str(kind), ())}
+            where = entry.where.removeprefix(f"{config.where}: ").replace(": ", ".")
+            found += [
+                f"{where}.{name} = {shown(value)}"
+                for name, value in entry.data.items()
+                if name not in known and value is not None and value is not False
+            ]
+    if not found:
+        return ()
+    return (f"not known here and not read: {', '.join(found)}; texts are worse if one changes the rotation",)
 
 
 def rope_in_words(rope: RopeSpec) -> str:
@@ -164,8 +200,7 @@ def _read_entry(
         factor = entry.number("factor", low=1.0, high=MAX_FACTOR)
         return RopeSpec(theta, kind, factor, original_max_positions=length, length=length)
     # A field beside the scaling wins over one inside it (Phi writes it so).
-    field = "original_max_position_embeddings"
-    original = config.integer(field, default=entry.integer(field, default=max_positions))
+    original = config.integer(ORIGINAL, default=entry.integer(ORIGINAL, default=max_positions))
     if kind == "yarn":
         return _read_yarn(entry, theta, original, max_positions)
     low, high = (entry.number(field, low=MIN_BETA, high=MAX_BETA) for field in ("low_freq_factor", "high_freq_factor"))
@@ -186,7 +221,11 @@ def _theta(reader: JsonReader, default: float) -> float:
 
 
 def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: int) -> RopeSpec:
-    """yarn, with the attention factor of DeepSeek's `mscale` and `mscale_all_dim` where a checkpoint has both."""
+    """yarn, with the attention factor of DeepSeek's `mscale` and `mscale_all_dim` where a checkpoint has both.
+
+    `attn_factor` multiplies the factor that no `attention_factor` gives, as in vLLM and llama.cpp; `transformers` does
+    not read it. DeepSeek-R1-0528-Qwen3-8B undoes the default with it, and was trained so.
+    """
     if theta <= 1:
         raise entry.fail("rope_theta", "a number above 1, as yarn needs")
     factor = entry.number("factor", default=max(1.0, max_positions / original), low=1.0, high=MAX_FACTOR)
@@ -194,6 +233,7 @@ def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: in
     if entry.data.get("mscale") and entry.data.get("mscale_all_dim"):
         mscale, all_dim = (entry.number(field, high=MAX_FACTOR) for field in ("mscale", "mscale_all_dim"))
         attention_factor = attention_factor_of(factor, mscale) / attention_factor_of(factor, all_dim)
+    attention_factor *= entry.number("attn_factor", default=1.0, high=MAX_FACTOR)
     return RopeSpec(
         theta=theta,
         kind="yarn",

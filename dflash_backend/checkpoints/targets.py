@@ -12,6 +12,7 @@ from dflash_backend.checkpoints.files import TensorHeader, check_files, have_equ
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
 from dflash_backend.checkpoints.quantization.stored import holds_weight
+from dflash_backend.checkpoints.rope import unread_rope_fields
 from dflash_backend.checkpoints.spec import CheckpointError, MoeSpec, TargetSpec
 from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, is_tied, target_prefix
 from dflash_backend.error_text import shown
@@ -56,7 +57,7 @@ def read_target(directory: Path) -> TargetSpec:
         eos_token_ids=read_eos(directory),
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
-        notes=head_notes + dtype_notes + config.object("gguf").strings("notes"),
+        notes=head_notes + dtype_notes + unread_rope_fields(text) + config.object("gguf").strings("notes"),
     )
 
 

@@ -13,6 +13,7 @@ from dflash_backend.checkpoints.files import TensorHeader, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization, read_quantization
 from dflash_backend.checkpoints.quantization.stored import holds_weight
+from dflash_backend.checkpoints.rope import unread_rope_fields
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
 from dflash_backend.error_text import shown
 
@@ -90,6 +91,7 @@ def shared_fields(
     decoder's fields are."""
     vocab_size = layer.integer("vocab_size", low=2)
     dtype, notes = read_dtype(tensors, config, layer)
+    notes += unread_rope_fields(layer)
     return {
         "path": directory,
         "decoder": decoder,

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_backend.checkpoints import CheckpointError, RopeSpec
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.rope import addressable_positions, read_rope
+from dflash_backend.checkpoints.rope import addressable_positions, read_rope, unread_rope_fields
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -75,6 +75,31 @@ def test_yarn_has_the_attention_factor_of_transformers(scaling: dict[str, Any]) 
     rope = read(rope_parameters=entry)
     assert rope.attention_factor == pytest.approx(expected, rel=1e-12)
     assert rope.factor == pytest.approx(4.0 if scaling["factor"] != 1.0 else 1.0)
+
+
+def test_attn_factor_multiplies_the_factor_that_is_not_given() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B's, which leaves scores as they are: as vLLM reads it."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    published = read(131072, rope_scaling=scaling | {"attn_factor": 0.8782488562869419})
+    assert published.attention_factor == pytest.approx(1.0, abs=1e-9)
+    assert read(131072, rope_scaling=scaling).attention_factor == pytest.approx(1.13863, abs=1e-5)
+    both = read(131072, rope_scaling=scaling | {"attn_factor": 0.5, "attention_factor": 1.5})
+    assert both.attention_factor == 1.5
+    with pytest.raises(CheckpointError, match="'attn_factor' is -1"):
+        read(rope_scaling=scaling | {"attn_factor": -1})
+
+
+def test_fields_that_are_not_read_are_said() -> None:
+    def notes(**fields: Any) -> tuple[str, ...]:
+        return unread_rope_fields(JsonReader(fields, "config.json"))
+
+    yarn = {"type": "yarn", "factor": 2.0, "attn_factor": 1.0, "truncate": False, "original_max_position_embeddings": 8}
+    assert notes() == notes(rope_scaling=yarn) == notes(rope_scaling=None, rope_parameters=LLAMA3) == ()
+    assert notes(rope_scaling=yarn | {"finetuned": False, "gamma": None}) == ()
+    (note,) = notes(rope_scaling=yarn | {"extrapolation_factor": 2}, rope_parameters={"rope_theta": 1, "factor": 4})
+    assert "rope_scaling.extrapolation_factor = 2, rope_parameters.factor = 4; texts are worse" in note
+    nested = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "attn_factor": 2}}
+    assert "rope_parameters.full_attention.attn_factor = 2" in notes(rope_parameters=nested)[0]
 
 
 def test_yarn_starts_from_max_position_embeddings_where_it_names_no_length() -> None:

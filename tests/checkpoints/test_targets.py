@@ -326,6 +326,11 @@ def test_fields_that_contradict_each_other_are_said(tmp_path: Path) -> None:
     assert with_weights(tmp_path, {"dtype": "auto", "torch_dtype": "half"}, (torch.float16, 10)).notes == ()
 
 
+def test_fields_of_rotary_scaling_that_are_not_read_are_said(tmp_path: Path) -> None:
+    spec = read(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0, "attn_factor": 0.5})
+    assert "rope_scaling.attn_factor = 0.5" in dict(target_facts(spec))["warning"]
+
+
 def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="GemmaForCausalLM.*this server runs " + ", ".join(TARGET_ARCHITECTURES)):
         read(tmp_path, "GemmaForCausalLM")
