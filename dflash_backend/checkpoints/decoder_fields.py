@@ -14,7 +14,7 @@ from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization.stored import PARTS
-from dflash_backend.checkpoints.rope import addressable_positions, read_layer_rope, read_rope
+from dflash_backend.checkpoints.rope import ORIGINAL, addressable_positions, read_layer_rope, read_rope
 from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, DecoderSpec, MoeSpec
 from dflash_backend.checkpoints.tensor_names import OUTER, WRAPPERS, bare_name, beginnings
 
@@ -28,6 +28,7 @@ DTYPE_NAMES = {
     **dict.fromkeys(("float", "fp32", "f32"), "float32"),
 }
 AUTO = "auto"
+DUAL_CHUNKS = "dual_chunk_attention_config"
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
 
@@ -56,6 +57,8 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(config, family, hidden_size)
     max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
+    if not drafter:
+        max_positions = min(max_positions, one_chunk(config) or max_positions)
     partial = family.rotary_share != 1.0
     rotary_dim = read_rotary_dim(config, head_dim, family.rotary_share) if partial else head_dim
     gemma4 = family.gemma4(config, num_layers, max_positions) if family.gemma4 else None
@@ -87,6 +90,13 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
         gemma4=gemma4,
     )
+
+
+def one_chunk(config: JsonReader) -> int | None:
+    """The positions that a target of Qwen's dual chunk attention (arXiv 2501.15383) was trained on, up to which
+    attention is the usual one; None without it. Raises `CheckpointError`."""
+    chunks = config.object(DUAL_CHUNKS)
+    return chunks.integer(ORIGINAL, high=MAX_POSITIONS) if chunks.data else None
 
 
 def refuse_unsupported(config: JsonReader, fields: Mapping[str, str] = UNSUPPORTED) -> None:

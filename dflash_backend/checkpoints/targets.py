@@ -6,7 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
+from dflash_backend.checkpoints.decoder_fields import (
+    DUAL_CHUNKS,
+    check_stack,
+    one_chunk,
+    read_decoder,
+    read_dtype,
+    read_eos,
+)
 from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS, VARIANTS, Family
 from dflash_backend.checkpoints.files import TensorHeader, check_files, have_equal_numbers, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
@@ -57,7 +64,17 @@ def read_target(directory: Path) -> TargetSpec:
         eos_token_ids=read_eos(directory),
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
-        notes=head_notes + dtype_notes + unread_rope_fields(text) + config.object("gguf").strings("notes"),
+        notes=head_notes + dtype_notes + unread_rope_fields(text) + _chunk_notes(text) + config.object("gguf").strings("notes"),
+    )
+
+
+def _chunk_notes(config: JsonReader) -> tuple[str, ...]:
+    """A sentence for the log where a target could go further with attention in chunks."""
+    if (positions := one_chunk(config)) is None:
+        return ()
+    return (
+        f"{DUAL_CHUNKS} asks for attention in chunks beyond {positions} positions, which is not built: requests have "
+        "at most that many",
     )
 
 

@@ -331,6 +331,20 @@ def test_fields_of_rotary_scaling_that_are_not_read_are_said(tmp_path: Path) -> 
     assert "rope_scaling.attn_factor = 0.5" in dict(target_facts(spec))["warning"]
 
 
+def test_a_target_of_dual_chunk_attention_ends_where_its_chunks_begin(tmp_path: Path) -> None:
+    """Qwen2.5-7B-Instruct-1M: beyond, it was meant for other distances than those of the usual attention."""
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    fields = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
+    spec = read(tmp_path, "Qwen2ForCausalLM", **fields)
+    assert spec.decoder.max_len == 262144
+    assert "beyond 262144 positions, which is not built" in dict(target_facts(spec))["warning"]
+    plain = read(tmp_path, "Qwen2ForCausalLM", **fields | {"dual_chunk_attention_config": None})
+    assert (plain.decoder.max_len, plain.notes) == (1010000, ())
+    del chunks["original_max_position_embeddings"]
+    with pytest.raises(CheckpointError, match="dual_chunk_attention_config: field 'original_max_position_embedding"):
+        read(tmp_path, "Qwen2ForCausalLM", **fields)
+
+
 def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="GemmaForCausalLM.*this server runs " + ", ".join(TARGET_ARCHITECTURES)):
         read(tmp_path, "GemmaForCausalLM")
