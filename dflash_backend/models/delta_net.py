@@ -38,12 +38,13 @@ class DeltaNetWeights:
     def read(cls, source: WeightSource, prefix: str, decoder: DecoderSpec, net: DeltaNetSpec) -> DeltaNetWeights:
         """The layer whose tensors' names begin with `prefix`."""
         hidden = decoder.hidden_size
-        decay, bias = (source.tensor(f"{prefix}{name}", net.num_value_heads).float() for name in ("A_log", "dt_bias"))
+        # The logarithm of a rate: rounded to 16 bits, it would change what is left after many tokens.
+        decay = source.tensor(f"{prefix}A_log", net.num_value_heads, dtype=torch.float32)
         return cls(
             inputs=(_read_grouped if net.grouped else _read_plain)(source, prefix, hidden, net),
             conv=source.tensor(f"{prefix}conv1d.weight", net.conv_size, 1, net.conv_width)[:, 0],
             decay=decay.exp(),
-            decay_bias=bias,
+            decay_bias=source.tensor(f"{prefix}dt_bias", net.num_value_heads).float(),
             norm=source.tensor(f"{prefix}norm.weight", net.value_head_dim),
             output=Linear.read(source, prefix, {"out_proj": hidden}, net.value_size),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ def test_a_target_reads_every_tensor_of_its_checkpoint_once_and_without_a_second
     parameters = {out.untyped_storage().data_ptr(): out.untyped_storage().nbytes() for out in source.outs.values()}
     assert sum(parameters.values()) == sum(tensor.nbytes for tensor in tensors.values())
     assert len(parameters) < len(tensors), "projections of one input are one parameter"
+
+
+def test_the_decay_of_a_gated_delta_net_is_not_rounded(tmp_path: Path) -> None:
+    """Published files of Qwen3.5 have it in float32 beside weights in bfloat16, as vLLM keeps it."""
+    make_target(tmp_path, architecture="Qwen3_5ForCausalLM")
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.0.linear_attn.A_log"]
+    assert not torch.equal(stored, stored.bfloat16().float())
+    target: Any = load_target(read_target(tmp_path), 16, torch.bfloat16, CPU)
+    assert torch.equal(target.layers[0].weights.net.decay, stored.exp())
 
 
 def change(directory: Path, added: dict[str, torch.Tensor]) -> None:

@@ -52,6 +52,13 @@ HYBRID_MUTANTS = (
         ),
     ),
     Mutant(
+        "the decay of a gated delta net is rounded to the dtype of the weights",
+        NET,
+        'source.tensor(f"{prefix}A_log", net.num_value_heads, dtype=torch.float32)',
+        'source.tensor(f"{prefix}A_log", net.num_value_heads).float()',
+        ("tests/models/test_loading.py::test_the_decay_of_a_gated_delta_net_is_not_rounded",),
+    ),
+    Mutant(
         "a slot keeps its last owner's state",
         STATE,
         "fresh = group.fresh[:, None, None]",
