@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_backend.checkpoints import CheckpointError, read_target
+from dflash_backend.checkpoints.describe import target_facts
+from dflash_backend.engine.inspection import inspect_target
 from tests.support.quantised import (
     AWQ,
     FP8_BLOCK,
     GPTQ,
     Packer,
     awq,
+    edit_config,
     fp8_block,
     fp8_rows,
     fp8_tensor,
     gptq,
+    is_projection,
     make_qwen_fp8,
     write,
     write_by_name,
@@ -62,6 +67,34 @@ def test_a_published_layout_gives_the_logits_of_its_weights(tmp_path: Path, name
     packer, config = FORMATS[name]
     make_target(tmp_path / "source", **SIZES)
     assert_same_logits(write(tmp_path / "source", tmp_path, packer, config))
+
+
+def test_projections_of_gptq_have_the_scheme_of_the_first_rule_that_names_them(tmp_path: Path) -> None:
+    """As GPTQModel writes it. Of projections that are one product here, one may be named alone; rules for layers that
+    are not there say nothing."""
+    rules = {
+        "-:.*o_proj": {},
+        "+:.*down.*": {"bits": 8, "group_size": 8},
+        r".*\.q_proj": {"bits": 8, "desc_act": True},
+        "+:.*_proj": {"bits": 4, "group_size": 16, "mse": 2.4},
+        "+:.*mtp.*": {"bits": 3},
+    }
+
+    def pack(name: str) -> Packer | None:
+        if not is_projection(name) or "o_proj" in name:
+            return None
+        own = {"down_proj": gptq(8, group=8), "q_proj": gptq(8, shuffled=True)}
+        return own.get(name.split(".")[-2], gptq())
+
+    make_target(tmp_path / "source", **SIZES)
+    copies = write_by_name(tmp_path / "source", tmp_path, pack, GPTQ | {"dynamic": rules})
+    assert_same_logits(copies)
+    assert "INT8, a scale and a zero point for each 8 weights" in dict(target_facts(read_target(copies.quantised)))[
+        "quantised"
+    ]
+    edit_config(copies.quantised, quantization_config=GPTQ | {"dynamic": {"+:.*down.*": {"bits": 3}}})
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.down_proj' has INT3 by a rule of 'dynamic'"):
+        inspect_target(read_target(copies.quantised))
 
 
 @pytest.mark.parametrize("name", ["fp8 in blocks of other sizes", "gptq with columns in another order", "awq"])

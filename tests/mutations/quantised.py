@@ -52,6 +52,12 @@ QUANTISED_MUTANTS = (
         ),
     ),
     *mutants_of(
+        f"{FOLDER}/published.py",
+        (f"{PUBLISHED}::test_projections_of_gptq_have_the_scheme_of_the_first_rule_that_names_them",),
+        ("rules of GPTQ's `dynamic` are read past", "(*own, (EVERY, scheme))", "((EVERY, scheme),)"),
+        ("a rule of GPTQ's `dynamic` leaves the groups as they are", 'if rule.given("group_size") else', "if False else"),
+    ),
+    *mutants_of(
         f"{FOLDER}/dequantise.py",
         LIBRARY,
         ("packed zero points are left out", "if Role.ZERO in parts:", "if Role.ZERO in parts and False:"),

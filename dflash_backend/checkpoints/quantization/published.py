@@ -6,15 +6,17 @@ silent the tensors decide.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.quantization.names import Names, make_names, read_names
-from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Scheme
+from dflash_backend.checkpoints.quantization.names import PATTERN, Names, make_names, read_names
+from dflash_backend.checkpoints.quantization.scheme import GPTQ_BITS, Layout, Quantization, Scheme
 
 EVERY = Names(all=True)
 # The same thing by two names: what a weight's codes are multiplied by.
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 NOT_CONVERTED = "modules_to_not_convert"
-MAX_BLOCK = 2**20
+MAX_BLOCK, MAX_BITS = 2**20, 8
 
 
 def read_fp8(config: JsonReader) -> Quantization:
@@ -41,27 +43,48 @@ def read_fbgemm_fp8(config: JsonReader) -> Quantization:
 
 def read_gptq(config: JsonReader) -> Quantization:
     """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it. In their first format, which is the usual one, a
-    stored zero point is 1 less than the zero point."""
+    stored zero point is 1 less than the zero point. Rules of `dynamic` give projections schemes of their own, the first
+    that matches; of those that it leaves out ('-:...') the tensors tell."""
     formats = {"gptq": 1, "gptq_v2": 0}
     field = "checkpoint_format" if config.given("checkpoint_format") else "format"
     name = config.string(field, default="gptq")
     if name not in formats or config.boolean("is_marlin_format", default=False):
         raise config.fail(field, f"one of {', '.join(formats)}; repacked weights are not supported")
-    for module in config.object("dynamic").data:
-        if not module.startswith("-:"):
-            raise config.fail("dynamic", "modules to leave out alone ('-:...'): one scheme for all others")
-    if config.string("pack_dtype", default="int32") != "int32":
-        raise config.fail("pack_dtype", "'int32'")
+    _check_packing(config)
     scheme = Scheme(
         Layout.GPTQ,
-        _bits(config, "bits", (4, 8)),
+        _bits(config, "bits", GPTQ_BITS),
         (1, _group(config, "group_size")),
         ("scales",),
         symmetric=False,
         ordered=config.boolean("desc_act", default=False),
         zero_offset=formats[name],
     )
-    return _of_one(config, "gptq", scheme, read_names(config, NOT_CONVERTED, parts=True))
+    dynamic = config.object("dynamic")
+    own = [
+        (make_names(config, "dynamic", [PATTERN + name.removeprefix("+:")]), _own_scheme(dynamic.object(name), scheme))
+        for name in dynamic.data
+        if not name.startswith("-:")
+    ]
+    ignored = read_names(config, NOT_CONVERTED, parts=True)
+    return Quantization("gptq", config.where, (*own, (EVERY, scheme)), ignored, lists_all=False)
+
+
+def _own_scheme(rule: JsonReader, scheme: Scheme) -> Scheme:
+    """The scheme of the projections that a rule names: what it leaves out is as in `scheme`, that of all others. Its
+    bits may be of any number here: it may be for layers that are not loaded."""
+    _check_packing(rule)
+    return replace(
+        scheme,
+        bits=rule.integer("bits", default=scheme.bits, high=MAX_BITS),
+        block=(1, _group(rule, "group_size")) if rule.given("group_size") else scheme.block,
+        ordered=rule.boolean("desc_act", default=scheme.ordered),
+    )
+
+
+def _check_packing(config: JsonReader) -> None:
+    if config.string("pack_dtype", default="int32") != "int32":
+        raise config.fail("pack_dtype", "'int32'")
 
 
 def read_awq(config: JsonReader) -> Quantization:

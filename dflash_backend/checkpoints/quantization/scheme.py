@@ -26,6 +26,7 @@ class Layout(Enum):
 
 
 TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
+GPTQ_BITS = (4, 8)
 # The tensor of the codes, behind the projection's name.
 CODES = {
     Layout.FLOAT8: "weight",

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dflash_backend.checkpoints.files import TensorHeader, num_weights
-from dflash_backend.checkpoints.quantization.scheme import CODES, PLAIN_DTYPES, TRANSPOSED, Layout, Quantization, Scheme
+from dflash_backend.checkpoints.quantization.scheme import (
+    CODES,
+    GPTQ_BITS,
+    PLAIN_DTYPES,
+    TRANSPOSED,
+    Layout,
+    Quantization,
+    Scheme,
+)
 from dflash_backend.checkpoints.spec import CheckpointError
 
 WORD_BITS = 32
@@ -67,6 +75,11 @@ def stored_weight(
 ) -> tuple[StoredWeight, dict[str, Expected]]:
     """The tensors of a weight of `shape`, `[out, in]`, and what each must be. headers: names of the files' tensors;
     model_has: those that the model reads. Raises `CheckpointError` where the scheme does not fit the shape."""
+    if scheme.layout is Layout.GPTQ and scheme.bits not in GPTQ_BITS:
+        raise CheckpointError(
+            f"'{projection}' has INT{scheme.bits} by a rule of 'dynamic' in config.json; expected 4 or 8 bits: other "
+            "numbers of bits are not supported"
+        )
     tensors: dict[Role, str] = {}
     expected: dict[str, Expected] = {}
     for part in _parts(projection, shape, scheme):
