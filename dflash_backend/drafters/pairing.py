@@ -14,6 +14,17 @@ def check_pair(target: TargetSpec, draft: DraftModelSpec) -> None:
         raise CheckpointError(f"the drafter in {draft.path} does not fit the target in {target.path}: {reason}")
 
 
+def short_reach(draft: DraftModelSpec | None, max_model_len: int) -> str | None:
+    """A sentence for the log where the drafter addresses fewer positions than requests of `max_model_len` tokens have;
+    None where it reaches as far, or there is none."""
+    if draft is None or draft.decoder.max_len >= max_model_len:
+        return None
+    return (
+        f"the drafter in {draft.path} addresses {draft.decoder.max_len} positions (max_position_embeddings and its "
+        f"rotary scaling), and requests may have {max_model_len}: from there on they are decoded without drafts"
+    )
+
+
 def _depth_mismatch(target: TargetSpec, draft: DraftModelSpec) -> str | None:
     num_layers = target.decoder.num_layers
     if draft.num_target_layers not in (None, num_layers):

@@ -25,6 +25,7 @@ from dflash_backend.cores import usable_cores
 from dflash_backend.device import choose_device, num_cores, share_cores
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.pairing import short_reach
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.checks import (
@@ -164,6 +165,8 @@ def build_engine(
         ) from None
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
+    if (warning := short_reach(pair.draft_model, sizes.max_model_len)) is not None:
+        report(f"warning: {warning}", 0.95)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
     own, of_windows = own_part(config, models.pair), sizes.num_window_blocks
     take_kv(models.target, sizes.num_blocks)

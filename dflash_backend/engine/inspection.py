@@ -29,7 +29,7 @@ from dflash_backend.core.scheduler_config import blocks_for
 from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.ngram.config import read_ngram
-from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.pairing import check_pair, short_reach
 from dflash_backend.drafters.published import published_for, unsupported_target
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft, read_draft_config
 from dflash_backend.drafters.resolve import find_drafter
@@ -93,11 +93,12 @@ class MethodReport:
 @dataclass(frozen=True)
 class PairReport:
     """Whether a drafter fits a target. `num_speculative_tokens` is k that the server would take; `reason` says why the
-    two do not fit."""
+    two do not fit, `warning` what is lost where they do."""
 
     fits: bool
     num_speculative_tokens: int
     reason: str | None = None
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def inspect_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
         check_pair(target, draft)
     except CheckpointError as error:
         return PairReport(False, 0, str(error))
-    return PairReport(True, draft.num_speculative_tokens)
+    return PairReport(True, draft.num_speculative_tokens, warning=short_reach(draft, target.decoder.max_len))
 
 
 def _weights(path: Path, headers: dict[str, TensorHeader]) -> WeightsReport:

@@ -180,6 +180,15 @@ def test_a_pair_that_fits_has_k_and_the_kv_of_both(inspected) -> None:
     assert data["pair"]["kv_bytes_per_token"] == sum(parts)
 
 
+def test_a_drafter_that_reaches_less_far_than_its_target_is_said(cli, inspected, pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    assert inspected(target, "--draft", draft)["pair"]["warning"] is None
+    change(draft, max_position_embeddings=256)
+    warning = inspected(target, "--draft", draft)["pair"]["warning"]
+    assert "addresses 256 positions" in warning
+    assert f"  warning                 {warning}\n" in cli("inspect", target, "--draft", draft).out
+
+
 def test_a_drafter_without_a_checkpoint_has_facts_alone(cli, inspected) -> None:
     data = inspected(TARGET, "--draft", "ngram")
     assert (data["pair"]["fits"], data["pair"]["num_speculative_tokens"]) == (True, 5)

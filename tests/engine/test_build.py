@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_auto_is_no_more_than_the_kv_cache_holds_and_says_so(tmp_path: Path) -> 
     ready = build(tmp_path, settings={"kv_cache_gb": gib_for(165)}).ready
     assert (ready.max_model_len, ready.num_kv_blocks) == (160, 10)
     assert "requests of up to 160 tokens (the target could do 512; the KV cache holds no more" in ready.description
+
+
+def test_a_drafter_that_reaches_less_far_than_requests_is_said(tmp_path: Path) -> None:
+    values = make_pair(tmp_path, max_position_embeddings=256) | {"device": "cpu"}
+    for length, said in ((None, 1), (257, 1), (256, 0)):
+        messages: list[str] = []
+        config = EngineConfig.from_values(values | ({} if length is None else {"max_model_len": length}))
+        build_engine(config, lambda message, done, messages=messages: messages.append(message))
+        words = f"addresses 256 positions .* requests may have {length or 512}: from there on they are decoded without"
+        assert [bool(re.search(words, message)) for message in messages if "warning:" in message] == [True] * said
 
 
 def test_a_length_that_is_set_and_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def as_text(found: Inspection) -> str:
         if pair.fits:
             rows += [
                 ("speculative tokens (k)", str(pair.num_speculative_tokens)),
+                *([("warning", pair.warning)] if pair.warning else []),
                 ("KV of both", _kv_sum([report.kv for report in found.checkpoints])),
                 ("KV of both, FP8", f"{_kv_sum(_in_fp8(found))}, with kv_cache_dtype=fp8"),
             ]
