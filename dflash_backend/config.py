@@ -8,6 +8,7 @@ passes on as environment). `dflash_backend.LLM` passes Python values through the
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +226,13 @@ class EngineConfig:
     max_model_len: int | None = setting(
         None, "prompt plus output; auto: what the target can do and the KV cache holds", low=2
     )
+    rope_scaling: str = setting(
+        "",
+        "rotary scaling of the target, in place of what its config.json says, as model cards ask for prompts longer "
+        'than the trained length: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}; the '
+        "drafter keeps its own; empty: what the checkpoint says (docs/checkpoints.md)",
+        is_object=True,
+    )
     max_num_seqs: int = setting(64, "requests that run at the same time", low=1, high=4096)
     max_num_batched_tokens: int = setting(
         8192,
@@ -431,6 +439,12 @@ class EngineConfig:
         layers: list[tuple[str, Mapping[str, Any]]] = [(where, own), ("model.json", from_json)]
         layers.append(("environment", environment_settings(environ)))
         return dataclasses.replace(cls.from_layers(layers), triton_parameters=triton)
+
+    @property
+    def target_rope(self) -> dict[str, Any]:
+        """The fields of `rope_scaling`; empty where the target keeps its own."""
+        fields: dict[str, Any] = json.loads(self.rope_scaling or "{}")
+        return fields
 
     @property
     def report_custom_metrics(self) -> bool | None:

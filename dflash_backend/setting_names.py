@@ -21,12 +21,14 @@ _OTHER_NAMES = {
     "max_batch_size": "max_num_seqs",
     "mem_fraction_static": "gpu_memory_utilization",
     "chunked_prefill_size": "max_prefill_tokens_per_step",
+    "rope_parameters": "rope_scaling",
 }
 
 # Settings of other servers that nothing here stands for, and why.
 _NOT_HERE = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "there are no adapters"),
     "pipeline_parallel_size": "layers are not spread over GPUs; tensor_parallel_size shares each of them",
+    "hf_overrides": "fields of config.json are not overridden, but for its rotary scaling by rope_scaling",
     "trust_remote_code": "no code of a checkpoint is ever run",
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -34,6 +35,7 @@ class Setting:
     refused: values that are not allowed and likely to be given, each with why and what would work.
     low, high: bounds of a number; `low_open` excludes `low` itself.
     check: raises ValueError, with a sentence, for a text that is not allowed.
+    is_object: whether the text is a JSON object, or empty; a value may then be such an object itself.
     name, kind, auto, default: filled in from the field. `kind` is `str`, `int`, `float` or `bool`; with `auto` the word
         "auto" is allowed and stands for None.
     """
@@ -45,6 +47,7 @@ class Setting:
     high: float = MOST
     low_open: bool = False
     check: Callable[[str], object] | None = None
+    is_object: bool = False
     name: str = ""
     kind: type = str
     auto: bool = False
@@ -58,7 +61,7 @@ class Setting:
         elif self.kind is bool:
             words = ["true", "false"]
         elif self.kind is str:
-            words = ["text"]
+            words = ["a JSON object"] if self.is_object else ["text"]
         else:
             noun = "an integer" if self.kind is int else "a number"
             # Without an exponent, which few people read.
@@ -77,6 +80,8 @@ class Setting:
         parsed: Any = None
         if self.kind is bool:
             parsed = parse_bool(text)
+        elif self.kind is str and self.is_object:
+            parsed = _object_text(text)
         elif self.kind is str:
             parsed = str(text) if isinstance(text, str | os.PathLike) else None
         else:
@@ -144,6 +149,16 @@ def parse_bool(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+
+
+def _object_text(value: Any) -> str | None:
+    """The JSON text of an object, given as text or as it is; of a text that is empty, that; else None."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(value, allow_nan=False)
+        return value if value == "" or isinstance(json.loads(value), dict) else None
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _parse_number(value: Any, kind: type) -> int | float | None:

@@ -31,9 +31,7 @@ def gemma4_windows(config: JsonReader, num_layers: int, missing: int = DEFAULT_W
     return tuple(window if name == SLIDING else None for name in _layer_types(config, num_layers))
 
 
-def read_gemma4(
-    config: JsonReader, num_layers: int, max_positions: int, has_own_embeddings: bool = True
-) -> Gemma4Spec:
+def read_gemma4(config: JsonReader, num_layers: int, max_positions: int, has_own_embeddings: bool = True) -> Gemma4Spec:
     """What Gemma 4's decoder has of its own. has_own_embeddings: whether layers have embeddings of their own where no
     field says it. Raises `CheckpointError`."""
     missing = {OWN_EMBEDDINGS: MISSING_OWN_EMBEDDINGS} if has_own_embeddings else {}

@@ -7,7 +7,9 @@ filled as `transformers` 5 fills it, so that a checkpoint gives the same frequen
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import SLIDING, CheckpointError, RopeSpec
@@ -98,6 +100,24 @@ def read_layer_rope(
         factor=entry.number("factor", default=1.0, low=1.0, high=MAX_FACTOR),
         share=share,
     )
+
+
+def with_scaling(config: JsonReader, scaling: Mapping[str, Any]) -> JsonReader:
+    """`config` with the fields of the setting `rope_scaling` in place of its own rotary scaling; what says nothing of
+    scaling, as `rope_theta`, stays unless they have it. Raises `CheckpointError` on a field that would not be read."""
+    given = JsonReader(scaling, "setting 'rope_scaling'")
+    kind = _kind(given, text_alone=True)
+    if not (given.given("rope_type") or given.given("type")):
+        raise given.fail("rope_type", "one of " + ", ".join(KINDS))
+    known = ("rope_type", "type", *KIND_FIELDS[kind], *PLAIN_FIELDS)
+    if unknown := sorted(scaling.keys() - set(known)):
+        raise given.fail(unknown[0], f"no such field: {kind} has {', '.join(known)}")
+    outer = [config.object(name).data for name in ("rope_scaling", "rope_parameters")]
+    plain = {name: value for fields in outer for name, value in fields.items() if name in PLAIN_FIELDS}
+    # The length of the setting wins over one beside the file's own scaling.
+    changes = {"rope_scaling": None, "rope_parameters": plain | dict(scaling)}
+    changes |= {ORIGINAL: None} if given.given(ORIGINAL) else {}
+    return JsonReader({**config.data, **changes}, f"{config.where} with the setting rope_scaling")
 
 
 def unread_rope_fields(config: JsonReader) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dflash_backend.checkpoints.decoder_fields import (
     DUAL_CHUNKS,
@@ -19,11 +20,12 @@ from dflash_backend.checkpoints.files import TensorHeader, check_files, have_equ
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
 from dflash_backend.checkpoints.quantization.stored import holds_weight
-from dflash_backend.checkpoints.rope import unread_rope_fields
+from dflash_backend.checkpoints.rope import unread_rope_fields, with_scaling
 from dflash_backend.checkpoints.spec import CheckpointError, MoeSpec, TargetSpec
 from dflash_backend.checkpoints.tensor_names import EMBEDDING, HEAD, is_tied, target_prefix
 from dflash_backend.error_text import shown
 
+NO_FIELDS: Mapping[str, Any] = {}
 # How the tensors of images and sound begin in multimodal checkpoints.
 OTHER_PARTS = (
     "model.visual.",
@@ -35,8 +37,9 @@ OTHER_PARTS = (
 )
 
 
-def read_target(directory: Path) -> TargetSpec:
-    """Read a target's `config.json`. Raises `CheckpointError`."""
+def read_target(directory: Path, rope_scaling: Mapping[str, Any] = NO_FIELDS) -> TargetSpec:
+    """Read a target's `config.json`. rope_scaling: the fields of the setting of that name, which take the place of its
+    own rotary scaling. Raises `CheckpointError`."""
     check_files(directory)
     config = JsonReader.load(directory / "config.json")
     given = _architecture(config)
@@ -47,7 +50,8 @@ def read_target(directory: Path) -> TargetSpec:
     nested = config.given("text_config")
     text = config.object("text_config") if nested else config
     prefix = target_prefix(config)
-    decoder = read_decoder(text, family)
+    scaled = _with_scaling(text, family, rope_scaling) if rope_scaling else text
+    decoder = read_decoder(scaled, family)
     headers = read_headers(directory)
     check_stack(text, decoder, f"{prefix}layers.", headers)
     if decoder.moe is not None:
@@ -64,8 +68,21 @@ def read_target(directory: Path) -> TargetSpec:
         eos_token_ids=read_eos(directory),
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
-        notes=head_notes + dtype_notes + unread_rope_fields(text) + _chunk_notes(text) + config.object("gguf").strings("notes"),
+        notes=head_notes
+        + dtype_notes
+        + unread_rope_fields(scaled)
+        + _chunk_notes(text)
+        + config.object("gguf").strings("notes"),
     )
+
+
+def _with_scaling(config: JsonReader, family: Family, rope_scaling: Mapping[str, Any]) -> JsonReader:
+    if family.gemma4 is not None:
+        raise CheckpointError(
+            f"{config.where}: setting 'rope_scaling' is for one rotary embedding of all layers, and Gemma 4 has one "
+            "for each kind of layer: leave it out"
+        )
+    return with_scaling(config, rope_scaling)
 
 
 def _chunk_notes(config: JsonReader) -> tuple[str, ...]:

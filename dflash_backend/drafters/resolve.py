@@ -67,7 +67,7 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
     if config.draft_model != NGRAM:
         refuse_lookup(config)
     dirs, wanted = resolve_dirs(config), config.num_speculative_tokens
-    target = read_target(dirs.target)
+    target = read_target(dirs.target, config.target_rope)
     if config.draft_model == NGRAM:
         ngram = read_ngram(config)
         k = ngram.num_speculative_tokens if wanted is None else wanted

@@ -190,6 +190,7 @@ def fingerprint(
         "block_size": scheduler.block_size,
         "rope_lengths": _rope_lengths(pair),
         "windows": scheduler.num_window_blocks > 0,
+        "rope_scaling": config.target_rope,
         "reads_next_tokens": scheduler.reads_next_tokens,
         **{
             name: getattr(config, name)

@@ -114,7 +114,8 @@ def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, d
     if wanted is not None and wanted > decoder.max_len:
         raise ConfigError(
             f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
-            f"{decoder.max_len} positions: lower it, or leave it out"
+            f"{decoder.max_len} positions: lower it, leave it out, or set rope_scaling to what its model card says of "
+            "longer prompts"
         )
     # With auto all that the model can address, but with dynamic scaling, which changes every frequency past the
     # original length, what it was trained for.

@@ -76,7 +76,7 @@ IDENTITY = (
 OF_EAGLE3 = {"eagle_drafts": "--drafts"}
 NOT_OF_EAGLE3 = {"draft_layers": "--layers", "block_size": "--block-size", "mask_token_id": "--mask-token"}
 # Settings of the engine that its answers and the target's features depend on.
-NUMBER_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "batch_invariant")
+NUMBER_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "batch_invariant", "rope_scaling")
 STATE, CANDIDATE, SUMMARY, PLOT = "state.pt", "candidate", "train.json", "train.png"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError)
 Say = Callable[[str], None]
@@ -169,7 +169,7 @@ class Run:
         _check(options)
         config = EngineConfig.from_values({"target_model": options.target, **options.settings})
         directory = resolve_target_dir(config)
-        self.spec: TargetSpec = read_target(directory)
+        self.spec: TargetSpec = read_target(directory, config.target_rope)
         if options.data.temperature < 0:
             defaults = read_sampling_defaults(directory)
             options = replace(options, data=replace(options.data, temperature=defaults.get("temperature", 0.0)))

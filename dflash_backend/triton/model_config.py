@@ -58,6 +58,7 @@ _SAME_NAMES = [
     "dtype",
     "seed",
     "max_model_len",
+    "rope_scaling",
     "max_num_seqs",
     "max_num_batched_tokens",
     "gpu_memory_utilization",

@@ -331,6 +331,60 @@ def test_fields_of_rotary_scaling_that_are_not_read_are_said(tmp_path: Path) -> 
     assert "rope_scaling.attn_factor = 0.5" in dict(target_facts(spec))["warning"]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "own", "changed"),
+    [
+        ("Qwen3ForCausalLM", {"rope_theta": 1e6, "rope_scaling": None}, {"rope_scaling": YARN}),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_theta": 5e5} | YARN},
+        ),
+        (
+            "Qwen3_5ForCausalLM",
+            {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+            {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5} | YARN},
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            {"original_max_position_embeddings": None, "rope_scaling": YARN},
+        ),
+    ],
+)
+def test_the_setting_rope_scaling_is_as_if_the_file_said_it(
+    tmp_path: Path, architecture: str, own: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    expected = read(tmp_path, architecture, max_position_embeddings=40960, **own | changed).decoder
+    plain = read(tmp_path, architecture, max_position_embeddings=40960, **own).decoder
+    found = read_target(tmp_path, YARN).decoder
+    assert found == expected != plain
+    assert found.max_len == 131072
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scaling", "expected"),
+    [
+        ("Qwen3ForCausalLM", {"factor": 4.0}, "'rope_type' is missing; expected one of default"),
+        ("Qwen3ForCausalLM", {"rope_type": "longrope"}, "'rope_type' is 'longrope'; expected one of default"),
+        ("Qwen3ForCausalLM", {"rope_type": "yarn", "facto": 4}, "'facto' is 4; expected no such field: yarn has "),
+        ("Qwen3ForCausalLM", {"rope_type": "linear"}, "with the setting rope_scaling: rope_parameters: field 'factor'"),
+        ("Qwen3ForCausalLM", {"full_attention": YARN}, "'rope_type' is missing"),
+        (GEMMA, YARN, "Gemma 4 has one for each kind of layer: leave it out"),
+    ],
+)
+def test_a_rope_scaling_that_would_be_misread_is_refused(
+    tmp_path: Path, architecture: str, scaling: dict[str, Any], expected: str
+) -> None:
+    read(tmp_path, architecture, **PLAIN)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read_target(tmp_path, scaling)
+    assert "rope_scaling" in str(caught.value)
+
+
 def test_a_target_of_dual_chunk_attention_ends_where_its_chunks_begin(tmp_path: Path) -> None:
     """Qwen2.5-7B-Instruct-1M: beyond, it was meant for other distances than those of the usual attention."""
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}

@@ -160,7 +160,9 @@ def test_dynamic_scaling_starts_only_where_a_longer_length_is_asked_for(tmp_path
     assert longer.pair.target.decoder.rope.length == 1000
     shorter = build(tmp_path / "shorter", settings={"max_model_len": 100}, **DYNAMIC)
     assert shorter.pair.target.decoder.rope.length == 512
-    with pytest.raises(ConfigError, match="'max_model_len' is 2049.*at most 2048 positions: lower it"):
+    with pytest.raises(
+        ConfigError, match="'max_model_len' is 2049.*at most 2048 positions: lower it.* set rope_scaling"
+    ):
         build(tmp_path / "over", settings={"max_model_len": 2049}, **DYNAMIC)
 
 

@@ -36,6 +36,9 @@ def test_the_environment_wins_over_the_file() -> None:
         ("num_speculative_tokens", "0", 0),
         ("draft_model", "", ""),
         ("draft_model", "auto", None),
+        ("rope_scaling", "", ""),
+        ("rope_scaling", ' {"type": "yarn"} ', '{"type": "yarn"}'),
+        ("rope_scaling", {"type": "yarn"}, '{"type": "yarn"}'),
     ],
 )
 def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, expected: Any) -> None:
@@ -62,6 +65,9 @@ def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, exp
         ("tenant_weights", "a=1e308", "a weight from 0.000001 to 1000000"),
         ("tenant_weights", "a=1e-308", "a weight from 0.000001 to 1000000"),
         ("tenant_weights", "a=nan", "a weight from 0.000001 to 1000000"),
+        ("rope_scaling", "yarn", "a JSON object"),
+        ("rope_scaling", "[4]", "a JSON object"),
+        ("rope_scaling", 4.0, "a JSON object"),
         ("enable_overlap", "yes", "true or false"),
         ("device", "tpu", "auto or cpu or cuda"),
         ("draft_temperature_ratio", "2", "a number from 0 to 1"),

@@ -99,6 +99,9 @@ def test_the_length_of_requests_counts_where_rotary_frequencies_depend_on_it_alo
 
 def test_other_settings_that_kv_depends_on_count(models: Path) -> None:
     assert fingerprint(models, kv_cache_dtype="fp8") != fingerprint(models)
+    scaled = fingerprint(models, rope_scaling='{"rope_type": "linear", "factor": 2}')
+    assert scaled != fingerprint(models)
+    assert scaled == fingerprint(models, rope_scaling={"factor": 2, "rope_type": "linear"}), "however it is written"
 
 
 def test_other_code_makes_other_kv(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

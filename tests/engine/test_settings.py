@@ -58,6 +58,11 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "kv_transfer_peers": ("a, b:7", lambda built: built.runner.mover._stores["remote"]._peers, {"a", "b:7"}),
     "kv_transfer_timeout_s": (7, lambda built: built.core.config.transfer.timeout_s, 7.0),
     "max_model_len": (100, lambda built: built.core.config.max_model_len, 100),
+    "rope_scaling": (
+        {"rope_type": "linear", "factor": 2.0},
+        lambda built: (built.pair.target.decoder.rope.kind, built.pair.draft.decoder.rope.kind),
+        ("linear", "default"),
+    ),
     "max_num_seqs": (3, lambda built: built.core.config.max_num_seqs, 3),
     "max_num_batched_tokens": (77, lambda built: built.core.config.max_num_batched_tokens, 77),
     "max_prefill_tokens_per_step": (19, lambda built: built.core.config.max_prefill_tokens_per_step, 19),

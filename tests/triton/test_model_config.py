@@ -133,6 +133,7 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
         ("distributed_executor_backend", "mp", "distributed_executor", "mp"),
         ("distributed_executor_backend", "uni", "distributed_executor", None),
         ("revision", "v2", "target_revision", "v2"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "target_rope", {"rope_type": "yarn", "factor": 4.0}),
     ],
 )
 def test_arguments_of_vllm_that_are_settings_here_are_taken(
