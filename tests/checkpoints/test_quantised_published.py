@@ -89,9 +89,10 @@ def test_projections_of_gptq_have_the_scheme_of_the_first_rule_that_names_them(t
     make_target(tmp_path / "source", **SIZES)
     copies = write_by_name(tmp_path / "source", tmp_path, pack, GPTQ | {"dynamic": rules})
     assert_same_logits(copies)
-    assert "INT8, a scale and a zero point for each 8 weights" in dict(target_facts(read_target(copies.quantised)))[
-        "quantised"
-    ]
+    assert (
+        "INT8, a scale and a zero point for each 8 weights"
+        in dict(target_facts(read_target(copies.quantised)))["quantised"]
+    )
     edit_config(copies.quantised, quantization_config=GPTQ | {"dynamic": {"+:.*down.*": {"bits": 3}}})
     with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.down_proj' has INT3 by a rule of 'dynamic'"):
         inspect_target(read_target(copies.quantised))

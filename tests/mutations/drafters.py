@@ -32,6 +32,35 @@ DRAFTERS_MUTANTS = (
         ("tests/worker/test_long_positions.py::test_drafts_across_a_border_are_those_of_a_dense_drafter",),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/rope.py",
+        ("tests/checkpoints/test_rope.py", "tests/checkpoints/test_targets.py"),
+        ("a drafter's mrope_section refuses it", "text_alone=partial or drafter", "text_alone=partial"),
+        (
+            "the attn_factor of yarn is read past",
+            '    attention_factor *= entry.number("attn_factor", default=1.0, high=MAX_FACTOR)\n',
+            "",
+        ),
+        (
+            "a length beside the file's scaling wins over that of the setting rope_scaling",
+            "    changes |= {ORIGINAL: None} if given.given(ORIGINAL) else {}\n",
+            "",
+        ),
+    ),
+    Mutant(
+        "a target of dual chunk attention offers all of its positions",
+        "dflash_backend/checkpoints/decoder_fields.py",
+        "min(max_positions, one_chunk(config) or max_positions)",
+        "max_positions",
+        ("tests/checkpoints/test_targets.py",),
+    ),
+    Mutant(
+        "a drafter that reaches less far than requests is not said",
+        f"{DRAFTERS_PACKAGE}/pairing.py",
+        "if draft is None or draft.decoder.max_len >= max_model_len:",
+        "if True:",
+        ("tests/engine/test_build.py::test_a_drafter_that_reaches_less_far_than_requests_is_said",),
+    ),
+    *mutants_of(
         "dflash_backend/engine/inspection.py",
         (
             f"{INSPECT}test_layers_with_a_window_keep_few_blocks_of_a_request",

@@ -55,6 +55,15 @@ GEMMA4_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/families.py",
+        OF_READING,
+        (
+            "a missing field of Gemma 4 12B is read as of the others",
+            "has_own_embeddings=False",
+            "has_own_embeddings=True",
+        ),
+    ),
+    *mutants_of(
         TARGET,
         OF_FAMILY,
         (

@@ -27,6 +27,13 @@ OF_NIXL = ("tests/worker/test_kv_nixl.py",)
 OF_FINGERPRINT = ("tests/engine/test_kv_fingerprint.py",)
 
 KV_TIER_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "KV of another rotary scaling is found again",
+        ENGINE,
+        '        "rope_scaling": config.target_rope,\n',
+        "",
+        OF_FINGERPRINT,
+    ),
     *mutants_of(
         TIERS,
         OF_CORE,

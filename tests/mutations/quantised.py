@@ -55,7 +55,11 @@ QUANTISED_MUTANTS = (
         f"{FOLDER}/published.py",
         (f"{PUBLISHED}::test_projections_of_gptq_have_the_scheme_of_the_first_rule_that_names_them",),
         ("rules of GPTQ's `dynamic` are read past", "(*own, (EVERY, scheme))", "((EVERY, scheme),)"),
-        ("a rule of GPTQ's `dynamic` leaves the groups as they are", 'if rule.given("group_size") else', "if False else"),
+        (
+            "a rule of GPTQ's `dynamic` leaves the groups as they are",
+            'if rule.given("group_size") else',
+            "if False else",
+        ),
     ),
     *mutants_of(
         f"{FOLDER}/dequantise.py",
