@@ -245,7 +245,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True):
     """New tokens of one request from one step. The last one of a request has a finish reason and stats.
 
-    Every delta of a request with stop strings has stats: the text may end the answer within it.
+    The first one with tokens has stats too, which say how long the request waited for its first step. Every delta of a
+    request with stop strings has stats: the text may end the answer within it.
     `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none. `prompt_logprobs` has
     those of the prompt's tokens after its first, in order, over all deltas; a delta may have only these.
     `num_draft_tokens` counts the drafts that the step verified for the request. `kv_transfer_params`, of the last
@@ -271,7 +272,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
         num_drafts = sum(delta.num_draft_tokens for delta in deltas)
-        kept = (last.finish_reason, last.stats)
+        stats = next((delta.stats for delta in reversed(deltas) if delta.stats is not None), None)
+        kept = (last.finish_reason, stats)
         return cls(last.request_id, token_ids, *kept, logprobs, of_prompt, num_drafts, last.kv_transfer_params)
 
 

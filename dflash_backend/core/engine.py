@@ -553,7 +553,9 @@ class EngineCore:
             self._remove(request, finish_reason, now)
         elif not token_ids and not prompt_logprobs:
             return
-        stats = None if finish_reason is None and request.yields is None else request.stats(now)
+        is_first = 0 < len(token_ids) == request.num_output_tokens
+        has_stats = is_first or finish_reason is not None or request.yields is not None
+        stats = request.stats(now) if has_stats else None
         delta = TokenDelta(
             request.request_id, token_ids, finish_reason, stats, logprobs, prompt_logprobs, result.num_verified, kept
         )

@@ -333,11 +333,6 @@ class RequestState:
         return min(times, default=None)
 
     @property
-    def queue_time_s(self) -> float:
-        """How long the request waited for its first step."""
-        return min(completion.stats.queue_time_s for completion in self.completions if completion.stats is not None)
-
-    @property
     def engine_ids(self) -> list[str]:
         """Ids of the completions at the engine: the request's own, followed by the completion's index from 1 on."""
         others = range(1, len(self.completions))

@@ -21,7 +21,7 @@ from dflash_backend.triton.delta_streams import DeltaStream, DeltaStreams, entry
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.reporter import Reporter
-from dflash_backend.triton.request_metrics import count_finished, count_tokens
+from dflash_backend.triton.request_metrics import count_finished, count_first_token, count_tokens, count_wait
 from dflash_backend.triton.responder import Responder, SendFailed, one_line
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMemory
@@ -44,8 +44,9 @@ class TritonRequest:
     """A request's state, where its responses go, which engine runs it, and what that is sent.
 
     answered: a response was sent. sent: the engine was sent all of its completions. num_moves: engines that were lost
-    before it reached them. prefilled: it has its first token. released: its engine is done with it. delta_stream: what
-    carried some of its deltas.
+    before it reached them. prefilled: it has its first token. has_wait, has_first_token: the metrics have its time in
+    the queue, and that to its first token. released: its engine is done with it. delta_stream: what carried some of its
+    deltas.
     """
 
     state: RequestState
@@ -56,6 +57,8 @@ class TritonRequest:
     sent: bool = False
     num_moves: int = 0
     prefilled: bool = False
+    has_wait: bool = False
+    has_first_token: bool = False
     released: bool = False
     delta_stream: DeltaStream | None = None
 
@@ -249,12 +252,18 @@ class RunningRequests:
         if not request.prefilled and delta.token_ids:
             request.prefilled = True
             self._engines.prefilled(request.placement)
+        if not request.has_wait and delta.stats is not None:
+            request.has_wait = True
+            count_wait(self._metrics, delta.stats)
         try:
             added = state.add(delta)
         except Exception as error:  # noqa: BLE001 - a fault in one request's text must not reach the others
             self._log.error(f"request {state.request_id} failed: {one_line(error)}")
             self._give_up(request, "INTERNAL", f"the new tokens could not be turned into text: {one_line(error)}")
             return False
+        if not request.has_first_token and (first_token_at := state.first_token_at) is not None:
+            request.has_first_token = True
+            count_first_token(self._metrics, state, first_token_at)
         if added.num_intervals:
             self._metrics.observe("dflash:inter_token_latency_seconds", added.interval_s, times=added.num_intervals)
         if request.responder.num_bytes_sent + state.num_bytes > int(self._max_response_mb * 1e6):

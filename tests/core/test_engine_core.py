@@ -218,8 +218,12 @@ def test_every_delta_of_a_request_with_stop_strings_has_stats_and_an_abort_ends_
         assert output.stats.num_output_tokens == len(output.token_ids) > 0
     engine.core.abort(["runs", "never seen", "runs"], {"runs": 1, "never seen": 2})
     check_core(engine.core)
+    engine.clock.now = 1.5
     engine.step()
     assert engine.outputs["waits"].token_ids
+    assert engine.outputs["waits"].stats.queue_time_s == 1.5, "the first tokens say how long it waited"
+    engine.step()
+    assert engine.outputs["waits"].finish_reason is None
     assert engine.outputs["waits"].stats is None
 
 

@@ -174,8 +174,8 @@ class ToyCore:
         asked = state.request.sampling.logprobs
         logprobs = None if asked is None else [token_logprobs(token, asked) for token in tokens]
         if state.num_output < limit:
-            stats = state.stats() if state.request.sampling.stop else None
-            return TokenDelta(request_id, tokens, None, stats, logprobs)
+            has_stats = state.request.sampling.stop or state.num_output == count
+            return TokenDelta(request_id, tokens, None, state.stats() if has_stats else None, logprobs)
         del self._requests[request_id]
         self.broken = prompt[0] == BREAK_LATER
         params = state.request.sampling.kv_transfer_params

@@ -200,13 +200,6 @@ SERVING_MUTANTS = (
         ("tests/frontend/playground/test_files.py",),
     ),
     Mutant(
-        "the queue time of several completions is the longest",
-        f"{TEXT}/output.py",
-        "return min(completion.stats.queue_time_s",
-        "return max(completion.stats.queue_time_s",
-        LATENCIES,
-    ),
-    Mutant(
         "one character less is held back for a stop string",
         f"{TEXT}/stop_strings.py",
         "held = 0 if finished else machine.depth[state]",
@@ -266,9 +259,19 @@ SERVING_MUTANTS = (
             "(now - state.first_token_at) / longest",
         ),
         (
-            "time to first token is the whole latency",
-            "state.first_token_at - state.arrived_at",
-            "now - state.arrived_at",
+            "time to first token is not since the arrival",
+            "first_token_at - state.arrived_at",
+            "first_token_at",
+        ),
+    ),
+    *mutants_of(
+        f"{TRITON}/running_requests.py",
+        LATENCIES,
+        ("each completion of a request has a wait", "request.has_wait = True", "pass"),
+        (
+            "only finished requests have a time to first token",
+            "if not request.has_first_token and",
+            "if state.finished and not request.has_first_token and",
         ),
     ),
     *mutants_of(
