@@ -26,6 +26,8 @@ class RequestRunner:
         self._expected = expected
         self._recorder = recorder
         self._cancelled_at_end: set[Stream] = set()
+        # Those of them that this client has cancelled.
+        self._cancelled: set[Stream] = set()
 
     def run(self, request: Request, sample: Sample) -> None:
         """Send the request and fill in the sample, also where the server answers with an error."""
@@ -63,14 +65,19 @@ class RequestRunner:
                     if number == request.cancel_after and delta.finish_reason is None:
                         return True
         except Cancelled:
+            # What the server cancels without being asked to is an error.
+            if stream not in self._cancelled:
+                raise
             return True
         finally:
             self._cancelled_at_end.discard(stream)
+            self._cancelled.discard(stream)
         return False
 
     def end_load(self) -> None:
         """Cancel the requests in flight that are not to outlive the load."""
         for stream in list(self._cancelled_at_end):
+            self._cancelled.add(stream)
             stream.cancel()
 
 

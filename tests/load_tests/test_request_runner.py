@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,25 +24,34 @@ def delta(text: str, token_ids: list[int], finish_reason: str | None = None) -> 
 class Client(DFlashClient):
     """Answers with the given responses, and then the error."""
 
-    def __init__(self, responses: list[tuple[Any, ...]], error: ClientError | None = None) -> None:
-        self._responses, self._error = responses, error
+    def __init__(
+        self,
+        responses: list[tuple[Any, ...]],
+        error: ClientError | None = None,
+        before_error: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.responses, self.error, self.before_error = responses, error, before_error
         self.sent: dict[str, Any] = {}
 
     def stream(self, prompt: Any = None, *, messages: Any = None, **sampling: Any) -> Any:
         self.sent = {"prompt": prompt, **sampling}
-        return Stream(self._responses, self._error)
+        return Stream(self)
 
 
 class Stream:
-    """A stream that ends with an error, if any."""
+    """A stream of a client that ends with the client's error, if any."""
 
-    def __init__(self, responses: list[tuple[Any, ...]], error: ClientError | None) -> None:
-        self._responses, self._error = responses, error
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     def __iter__(self) -> Iterator[Delta]:
-        yield from (delta(*response) for response in self._responses)
-        if self._error is not None:
-            raise self._error
+        yield from (delta(*response) for response in self._client.responses)
+        if self._client.error is not None:
+            self._client.before_error()
+            raise self._client.error
+
+    def cancel(self) -> None:
+        pass
 
     def __enter__(self) -> Stream:
         return self
@@ -51,11 +60,14 @@ class Stream:
         pass
 
 
-def run(client: Client, request: Request) -> tuple[Sample, Recorder]:
+def run(client: Client, request: Request, ends_load: bool = False) -> tuple[Sample, Recorder]:
     recorder = Recorder()
     questions = {"q": Question("q", "text", 3, temperature=1.0, seed=7)}
     sample = recorder.begin("load", "traffic", "q", request.salt, True)
-    RequestRunner(client, questions, {"q": EXPECTED}, recorder).run(request, sample)
+    runner = RequestRunner(client, questions, {"q": EXPECTED}, recorder)
+    if ends_load:
+        client.before_error = runner.end_load
+    runner.run(request, sample)
     return sample, recorder
 
 
@@ -99,8 +111,15 @@ def test_a_cancelled_answer_is_right_as_far_as_it_came(first: tuple[Any, ...], o
     sample, recorder = run(Client([first, ("bc", [4, 5], "stop")]), Request("q", cancel_after=1))
     assert sample.outcome == outcome
     assert recorder.num_wrong == (outcome == "wrong")
-    sample, _ = run(Client([first], Cancelled("cancelled")), Request("q", cancel_at_end=True))
+    sample, _ = run(Client([first], Cancelled("cancelled")), Request("q", cancel_at_end=True), ends_load=True)
     assert sample.outcome == outcome
+
+
+@pytest.mark.parametrize("request_", [Request("q"), Request("q", cancel_after=2), Request("q", cancel_at_end=True)])
+def test_what_the_server_cancels_unasked_is_an_error(request_: Request) -> None:
+    sample, _ = run(Client(RIGHT[:1], Cancelled("the server is in a hurry")), request_)
+    assert sample.outcome == "error"
+    assert "in a hurry" in sample.status
 
 
 def test_an_answer_that_is_complete_before_its_cancellation_is_right() -> None:
