@@ -51,11 +51,14 @@ def questions(options: Options) -> list[Question]:
 
 
 def capacity(samples: Sequence[Sample]) -> float:
-    """Right answers a second in the phase `capacity`, after its warm-up; 0 when there were none."""
-    done = [s for s in samples if s.phase == "capacity" and s.measured and s.outcome == "right"]
-    if not done:
-        return 0.0
-    return len(done) / (max(s.ended_s for s in done) - min(s.sent_s for s in done))
+    """Right answers a second of the phase `capacity` that came between its first request after the warm-up and its last
+    one, whenever they were asked for; 0 when there were none. In a closed loop each request follows an answer, so both
+    borders lie behind one, and what comes after the phase changes nothing."""
+    asked = [s for s in samples if s.phase == "capacity"]
+    sent = [s.sent_s for s in asked if s.measured]
+    begin, end = min(sent, default=0.0), max(sent, default=0.0)
+    right = sum(s.outcome == "right" and begin < s.ended_s <= end for s in asked)
+    return right / (end - begin) if right else 0.0
 
 
 def overload_arrivals(options: Options, samples: Sequence[Sample]) -> Iterator[float]:

@@ -123,6 +123,20 @@ def test_overload_arrives_at_three_times_the_capacity_that_was_measured() -> Non
     assert len(times) / times[-1] == pytest.approx(30.0, rel=0.05)
 
 
+def test_capacity_is_of_the_time_in_which_the_answers_came() -> None:
+    """Eight users whose answers take two seconds, with a warm-up of two: four answers a second to the end."""
+    samples = [
+        sample(at, phase="capacity", ended_s=at + 2.0, measured=at >= 2)
+        for at in (0.25 * user + 2.0 * turn for turn in range(6) for user in range(8))
+    ]
+    assert overload.capacity(samples) == 4.0
+    in_flight = [one for one in samples if one.ended_s > 12.0]
+    for one in in_flight:
+        one.ended_s, one.outcome = 0.0, "error"
+    assert len(in_flight) == 7
+    assert overload.capacity(samples) == 4.0, "the arrivals go by what the bound goes by"
+
+
 def test_overload_sends_nothing_when_there_was_no_capacity() -> None:
     assert list(overload.overload_arrivals(options("overload"), [])) == []
 
