@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 
 from dflash_backend.spec_stats import acceptance_length
-from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
+from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, percentile, ttfts
 from load_tests.samples import Sample
 from load_tests.verdict import Bound
 
@@ -101,8 +101,9 @@ def hit_ttft(result: RunResult, limit: float = 0.25) -> Bound:
 
 
 def gap_p99(result: RunResult, traffic: str, before: str, after: str, limit: float) -> Bound:
-    """The 99th percentile of the time between the responses of a traffic's streams, in one phase over another."""
-    p99 = {phase: percentile(gaps(result.measured(phase, traffic)), 0.99) for phase in (before, after)}
+    """The 99th percentile of the time between the responses of a traffic's streams, in one phase over another: by when
+    the responses came, since a stream goes on where its phase has ended."""
+    p99 = {phase: percentile(result.gaps(phase, traffic), 0.99) for phase in (before, after)}
     first, second = p99[before], p99[after]
     name = f"inter-token p99 in '{after}' over '{before}'"
     if not first or second is None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from load_tests.result import RunResult
-from load_tests.samples import Sample
 from load_tests.timeline import ServerSecond, in_windows, percentiles, server_windows
 
 matplotlib.use("Agg")
@@ -25,7 +23,7 @@ def plot_run(result: RunResult, seconds: Sequence[ServerSecond], title: str, pat
     windows = server_windows(result.observations)
     begun = [(sample.first_s, sample) for sample in result.samples if sample.first_s is not None]
     first = [(first_s, first_s - sample.sent_s) for first_s, sample in begun]
-    gaps = [(at_s, gap) for first_s, one in begun for at_s, gap in zip(_ends(first_s, one), one.gaps, strict=True)]
+    gaps = [(at_s, gap) for _, one in begun for at_s, gap in zip(one.gap_ends(), one.gaps, strict=True)]
     _throughput(throughput, result)
     _queue(queue, seconds)
     _percentiles(ttft, first, result.duration_s, "time to first token [ms]")
@@ -49,11 +47,6 @@ def plot_run(result: RunResult, seconds: Sequence[ServerSecond], title: str, pat
         axis.set_xlabel("seconds")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
-
-
-def _ends(first_s: float, sample: Sample) -> Iterator[float]:
-    """When the gaps of a sample ended."""
-    return itertools.islice(itertools.accumulate(sample.gaps, initial=first_s), 1, None)
 
 
 def _lines(axis: Any, rows: Sequence[ServerSecond], title: str, scale: float = 1.0, **labels: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from load_tests.markdown import markdown_table
 from load_tests.plots import plot_run
-from load_tests.result import WAITING, RunResult, gaps, percentile, ttfts
+from load_tests.result import WAITING, RunResult, percentile, ttfts
 from load_tests.samples import Outcome
 from load_tests.scenario import Run
 from load_tests.timeline import ServerSecond, server_seconds
@@ -75,13 +75,14 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def latencies(result: RunResult) -> dict[str, dict[str, float | None]]:
-    """Percentiles of the measured requests in seconds, by what was measured, for each phase and traffic."""
+    """Percentiles of the measured requests in seconds, by what was measured, for each phase and traffic:
+    by when they were sent, the times between responses by when those came."""
     rows = {}
     for phase, traffic in sorted({(sample.phase, sample.traffic) for sample in result.measured()}):
         chosen = result.measured(phase, traffic)
         for what, values in (
             ("first token", ttfts(chosen)),
-            ("between responses", gaps(chosen)),
+            ("between responses", result.gaps(phase, traffic)),
             ("whole answer", [sample.latency_s for sample in chosen if sample.outcome == "right"]),
         ):
             rows[f"{phase} / {traffic}: {what}"] = {

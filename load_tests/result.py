@@ -81,6 +81,20 @@ class RunResult:
         queries = last.get(QUERIES, 0.0) - first.get(QUERIES, 0.0)
         return (last.get(HITS, 0.0) - first.get(HITS, 0.0)) / queries if queries else None
 
+    def gaps(self, phase: str, traffic: str) -> list[float]:
+        """Times between the responses of a traffic's streams in seconds that ended in a phase, also of streams that
+        began in the one before: how long a reader waits for the next words. A response holds all tokens of a step, so
+        this is the stall that a reader sees, not the time per token."""
+        span = self.span(phase)
+        if span is None:
+            return []
+        return [
+            gap
+            for sample in self.measured(traffic=traffic)
+            for at_s, gap in zip(sample.gap_ends(), sample.gaps, strict=True)
+            if span.start_s <= at_s < span.end_s
+        ]
+
     def goodput(self, phase: str) -> float | None:
         """Right answers a second that came in a phase; None when the run did not come to it."""
         span = self.span(phase)
@@ -138,9 +152,3 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 def ttfts(samples: Iterable[Sample]) -> list[float]:
     """Times to first token in seconds."""
     return [sample.ttft_s for sample in samples if sample.ttft_s is not None]
-
-
-def gaps(samples: Iterable[Sample]) -> list[float]:
-    """Times between the responses of a stream in seconds: how long a reader waits for the next words. A response holds
-    all tokens of a step, so this is the stall that a reader sees, not the time per token."""
-    return [gap for sample in samples for gap in sample.gaps]

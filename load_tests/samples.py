@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +44,11 @@ class Sample:
     def ttft_s(self) -> float | None:
         """Time to first token."""
         return None if self.first_s is None else self.first_s - self.sent_s
+
+    def gap_ends(self) -> Iterator[float]:
+        """When each of the gaps ended."""
+        first_s = 0.0 if self.first_s is None else self.first_s
+        return itertools.islice(itertools.accumulate(self.gaps, initial=first_s), 1, None)
 
     @property
     def latency_s(self) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 from load_tests.observation import Observation
 from load_tests.report import generator_note, lines, machine_note, summarise, write_report
-from load_tests.result import gaps, percentile
+from load_tests.result import percentile
 from load_tests.samples import WrongAnswer
 from load_tests.timeline import in_windows, percentiles, server_seconds, server_windows
 from tests.load_tests.runs import finished, observation, sample
@@ -136,4 +136,5 @@ def test_the_last_line_is_the_verdict() -> None:
 
 def test_percentiles_of_nothing_are_nothing() -> None:
     assert percentile([], 0.5) is None
-    assert gaps([]) == []
+    assert finished(samples=[]).result.gaps("load", "traffic") == []
+    assert finished().result.gaps("never", "traffic") == []

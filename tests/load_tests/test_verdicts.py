@@ -62,7 +62,11 @@ def interference(gap_s: float) -> Run:
     for one in beside[::20]:
         one.gaps = array("d", [0.05, gap_s, gap_s])
     arriving = [sample(30.0, phase="with long prompts", traffic="long prompts")]
-    return finished("interference", [*alone, *beside, *arriving])
+    # Streams of the first phase go on in the second, and stutter there.
+    for one in alone[-20:]:
+        one.first_s, one.gaps = 20.5, array("d", [gap_s, gap_s, gap_s])
+    phases = [PhaseSpan("alone", 0.0, 20.0), PhaseSpan("with long prompts", 20.0, 40.0)]
+    return finished("interference", [*alone, *beside, *arriving], phases=phases)
 
 
 def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "right") -> Run:
@@ -260,6 +264,16 @@ def test_a_cache_that_is_on_and_counts_nothing_fails_the_run() -> None:
 
 def test_hits_are_only_compared_when_there_are_misses() -> None:
     assert bounds.hit_ttft(finished().result).verdict == "FAIL (not measured)"
+
+
+def test_a_gap_is_of_the_phase_in_which_it_ended() -> None:
+    one = sample(1.0, phase="first", first_s=9.5)
+    one.gaps = array("d", [0.25, 0.5, 2.0])  # which end at 9.75, 10.25 and 12.25
+    phases = [PhaseSpan("first", 0.0, 10.0), PhaseSpan("second", 10.0, 12.0)]
+    run = finished(samples=[one, sample(1.0, first_s=None, gaps=array("d"))], phases=phases)
+    assert run.result.gaps("first", "traffic") == [0.25]
+    assert run.result.gaps("second", "traffic") == [0.5]
+    assert run.result.gaps("second", "others") == []
 
 
 def test_the_time_to_recover_from_an_overload_is_measured() -> None:
