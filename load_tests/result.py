@@ -105,13 +105,17 @@ class RunResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that the users got, a second."""
-        return sum(self.recorder.tokens_by_second.values()) / self.duration_s if self.duration_s else 0.0
+        """Tokens that the users got, a second, over the whole seconds of the load: what comes once it has ended does
+        not count."""
+        seconds = int(self.duration_s)
+        tokens = sum(count for second, count in self.recorder.tokens_by_second.items() if second < seconds)
+        return tokens / seconds if seconds else 0.0
 
     @property
     def requests_per_s(self) -> float:
-        """Right answers a second."""
-        return self.count("right") / self.duration_s if self.duration_s else 0.0
+        """Right answers a second that came before the load ended."""
+        right = sum(sample.outcome == "right" and sample.ended_s < self.duration_s for sample in self.samples)
+        return right / self.duration_s if self.duration_s else 0.0
 
     @property
     def own_cores(self) -> float | None:
