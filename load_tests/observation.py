@@ -17,9 +17,10 @@ TICK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at the server. `metrics`: the metrics page by name, summed over labels. `rss_bytes` and `cpu_s`: by role
-    (stub, engine, server), and empty for a server that this run did not start. `own_cpu_s`: of the load generator;
-    `machine_cpu_s`: of all programs. Counters and CPU times are since each process or the system began."""
+    """One look at the server. `metrics`: the metrics page by name, summed over labels, of shares the mean. `rss_bytes`
+    and `cpu_s`: by role (stub, engine, server), and empty for a server that this run did not start. `own_cpu_s`: of the
+    load generator; `machine_cpu_s`: of all programs. Counters and CPU times are since each process or the system began.
+    """
 
     at_s: float
     metrics: dict[str, float]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,6 +14,8 @@ from prometheus_client.samples import Sample
 
 T = TypeVar("T")
 MODEL = "dflash"
+# The end of the names of gauges that are shares, 0 to 1.
+SHARE = "_perc"
 ROLES = {
     "dflash_backend.engine.process": "engine",
     "dflash_backend.parallel.rank_process": "rank",
@@ -36,8 +38,9 @@ class MetricsPage:
         return cls(httpx.get(f"http://{address}/metrics", timeout=10, trust_env=False, verify=False).text, model)
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of a metric over the samples with these labels; 0 for a counter that was never counted."""
-        return sum(sample.value for sample in self._named(name) if labels.items() <= sample.labels.items())
+        """The sum of a metric over the samples with these labels, of a share their mean; 0 for a counter that was never
+        counted."""
+        return _total(name, [one.value for one in self._named(name) if labels.items() <= one.labels.items()])
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """A metric by the values of one of its labels."""
@@ -58,11 +61,16 @@ class MetricsPage:
         return [sample for sample in samples if sample.labels.get("model") == self._model]
 
     def totals(self) -> dict[str, float]:
-        """All metrics by name, each summed over its labels."""
-        values: defaultdict[str, float] = defaultdict(float)
+        """All metrics by name, each summed over its labels; of shares, as of several engines, the mean."""
+        values: defaultdict[str, list[float]] = defaultdict(list)
         for sample in self._parsed(self._lines):
-            values[sample.name] += sample.value
-        return dict(values)
+            values[sample.name].append(sample.value)
+        return {name: _total(name, each) for name, each in values.items()}
+
+
+def _total(name: str, values: Sequence[float]) -> float:
+    """The sum of a metric's values, or the mean of a share's."""
+    return sum(values) / (max(1, len(values)) if name.endswith(SHARE) else 1)
 
 
 def processes_by_role(server_pid: int) -> dict[str, list[psutil.Process]]:

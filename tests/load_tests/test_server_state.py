@@ -40,6 +40,15 @@ def test_a_counter_has_the_name_that_is_on_the_page() -> None:
     assert MetricsPage(PAGE).by(REASONS, "finished_reason") == {"stop": 1, "length": 2}
 
 
+def test_shares_of_several_engines_are_not_summed() -> None:
+    usage = "dflash:kv_cache_usage_perc"
+    lines = [f'{usage}{{engine="dflash_{index}",model="dflash"}} {value}' for index, value in enumerate((0.5, 0.75))]
+    page = MetricsPage("\n".join([f"# TYPE {usage} gauge", *lines]))
+    assert page.totals() == {usage: 0.625}
+    assert page.value(usage) == 0.625
+    assert page.value(usage, engine="dflash_1") == 0.75
+
+
 def test_totals_leave_out_other_models() -> None:
     totals = MetricsPage(PAGE).totals()
     assert (totals[RUNNING], totals[REASONS]) == (7, 3)
