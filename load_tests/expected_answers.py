@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 # Settings of the server that change answers; the others change speed only.
 MODEL_SETTINGS = (
     "target_model",
+    "target_revision",
     "device",
     "dtype",
+    "quantization",
+    "activation_quantization",
+    "kv_cache_dtype",
     "attention_backend",
+    "batch_invariant",
     "max_model_len",
 )
 BATCH = 32

@@ -143,6 +143,19 @@ def test_expected_answers_are_computed_again_when_a_question_or_the_model_change
     assert len({key([question], {}), key([other], {}), key([question], {"dtype": "bfloat16"})}) == 3
 
 
+@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype", "activation_quantization"])
+def test_answers_are_computed_with_the_servers_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that rounds in another way has other right answers."""
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(module, "_compute_in_process", lambda questions, model, log: asked.append(model) or {})
+    for settings in ({"max_num_seqs": "8"}, {"max_num_seqs": "8", name: "fp8"}):
+        expected_answers("test", 0, [Question("a", "What is 3 + 4?", 4)], settings, tmp_path, lambda text: None)
+    assert asked == [{}, {name: "fp8"}]
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
 @pytest.mark.nightly
 def test_questions_that_do_not_fit_other_settings_are_refused_with_a_sentence(tmp_path: Path) -> None:
     """The settings are others, so the process that computes is asked, and its error comes back."""
