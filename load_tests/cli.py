@@ -1,7 +1,7 @@
 """The command line of the load tests: `python -m load_tests list`, `python -m load_tests SCENARIO [options]`.
 
 Exit codes: 0 every bound was met, 1 a wrong answer or a bound that was missed, 2 bad usage, 3 nothing was missed and
-some bound could not be decided, 130 interrupted.
+some bound could not be decided, 130 interrupted. Of several runs the status is the severest: 1, then 130, then 3.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from dflash_cli.launcher.triton_install import LauncherError
 from load_tests.expected_answers import ExpectedAnswersError
 from load_tests.scenario import Run, Scenario
 from load_tests.scenarios import SCENARIOS
+from load_tests.verdict import Bound, verdict
 from load_tests.workload import Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
 EXPECTED = Path(__file__).resolve().parent / "expected"
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCOMPLETE": 3, "INTERRUPTED": 130}
+# What several runs and comparisons end with: the first of these that one of them has.
+SEVEREST_FIRST = [EXIT_CODES[each] for each in ("FAIL", "INTERRUPTED", "INCOMPLETE", "PASS")]
 LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
@@ -103,38 +106,56 @@ def _run(given: argparse.Namespace) -> int:
     address = Address(given.url, given.metrics_url, given.model) if given.url else None
     first = run_scenario(scenario, options, given.out / name, given.expected, address, _log)
     _show(first)
-    code = EXIT_CODES[first.verdict]
-    if scenario.against and first.result.complete and address is None:
-        code = code or _compare_all(first, given)
-    if not changed or not first.result.complete:
-        return code
+    codes = [EXIT_CODES[first.verdict]]
+    if scenario.against and first.verdict in ("PASS", "INCOMPLETE") and address is None:
+        codes += _compare_all(first, given)
+    if not changed or EXIT_CODES["INTERRUPTED"] in codes:
+        return severest(codes)
     options = dataclasses.replace(options, settings={**options.settings, **changed})
     suffix = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.compare)
     second = run_scenario(scenario, options, given.out / f"{name}-{suffix}", given.expected, None, _log)
     _show(second)
-    comparison = scenario.compare(first.result, second.result, given.compare)
-    _log(comparison.line())
-    (first.directory / "comparison.md").write_text(f"{comparison.line()}\n", encoding="utf-8")
-    return code or EXIT_CODES[second.verdict] or int(comparison.missed)
+    codes.append(EXIT_CODES[second.verdict])
+    if second.result.complete:
+        comparison = scenario.compare(first.result, second.result, given.compare)
+        _log(comparison.line())
+        (first.directory / "comparison.md").write_text(f"{comparison.line()}\n", encoding="utf-8")
+        codes.append(_exit_code(comparison))
+    return severest(codes)
 
 
-def _compare_all(first: Run, given: argparse.Namespace) -> int:
-    """Run what the scenario is compared with; 1 when a comparison or a run missed a bound."""
+def severest(codes: Sequence[int]) -> int:
+    """The exit status of several runs, from those of each: a run in which something could not be decided hides none in
+    which something was missed."""
+    return min(codes, key=SEVEREST_FIRST.index)
+
+
+def _exit_code(comparison: Bound) -> int:
+    return EXIT_CODES[verdict(True, [comparison])]
+
+
+def _compare_all(first: Run, given: argparse.Namespace) -> list[int]:
+    """Run what the scenario is compared with, up to an interruption; the exit status of each run and comparison."""
     from load_tests.run import run_scenario
 
-    lines, missed = [], False
+    lines, codes = [], list[int]()
     for one in first.scenario.against:
         changed = one.settings({**first.scenario.settings, **first.options.settings})
         options = dataclasses.replace(first.options, settings={**first.options.settings, **changed})
         directory = first.directory.with_name(f"{first.directory.name}-{one.name}")
         other = run_scenario(first.scenario, options, directory, given.expected, None, _log)
         _show(other)
+        codes.append(EXIT_CODES[other.verdict])
+        if not other.result.complete:
+            break
         bound = one.compare(first.result, other.result)
         lines.append(bound.line())
-        missed = missed or bound.missed or other.verdict == "FAIL" or not other.result.complete
+        codes.append(_exit_code(bound))
+    if not lines:
+        return codes
     _log("\n".join(lines))
     (first.directory / "comparison.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    return int(missed)
+    return codes
 
 
 def _options(given: argparse.Namespace) -> Options:

@@ -1,4 +1,5 @@
-"""Prompts close to the model's longest, in a pool that holds only some of them: preemption and eviction all along."""
+"""Prompts close to the model's longest, in a pool that holds only some of them: requests wait for blocks, and
+eviction goes on all along."""
 
 from __future__ import annotations
 
@@ -31,20 +32,21 @@ def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
 
 
 def verdict(result: RunResult) -> list[Bound]:
-    """Right answers; the number of preemptions is shown."""
+    """Right answers; the number of preemptions is shown. None is asked for: the pool takes five whole requests, and
+    admits no sixth that it would have to preempt."""
     seen = [observation.metrics.get(PREEMPTIONS, 0.0) for observation in result.observations]
     preemptions = seen[-1] - seen[0] if seen else None
     return [
         *bounds.answers(result),
         bounds.acceptance_drift(result),
-        Bound("preemptions", preemptions, "at least", 1, required=False, note="how much the pool was short of"),
+        Bound("preemptions", preemptions, "at least", 0, applies=False, note="shown alone"),
     ]
 
 
 SCENARIO = Scenario(
     name="long-context",
     summary="prompts of 3,000 tokens in a pool that holds about five of them, in a closed loop",
-    shows="eviction and preemption change no answer, and everybody finishes",
+    shows="eviction changes no answer, and requests that wait for blocks finish too",
     defaults=Options(users=8, duration_s=120, prompts=24),
     settings={"kv_write_guard": "true", "max_num_seqs": "8", "max_model_len": "4096", "kv_cache_gb": "0.092"},
     questions=questions,
