@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from checks.exit_status import SKIPPED
 from checks.front_end import HOST
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import AsyncDFlashClient, ClientError
@@ -185,7 +186,7 @@ async def compare(servers: list[TritonServer], num_users: int, num_tokens: int, 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is 1 where something went wrong."""
+    """Entry point; the exit status is 1 where something went wrong, and 77 without nixl where it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--users", type=int, default=64, help="prompts at the same time (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1500, help="of each prompt (%(default)s)")
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.backend == "nixl" and importlib.util.find_spec("nixl") is None:
         print("skipped: nixl is not installed: pip install --no-deps nixl nixl-cu12")
-        return 0
+        return SKIPPED
     common = {"max_model_len": "2048", "kv_cache_gb": "1", "kv_write_guard": "true", "adaptive_speculation": "false"}
     kept = {
         role: {"kv_role": role, "kv_transfer_backend": given.backend, "kv_transfer_timeout_s": str(KEPT_S)}

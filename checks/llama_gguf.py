@@ -2,8 +2,8 @@
 
 `python -m checks.llama_gguf` compares, in float32 and greedily, texts and counts of drafts of this engine with both
 kinds of files, and the texts of llama.cpp's server without drafts and with the same drafter. llama.cpp bars the end of
-a text, so texts count up to it. The exit status is 1 when any differs. Without llama.cpp (benchmarks/README.md) it says
-so and ends with 0.
+a text, so texts count up to it. The exit status is 1 when any differs, and 77 without llama.cpp
+(benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.peers.llama_files import drafter_file, target_file
 from benchmarks.peers.pairs import DFLASH, NONE, SHORT, Pair, find_pair, prompts
 from benchmarks.peers.sides.http_side import HOST, Server, request_body
 from benchmarks.peers.systems import LOAD_TIMEOUT_S, SYSTEMS, Context
+from checks.exit_status import SKIPPED
 from checks.smollm2 import Outcome
 from dflash_backend import LLM
 
@@ -89,8 +90,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         context = Context(args.peers.absolute(), Path(folder), len(os.sched_getaffinity(0)), 1)
         if missing := LLAMA.missing(context, pair, DFLASH):
-            print(f"skipped: {missing}")
-            return 0
+            installed = context.llama("amx").is_file()
+            print(f"{'failed' if installed else 'skipped'}: {missing}")
+            return 1 if installed else SKIPPED
         compare(context, pair, args.prompts, args.max_tokens, outcome)
     print("\n".join(outcome.misses) or "nothing is missed")
     return int(bool(outcome.misses))

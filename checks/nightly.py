@@ -1,22 +1,30 @@
 """Runs every promise at its full count, and keeps what was printed: `make nightly`, an hour or two on two cores.
 
 Each command's output goes to `benchmarks/results/nightly/NAME.txt`, and `summary.md` has a line for each: commit them.
-With `--only` some of them run anew, and the lines of the others stay. Exit status 1 when any command's is not 0; the
-others run all the same.
+With `--only` some of them run anew, and the lines of the others stay, but for those of commands that have changed. A
+command that lacks a package or program is skipped, and one that takes longer than its limit is ended. Exit status 1
+when any command failed or was ended; the others run all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
+
+from checks.exit_status import SKIPPED
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nightly"
 OUTCOMES = "outcomes.json"
@@ -232,57 +240,103 @@ ENVIRON = {
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},
 }
+# Seconds after which a command hangs: several times what the slowest takes, apart from all mutants.
+LIMIT_S, LIMITS = 3 * 3600.0, {"mutants": 12 * 3600.0}
+# How long what is ended may take to end its servers.
+GRACE_S = 10.0
+# The exit status of a command that was ended, as that of `timeout`.
+ENDED = 124
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """How a command ended. command: as `command_of` has it. num_skipped: tests that did not run."""
 
     name: str
+    command: str
     status: int
     seconds: float
     commit: str
+    num_skipped: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the promise was missed."""
+        return self.status not in (0, SKIPPED)
 
     @property
     def line(self) -> str:
         """A row of the summary."""
-        arguments, shows = COMMANDS[self.name]
-        word = "kept" if self.status == 0 else f"MISSED (exit {self.status})"
-        return f"| {shows} | `python -m {' '.join(arguments)}` | {word} | {self.seconds:.0f} | {self.commit} |"
+        shows = COMMANDS[self.name][1]
+        words = {0: "kept", SKIPPED: "skipped", ENDED: "MISSED (ended after its limit)"}
+        word = words.get(self.status, f"MISSED (exit {self.status})")
+        if self.num_skipped and not self.status:
+            word += f", tests skipped: {self.num_skipped}"
+        return f"| {shows} | `{self.command}` | {word} | {self.seconds:.0f} | {self.commit} |"
+
+
+def command_of(name: str) -> str:
+    """The command of this name as a shell takes it."""
+    variables = (f"{variable}={value} " for variable, value in ENVIRON.get(name, {}).items())
+    return f"{''.join(variables)}python -m {shlex.join(COMMANDS[name][0])}"
 
 
 def run(name: str, directory: Path, commit: str) -> Outcome:
     """Run one command and keep what it prints."""
-    arguments, _ = COMMANDS[name]
+    arguments, path = COMMANDS[name][0], directory / f"{name}.txt"
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        env=os.environ | ENVIRON.get(name, {}),
-    )
-    (directory / f"{name}.txt").write_text(done.stdout, encoding="utf-8")
-    return Outcome(name, done.returncode, time.monotonic() - started, commit)
+    with path.open("w", encoding="utf-8") as output:
+        command, environ = [sys.executable, "-m", *arguments], os.environ | ENVIRON.get(name, {})
+        status = _status_of(command, environ, output, LIMITS.get(name, LIMIT_S))
+    seconds, num_skipped = time.monotonic() - started, 0
+    if arguments[0] == "pytest":
+        last = path.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+        num_skipped = sum(map(int, re.findall(r"(\d+) skipped", last)))
+        if status == 0 and num_skipped and " passed" not in last:
+            status = SKIPPED
+    return Outcome(name, command_of(name), status, seconds, commit, num_skipped)
+
+
+def _status_of(command: Sequence[str], environ: Mapping[str, str], output: IO[str], limit_s: float) -> int:
+    """The exit status of a command, which is ended after `limit_s` seconds with all that it has started."""
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return ENDED
+    finally:
+        # Also after Ctrl-C, which does not reach a session of its own.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def kept_outcomes(directory: Path) -> dict[str, Outcome]:
-    """Those of runs before, by name."""
+    """Those of runs before, by name, whose commands are still the same."""
     path = directory / OUTCOMES
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {outcome["name"]: Outcome(**outcome) for outcome in found if outcome["name"] in COMMANDS}
+    return {
+        outcome["name"]: Outcome(**outcome)
+        for outcome in found
+        if outcome["name"] in COMMANDS and outcome.get("command") == command_of(outcome["name"])
+    }
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """All outcomes as Markdown."""
     kept = sum(outcome.status == 0 for outcome in outcomes)
+    skipped = sum(outcome.status == SKIPPED for outcome in outcomes)
+    more = f", {skipped} skipped" if skipped else ""
     lines = [
         "# The promises at their full counts",
         "",
-        f"{kept} of {len(outcomes)} kept, of {len(COMMANDS)} that there are; {platform.machine()}, {os.cpu_count()} "
-        f"cores, Python {platform.python_version()}. Written by `make nightly`; what each command printed lies beside "
-        "this page.",
+        f"{kept} of {len(outcomes)} kept{more}, of {len(COMMANDS)} that there are; {platform.machine()}, "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}. Written by `make nightly`; what each command "
+        "printed lies beside this page.",
         "",
         "| promise | command | outcome | seconds | commit |",
         "| --- | --- | --- | ---: | --- |",
@@ -307,7 +361,7 @@ def main() -> int:
         ordered = [outcomes[each] for each in COMMANDS if each in outcomes]
         (args.out / OUTCOMES).write_text(json.dumps([asdict(each) for each in ordered], indent=1), encoding="utf-8")
         (args.out / "summary.md").write_text(summary(ordered), encoding="utf-8")
-    return int(any(outcomes[name].status != 0 for name in args.only))
+    return int(any(outcomes[name].failed for name in args.only))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `python -m checks.smollm2` compares weights bit by bit, token ids, chat prompts, log-probabilities of texts (of each
 token and the 20 most likely), the perplexity that `eval --text LICENSE` shows, greedy answers, which may part where the
 two best scores are within 1e-4, and greedy and sampled answers with n-gram drafts and without. `--only` runs some of
-it. The exit status is 1 when any differs. Without the package it says so and ends with 0.
+it. The exit status is 1 when any differs or the model cannot be read, and 77 without the package.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.progress import progress
+from checks.exit_status import SKIPPED
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError, find_model
 from dflash_backend.checkpoints.files import read_headers
-from dflash_backend.checkpoints.named import named_file
+from dflash_backend.checkpoints.named import NAMED, named_file
 from dflash_backend.checkpoints.weights import load_weights
 from dflash_backend.config import NGRAM
 from dflash_backend.evaluation.engine import TEXT_PIECE, perplexity
@@ -221,8 +223,9 @@ def main() -> int:
     try:
         directory, file = find_model("smollm2", "target_model"), named_file("smollm2")
     except CheckpointError as error:
-        print(f"skipped: {error}")
-        return 0
+        installed = find_spec(NAMED["smollm2"].package) is not None
+        print(f"{'failed' if installed else 'skipped'}: {error}")
+        return 1 if installed else SKIPPED
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 1}
     plain = LLM(target="smollm2", draft="", **settings)
     outcome, prompts = Outcome([], []), chat_prompts(plain, args.prompts)[args.first :]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from checks import llama_gguf
+from checks.exit_status import SKIPPED
 from checks.smollm2 import Outcome
 
 END = 9
@@ -76,9 +77,15 @@ http.server.HTTPServer(("127.0.0.1", PORT), Answers).serve_forever()
     assert answers == [[1, 2, 5], [3, 5]]
 
 
-def test_without_llama_cpp_it_says_so(
+def test_without_llama_cpp_it_is_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.argv", ["llama_gguf", "--peers", str(tmp_path)])
-    assert llama_gguf.main() == 0
+    assert llama_gguf.main() == SKIPPED
     assert "skipped: llama.cpp is not installed: there is no" in capsys.readouterr().out
+    server = tmp_path / "llama.cpp" / "amx" / "llama-server"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    monkeypatch.setattr(llama_gguf, "LLAMA", SimpleNamespace(missing=lambda *_: "the pair has no drafter"))
+    assert llama_gguf.main() == 1
+    assert "failed: the pair has no drafter" in capsys.readouterr().out

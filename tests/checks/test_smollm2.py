@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from checks import smollm2
+from checks.exit_status import SKIPPED
 from dflash_backend.checkpoints import CheckpointError
 
 
@@ -122,11 +123,15 @@ def test_the_questions_are_different_and_have_answers() -> None:
         smollm2.chat_prompts(engine([]), 101)
 
 
-def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_package_it_is_skipped_and_with_a_damaged_one_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def find(*_: Any) -> None:
         raise CheckpointError("`make smollm2` installs it")
 
     monkeypatch.setattr(smollm2, "find_model", find)
     monkeypatch.setattr("sys.argv", ["smollm2"])
-    assert smollm2.main() == 0
-    assert "skipped: `make smollm2` installs it" in capsys.readouterr().out
+    for found, status, word in ((None, SKIPPED, "skipped"), (object(), 1, "failed")):
+        monkeypatch.setattr(smollm2, "find_spec", lambda package, found=found: found)
+        assert smollm2.main() == status
+        assert f"{word}: `make smollm2` installs it" in capsys.readouterr().out
