@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+# LaTeX's fractions, a whole number before them included, and a ratio: the sign, the whole number, above, below.
+_PART = r"\s*(\{[^{}]*\}|\d)"
+_FRACTION = re.compile(rf"([-+]?)(\d*)\s?\\[dt]?frac{_PART}{_PART}")
+_RATIO = re.compile(rf"(?:{_NUMBER.pattern})/\d+")
+# What a number is read from in a text, its last one.
+_FOUND = re.compile(f"{_FRACTION.pattern}|{_RATIO.pattern}|{_NUMBER.pattern}")
+# Longer ones are no answer that is a number.
+_LONGEST = 300
+
+# A thin space or the like between groups of three digits, and nothing at all.
+_JOINT = re.compile(r"\\!|(?<=\d)(?:\\[,;: ]|[~\u00a0\u202f])(?=\d{3}(?!\d))")
+_SPACE = re.compile(r"\\(?:[,;: ]|q?quad\b)|[~\u00a0\u202f]")
+# Text within mathematics: with a number in it, and without one, which is a unit or a label.
+_STYLE = r"\\(?:text[a-z]*|math[a-z]+|mbox)\s*"
+_STYLED_NUMBER = re.compile(_STYLE + r"\{([^{}]*\d[^{}]*)\}")
+_LABEL = _STYLE + r"\{[^{}\d]*\}"
+_POWER = r"(?:\^\{?\d\}?|[\u00b2\u00b3])?"
+_BEFORE = re.compile(rf"\A(?:\s+|\\[(\[]|[A-Za-z]\s*=|{_LABEL})")
+_AFTER = re.compile(rf"(?:[\s./]+|\\?%|\\[)\]]|\^\s*\{{?\\circ\}}?|\\degree|\u00b0|{_LABEL}{_POWER})\Z")
+# Units that stand behind a number as they are: words, and short ones also at its last digit.
+_UNIT = re.compile(
+    rf"(?:(?<=[\s/])[A-Za-z]{{2,}}|(?<=[\s/])[mgsh]|(?<=\d)(?:[cdkm]?m|k?g|mg|ft|in|mi|yd|lb|oz|hr?s?|min|mph)){_POWER}\Z"
+)
+
 _BOXED = "\\boxed{"
 _ANSWER = re.compile(r"(?:^|\n)[ \t*]*(?:final )?answer:[ \t*]*", re.IGNORECASE)
 
@@ -14,14 +38,17 @@ def is_correct(text: str, answer: str) -> bool:
     """Whether `text` ends up at `answer`.
 
     Read is what stands in the last `\\boxed{}`, else the line after the last `Answer:`, else the whole text. If
-    `answer` is a number, the last number there must equal it (`1,234.0` is `1234`); if not, the words there must, the
-    last line's in the case of the whole text, apart from case, white space and a full stop.
+    `answer` is a number, what is boxed must be that number (`1,234.0` and `1{,}234` are `1234`, and units do not
+    count), else the last number there; if it is none, the words there must be the same, the last line's in the case of
+    the whole text, apart from case, white space and a full stop.
     """
     stated, is_marked = stated_answer(text)
     expected = _as_number(answer)
     if expected is not None:
-        numbers = _NUMBER.findall(stated)
-        return bool(numbers) and _as_number(numbers[-1]) == expected
+        if _last_boxed(text) is not None:
+            return _as_number(stated, with_words=True) == expected
+        numbers = [match[0] for match in _FOUND.finditer(_plain(stated))]
+        return bool(numbers) and _value(numbers[-1]) == expected
     lines = stated.strip().splitlines()
     if not is_marked and lines:
         stated = lines[-1]
@@ -35,7 +62,7 @@ def is_mentioned(text: str, words: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is a number, a currency or per cent sign aside."""
+    """Whether `text` is a number, also as LaTeX has it, a currency, per cent sign or unit aside."""
     return _as_number(text) is not None
 
 
@@ -61,15 +88,41 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _as_number(text: str) -> Decimal | None:
-    """The number that `text` is, a currency or per cent sign aside; None when it is anything else."""
-    bare = text.strip().strip("$%\\ ").rstrip(".")
-    if not _NUMBER.fullmatch(bare):
+def _as_number(text: str, with_words: bool = False) -> Fraction | None:
+    """The number that `text` is, its currency, per cent sign and unit aside, units that are plain words only
+    `with_words`; None when it is anything else, such as a power or a root."""
+    if len(text) > _LONGEST:
         return None
+    bare = _STYLED_NUMBER.sub(r"\1", re.sub(r"\\?\$", "", _plain(text)))
+    before = None
+    while bare != before:
+        before = bare
+        bare = _AFTER.sub("", _BEFORE.sub("", bare))
+        if with_words:
+            bare = _UNIT.sub("", bare)
+    return _value(bare)
+
+
+def _plain(text: str) -> str:
+    """A text with its minus signs, groups of digits and spaces as they are typed outside of LaTeX."""
+    return _SPACE.sub(" ", _JOINT.sub("", text.replace("\u2212", "-").replace("{,}", ",")))
+
+
+def _value(text: str) -> Fraction | None:
+    """The value of a number, a ratio or a fraction of LaTeX; None of anything else."""
     try:
-        return Decimal(bare.replace(",", ""))
-    except InvalidOperation:
-        return None
+        if match := _FRACTION.fullmatch(text):
+            sign, whole, *parts = match.groups()
+            above, below = (_value(part.strip("{} ")) for part in parts)
+            if above is None or below is None:
+                return None
+            value = int(whole or 0) + above / below
+            return -value if sign == "-" else value
+        if _NUMBER.fullmatch(text) or _RATIO.fullmatch(text):
+            return Fraction(text.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        pass  # too many digits, a ratio of numbers that are not whole, or one by 0
+    return None
 
 
 def _words(text: str) -> str:

@@ -138,7 +138,14 @@ OF_MT_BENCH = {"follow_ups": ("Now in prose.",), "category": "mt-bench/writing"}
         ("humaneval", HUMANEVAL, OF_HUMANEVAL, {"id": "HumanEval/0", "answer": None}),
         # Answers that are numbers are scored.
         ("math500", MATH500 | {"answer": "27"}, "What is x?" + BOXED, OF_MATH500 | {"answer": "27"}),
-        ("math500", MATH500 | {"answer": "\\frac{3}{4}"}, "What is x?" + BOXED, OF_MATH500 | {"answer": None}),
+        (
+            "math500",
+            MATH500 | {"answer": "\\frac{3}{4}"},
+            "What is x?" + BOXED,
+            OF_MATH500 | {"answer": "\\frac{3}{4}"},
+        ),
+        ("math500", MATH500 | {"answer": "10,\\!080"}, "What is x?" + BOXED, OF_MATH500 | {"answer": "10,\\!080"}),
+        ("math500", MATH500 | {"answer": "3\\sqrt{4}"}, "What is x?" + BOXED, OF_MATH500 | {"answer": None}),
         ("math500", MATH500 | {"answer": "-1,000"}, "What is x?" + BOXED, OF_MATH500 | {"answer": "-1,000"}),
         (
             "mbpp",
