@@ -175,10 +175,12 @@ def compare_scores(llm: Any, reference: Any, prompts: list[list[int]], outcome: 
 def compare_perplexity(llm: Any, reference: Any, text: str, outcome: Outcome) -> None:
     """The perplexity of a text, read in pieces as `eval` does."""
     ours, _ = perplexity(llm, text)
-    ids, scores = llm.tokenizer.encode(text), []
-    for first in range(0, len(ids), TEXT_PIECE):
-        piece = ids[first : first + TEXT_PIECE]
-        scores += reference.scores(piece)[torch.arange(len(piece) - 1), piece[1:]].tolist()
+    ids, leading, scores = llm.tokenizer.encode_part(text), list(llm.tokenizer.leading_ids), []
+    size = TEXT_PIECE - len(leading)
+    for first in range(0, len(ids), size):
+        piece = [*leading, *ids[first : first + size]]
+        found = reference.scores(piece)[torch.arange(len(piece) - 1), piece[1:]].tolist()
+        scores += found[max(0, len(leading) - 1) :]
     theirs = math.exp(-math.fsum(scores) / len(scores))
     more = f" ({ours:.5f} and {theirs:.5f})"
     outcome.compare(

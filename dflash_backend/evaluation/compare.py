@@ -12,14 +12,14 @@ from dflash_backend.evaluation.report import as_dict, groups, markdown_table, ta
 from dflash_backend.evaluation.run import Evaluation, QuestionResult
 
 FIRST, AGAINST = "first", "against"
-PERPLEXITY, TEXT_TOKENS = "perplexity", "text_tokens"
+PERPLEXITY, TEXT_TOKENS, TEXT_PIECE = "perplexity", "text_tokens", "text_piece"
 Id = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's results, what the report says about the measurement (with `perplexity` and `text_tokens` where a text
-    was scored), and its speed over all that it answered; None where nothing took time."""
+    """A model's results, what the report says about the measurement (with `perplexity`, `text_tokens` and
+    `text_piece` where a text was scored), and its speed over all that it answered; None where nothing took time."""
 
     evaluation: Evaluation
     about: dict[str, Any]
@@ -61,9 +61,10 @@ class Comparison:
 
     @property
     def figures(self) -> dict[str, tuple[float | None, float | None]]:
-        """Each figure of both models; None where there is none, and for perplexities of different tokens."""
+        """Each figure of both models; None where there is none, and for perplexities of different tokens or of pieces
+        of different lengths."""
         found = [_figures(measured) for measured in (self.first, self.against)]
-        if self.first.about.get(TEXT_TOKENS) != self.against.about.get(TEXT_TOKENS):
+        if any(self._differs(name) for name in (TEXT_TOKENS, TEXT_PIECE)):
             found[1][PERPLEXITY] = None
         return {name: (found[0][name], found[1][name]) for name in found[0]}
 
@@ -86,12 +87,20 @@ class Comparison:
         parts = [markdown_table(rows), markdown_table(self._by_group())]
         total = len(self.first.evaluation.results)
         parts.append(f"{self.num_same} of {total} answers have the same text.")
-        tokens = [measured.about.get(TEXT_TOKENS) for measured in (self.first, self.against)]
-        if None not in tokens and tokens[0] != tokens[1]:
+        if self._differs(TEXT_TOKENS):
             parts.append("The two have other tokens for the text, so their perplexities cannot be compared.")
+        elif self._differs(TEXT_PIECE):
+            parts.append(
+                "The two read the text in pieces of different lengths, so their perplexities cannot be compared; give "
+                "both the same max_model_len."
+            )
         for name, measured in self._named:
             parts.append(f"## {name}\n\n{tables(measured.evaluation, measured.about).rstrip()}")
         return "\n\n".join(parts) + "\n"
+
+    def _differs(self, name: str) -> bool:
+        """Whether the two measurements say different things under a name."""
+        return self.first.about.get(name) != self.against.about.get(name)
 
     def _by_group(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("set", "accuracy", AGAINST, "acceptance_length", AGAINST)]

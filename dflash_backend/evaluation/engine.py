@@ -52,18 +52,38 @@ class EngineAnswerer:
 
 
 def perplexity(llm: LLM, text: str) -> tuple[float, int]:
-    """The perplexity of a text, and how many tokens it has. It is read in pieces of what one request holds, and each
-    token but the first of a piece counts. Raises `EvaluationError` for a text of fewer than two tokens."""
-    ids = llm.tokenizer.encode(text)
-    longest = min(llm.engine.ready.max_model_len - 1, TEXT_PIECE)
-    pieces = [ids[first : first + longest] for first in range(0, len(ids), longest)]
+    """The perplexity of a text, and how many tokens it has. It is read in pieces of `piece_length` tokens, each behind
+    the special tokens that the tokenizer puts before a prompt, which do not count. Without any the first token of a
+    piece does not count either, as nothing is before it. Raises `EvaluationError` for a text of which no token counts,
+    and for a model that takes too few."""
+    ids, leading, longest = llm.tokenizer.encode_part(text), list(llm.tokenizer.leading_ids), piece_length(llm)
+    not_counted = max(1, len(leading))
+    if longest <= not_counted:
+        raise EvaluationError(
+            f"a request of this model holds {longest} tokens, too few for a perplexity; raise max_model_len"
+        )
+    size = longest - len(leading)
+    pieces = [[*leading, *ids[first : first + size]] for first in range(0, len(ids), size)]
     outputs = llm.generate(
-        [piece for piece in pieces if len(piece) > 1], max_tokens=1, temperature=0, prompt_logprobs=0
+        [piece for piece in pieces if len(piece) > not_counted], max_tokens=1, temperature=0, prompt_logprobs=0
     )
-    logprobs = [entry.logprobs[0] for output in outputs for entry in output.prompt_logprobs or () if entry is not None]
+    logprobs = [
+        entry.logprobs[0]
+        for output in outputs
+        for entry in (output.prompt_logprobs or ())[not_counted:]
+        if entry is not None
+    ]
     if not logprobs:
-        raise EvaluationError(f"the text has {len(ids)} tokens; its perplexity needs at least 2")
+        raise EvaluationError(
+            f"the text has {len(ids)} tokens; its perplexity needs at least {not_counted + 1 - len(leading)}"
+        )
     return math.exp(-math.fsum(logprobs) / len(logprobs)), len(ids)
+
+
+def piece_length(llm: LLM) -> int:
+    """Tokens of a piece of a text whose perplexity is taken, special ones included: `TEXT_PIECE`, or what a request
+    holds."""
+    return min(llm.engine.ready.max_model_len - 1, TEXT_PIECE)
 
 
 def resolved(given: Mapping[str, Any]) -> ModelPair:
@@ -118,6 +138,7 @@ def engine_model(
         if text is not None:
             say("reading the text")
             about["perplexity"], about["text_tokens"] = perplexity(llm, text)
+            about["text_piece"] = piece_length(llm)
         yield EngineAnswerer(llm, template_options), about
     except ParameterError as error:
         raise InvalidSetting(str(error)) from None

@@ -182,6 +182,13 @@ class Tokenizer:
         """Token ids of a text within a text: without special tokens around it."""
         return self._encode([text], add_special_tokens=False)
 
+    @cached_property
+    def leading_ids(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer puts before a prompt, such as one that begins a text."""
+        part, whole = self.encode_part(PROBE), self.encode(PROBE)
+        starts = (at for at in range(len(whole) - len(part) + 1) if whole[at : at + len(part)] == part)
+        return tuple(whole[: next(starts, 0)])
+
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text surely has more than `limit` tokens; False means that it may fit.
 

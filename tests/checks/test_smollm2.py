@@ -69,7 +69,7 @@ def test_scores_may_differ_by_rounding_alone(distance: float, missed: int) -> No
 def test_a_perplexity_is_that_of_all_pieces(distance: float, missed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "TEXT_PIECE", 2)
     monkeypatch.setattr(smollm2, "perplexity", lambda llm, text: (math.exp(1.5) * (1 + distance), 5))
-    llm = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [0, 1, 0, 2, 0]))
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(encode_part=lambda text: [0, 1, 0, 2, 0], leading_ids=()))
     outcome = smollm2.Outcome([], [])
     smollm2.compare_perplexity(llm, Scores([]), "", outcome)  # after the first of two pieces -1 and -2, of one none
     assert len(outcome.misses) == missed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from dflash_backend import LLM
@@ -89,23 +90,44 @@ def test_the_files_hold_what_is_printed(tmp_path: Path) -> None:
         compared.write(tmp_path / "eval.md")
 
 
+def test_perplexities_of_pieces_of_other_lengths_are_not_compared() -> None:
+    first, other = (replace(each, about=each.about | {"text_piece": 511}) for each in (FIRST, AGAINST))
+    assert Comparison.of(first, other).figures["perplexity"] == (8.0, 9.0)
+    other = replace(other, about=other.about | {"text_piece": 2048})
+    compared = Comparison.of(first, other)
+    assert compared.figures["perplexity"] == (8.0, None)
+    assert "pieces of different lengths, so their perplexities cannot be compared" in compared.text()
+
+
+@pytest.mark.parametrize("leading", [[], [0], [0, 2]])
 @pytest.mark.parametrize("piece", [2048, 30])
-def test_perplexity_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_perplexity_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, piece: int, leading: list[int]) -> None:
+    """Each piece is behind the special tokens that the tokenizer puts before a text, which do not count."""
     monkeypatch.setattr(answering, "TEXT_PIECE", piece)
     llm = LLM(max_model_len=512, draft="")
-    ids = llm.tokenizer.encode(TEXT)
+    ids = llm.tokenizer.encode_part(TEXT)
+    names = llm.tokenizer.token_texts(leading)
+    llm.tokenizer._fast.post_processor = TemplateProcessing(
+        single=[*names, "$A"], special_tokens=list(zip(names, leading, strict=True))
+    )
+    assert llm.tokenizer.encode(TEXT) == [*leading, *ids]
     model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
     losses = []
     with torch.inference_mode():
-        for first in range(0, len(ids), piece):
-            part = torch.tensor(ids[first : first + piece])
+        size = piece - len(leading)
+        for first in range(0, len(ids), size):
+            part = torch.tensor([*leading, *ids[first : first + size]])
             logprobs = model(part[None]).logits[0].log_softmax(dim=-1)
-            losses += [-logprobs[i, part[i + 1]].item() for i in range(len(part) - 1)]
+            losses += [-logprobs[i - 1, part[i]].item() for i in range(max(1, len(leading)), len(part))]
     found, num_tokens = perplexity(llm, TEXT)
     assert found == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert num_tokens == len(ids) > 60
 
 
-def test_a_text_of_one_token_has_no_perplexity() -> None:
+def test_a_text_of_one_token_has_no_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_model_len=64, draft="")
     with pytest.raises(EvaluationError, match="needs at least 2"):
-        perplexity(LLM(max_model_len=64, draft=""), "a")
+        perplexity(llm, "a")
+    monkeypatch.setattr(answering, "TEXT_PIECE", 1)
+    with pytest.raises(EvaluationError, match="holds 1 tokens, too few for a perplexity; raise max_model_len"):
+        perplexity(llm, "a b c")
