@@ -37,6 +37,7 @@ from tests.mutations.large_requests import LARGE_REQUEST_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.many_tenants import MANY_TENANTS_MUTANTS
 from tests.mutations.measured_products import MEASURED_PRODUCTS_MUTANTS
+from tests.mutations.measuring import MEASURING_MUTANTS
 from tests.mutations.mixed_steps import MIXED_STEP_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parallel import PARALLEL_MUTANTS
@@ -109,6 +110,7 @@ MUTANTS += (
 )
 MUTANTS += HUB_MUTANTS + PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS + ENGINE_PROCESS_MUTANTS
 MUTANTS += KV_TIER_MUTANTS + DELTA_STREAM_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
+MUTANTS += MEASURING_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

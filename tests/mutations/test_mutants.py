@@ -61,6 +61,7 @@ def test_the_mutants_are_of_every_package() -> None:
         "frontend",
         "benchmarks",
         "checks",
+        "load_tests",
         "tools",
         "docker",
         "deploy",
