@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,9 @@ GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
 TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", GPU_DEVICE_IDS, *_TRITON_FLAGS))
 # As `draft_model`: prompt lookup, which has no checkpoint. A directory of that name is ./ngram.
 NGRAM = "ngram"
+# Variables that Kubernetes gives a container for each Service of its namespace: the Service's name, then one of these.
+_SERVICE_LINK = re.compile(r"(\w+?)(_SERVICE_HOST|_SERVICE_PORT(?:_\w+)?|_PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
+_SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://")
 # In a model.json of that backend.
 DISABLE_LOG_STATS = "disable_log_stats"
 
@@ -470,12 +474,25 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 def environment_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """The settings in `environ`: `DFLASH_KV_BLOCK_SIZE=32` is `kv_block_size`. Unknown names are kept, so
-    that a misspelt variable stops the load instead of being ignored."""
+    that a misspelt variable stops the load instead of being ignored; those of Kubernetes's service links are not."""
     return {
         name[len(ENV_PREFIX) :].lower(): value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and not name.startswith(RESERVED_ENV_PREFIX)
+        if name.startswith(ENV_PREFIX)
+        and not name.startswith(RESERVED_ENV_PREFIX)
+        and not _is_service_link(name, value, environ)
     }
+
+
+def _is_service_link(name: str, value: str, environ: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has set this variable for a Service, such as DFLASH_TRITON_PORT_8000_TCP for `dflash-triton`.
+    The one that can have the name of a setting is NAME_PORT, whose value here is a URL: DFLASH_KV_TRANSFER_PORT."""
+    found = _SERVICE_LINK.fullmatch(name)
+    if found is None or f"{found[1]}_SERVICE_HOST" not in environ:
+        return False
+    if found[2] == "_PORT":
+        return _SERVICE_URL.match(value) is not None
+    return name[len(ENV_PREFIX) :].lower() not in _BY_NAME
 
 
 def environment_name(setting: str) -> str:

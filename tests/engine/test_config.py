@@ -12,6 +12,7 @@ from dflash_backend.config import (
     ConfigError,
     EngineConfig,
     asset_path,
+    environment_settings,
 )
 from dflash_backend.settings import Setting
 from docs.write_settings import config_parameters, settings_table
@@ -22,6 +23,33 @@ def test_the_environment_wins_over_the_file() -> None:
     assert config.max_num_seqs == 9
     assert config.sources["max_num_seqs"] == "environment"
     assert config.dtype is None
+
+
+def service_links(service: str) -> dict[str, str]:
+    """What Kubernetes sets in each pod of the namespace for a Service with two ports."""
+    links = {
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_PORT": "tcp://10.0.0.7:8000",
+    }
+    for name, port in (("HTTP", "8000"), ("KV_EVENTS", "5557")):
+        links |= {f"{service}_SERVICE_PORT_{name}": port, f"{service}_PORT_{port}_TCP": f"tcp://10.0.0.7:{port}"}
+        links |= {f"{service}_PORT_{port}_TCP_{each}": "10.0.0.7" for each in ("ADDR", "PORT", "PROTO")}
+    return links
+
+
+@pytest.mark.parametrize("service", ["DFLASH", "DFLASH_TRITON", "DFLASH_KV_TRANSFER", "DFLASH_PORT"])
+def test_what_kubernetes_sets_for_a_service_is_no_setting(service: str) -> None:
+    config = EngineConfig.load({}, service_links(service) | {"DFLASH_MAX_NUM_SEQS": "9"})
+    assert (config.max_num_seqs, config.kv_transfer_port) == (9, 0)
+
+
+def test_a_setting_with_the_name_of_a_service_link_and_a_misspelt_one_are_settings() -> None:
+    links = service_links("DFLASH_KV_TRANSFER")
+    assert environment_settings(links | {"DFLASH_KV_TRANSFER_PORT": "5700"}) == {"kv_transfer_port": "5700"}
+    for name in ("DFLASH_KV_TRANSFERS_PORT", "DFLASH_SERVICE_HOST_", "DFLASH_TRITON_PORT_8000_TCP"):
+        with pytest.raises(ConfigError, match="unknown setting"):
+            EngineConfig.load({}, links | {name: "tcp://10.0.0.7:5700"})
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ DEPLOYMENT_MUTANTS = (
         ("KServe's liveness is readiness", "path: /health/live", "path: /health/ready"),
     ),
     *mutants_of(
+        "dflash_backend/config.py",
+        ("tests/engine/test_config.py",),
+        ("a Service of Kubernetes stops the load", "\n        and not _is_service_link(name, value, environ)", ""),
+        ("a port that has a Service's name is ignored", "return _SERVICE_URL.match(value) is not None", "return True"),
+    ),
+    *mutants_of(
         "dflash_backend/triton/service.py",
         ("tests/triton/test_service.py::test_a_question_whether_requests_are_taken_is_none_that_was_refused",),
         ("a probe is a request that was refused", ", counted=counted)", ")"),
