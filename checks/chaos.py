@@ -23,9 +23,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dflash_cli.launcher.leftovers import SEGMENT_PREFIX
 from dflash_cli.launcher.processes import Process, family
 from dflash_cli.launcher.server import TritonServer
-from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Internal, Unavailable
 from load_tests.server_state import engine_pids, processes_by_role

@@ -16,8 +16,9 @@ import pytest
 
 from dflash_cli.launcher import processes
 from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE, clean_up
+from dflash_cli.launcher.leftovers import SEGMENT_PREFIX
 from dflash_cli.launcher.processes import family, gone, marked, named, send
-from dflash_cli.launcher.server_files import SEGMENT_PREFIX, ServerFiles
+from dflash_cli.launcher.server_files import ServerFiles
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
 from tests.support.servers import PORT_OPTIONS, clean_environ

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.config import ConfigError
+from dflash_cli.launcher.leftovers import LOCK, SEGMENT_PREFIX
 from dflash_cli.launcher.processes import family, gone
 from dflash_cli.launcher.server import LauncherError, TritonServer
-from dflash_cli.launcher.server_files import SEGMENT_PREFIX
+from dflash_cli.launcher.server_files import ServerFiles
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
@@ -104,6 +105,10 @@ def test_a_stopped_server_leaves_no_process_no_file_and_no_shared_memory() -> No
         assert len(members) >= 3
         guardian = family(server._guardian.pid)
         assert len(guardian) == 1
+        # Its locks are its processes', so that a server which starts while its launcher is dead lets its files be.
+        held = {os.readlink(path) for path in Path(f"/proc/{server.pid}/fd").iterdir()}
+        assert {str(server.folder / LOCK), server._running_files().segments_pattern.replace("*", LOCK)} <= held
+        ServerFiles().remove()
         with DFlashClient(server.http_url, "http", model="renamed", timeout_s=10) as client:
             assert client.generate("ready").text == "ready"
     assert gone(members | guardian, 0)

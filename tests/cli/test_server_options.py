@@ -20,9 +20,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_cli.commands.serve import EXAMPLE_PROMPT, OTHER_PROMPT, _endpoints, _key_lines, _tries, warnings
 from dflash_cli.commands.serve_options import HOST_ENV
+from dflash_cli.launcher.leftovers import SEGMENT_PREFIX
 from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
-from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_cli.launcher.server_options import (
     GRPC_KEY_HEADER,
     KEY_HEADER,

@@ -81,6 +81,27 @@ SERVING_MUTANTS = (
         ("a guardian leaves Triton's environments", "            os.rmdir(path)\n", "            pass\n"),
     ),
     *mutants_of(
+        "cli/dflash_cli/launcher/leftovers.py",
+        ("tests/cli/test_server_files.py",),
+        (
+            "a living server's files are taken for a dead one's",
+            "        except OSError:\n            is_free = False\n",
+            "        except OSError:\n            pass\n",
+        ),
+        (
+            "what a killed server has left stays",
+            "            if name is None or not is_free:\n",
+            "            if True:\n",
+        ),
+    ),
+    Mutant(
+        "a server whose launcher was killed loses its files to the next one",
+        "cli/dflash_cli/launcher/server.py",
+        "            pass_fds=files.locks,\n",
+        "",
+        ("tests/cli/test_launcher.py::test_a_stopped_server_leaves_no_process_no_file_and_no_shared_memory",),
+    ),
+    *mutants_of(
         "cli/dflash_cli/launcher/server_files.py",
         ("tests/cli/test_server_files.py",),
         (

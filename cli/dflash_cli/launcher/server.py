@@ -291,6 +291,7 @@ class TritonServer:
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
+            pass_fds=files.locks,
         )
         assert process.stdout is not None
         loading = Loading(self.http_url, self.metrics_url, self._models, self._on_progress)

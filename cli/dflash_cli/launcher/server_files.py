@@ -7,14 +7,15 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_cli.launcher.guardian import ENV_FOLDERS_FILE
+from dflash_cli.launcher.leftovers import FOLDER_PREFIX, LOCK, SEGMENT_PREFIX, hold, remove_leftovers
 from dflash_cli.launcher.triton_install import LauncherError
 
 SHARED_MEMORY = Path("/dev/shm")
-# Newer Tritons protect shared memory whose name begins so from clients that register it.
-SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
+READY_URL_FILE = "ready-url"
 # A folder that Triton's Python backend makes as it is loaded, whatever TMPDIR says, and removes when it ends by itself.
 PYTHON_ENV_FOLDERS = ("/tmp", "python_env_*")
 # The name of a socket has at most 107 characters (`man 7 unix`); the engine's are `dflash-xxxxxxxx/out` in TMPDIR.
@@ -25,12 +26,17 @@ class ServerFiles:
     """Made before a server is started; `remove` once its processes have ended.
 
     `folder` holds the model repository and the temporary files of the server's processes; `segment_prefix` begins the
-    names of its shared memory. Raises `LauncherError` when the sockets in the folder would have too long a name.
+    names of its shared memory. `locks` are descriptors that the server's processes inherit: while one of them lives,
+    no other server takes these files for those of a dead one, which it removes. Raises `LauncherError` when the sockets
+    in the folder would have too long a name.
     """
 
     def __init__(self) -> None:
+        remove_leftovers(Path(tempfile.gettempdir()), SHARED_MEMORY)
         self.folder = _temporary_folder()
         self.segment_prefix = f"{SEGMENT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}_"
+        held = hold(self.folder / LOCK), hold(SHARED_MEMORY / f"{self.segment_prefix}{LOCK}")
+        self.locks = [lock for lock in held if lock is not None]
         self._env_folders_before = _env_folders()
         self._env_folders: set[Path] | None = None
 
@@ -50,7 +56,7 @@ class ServerFiles:
     def write(self, http_url: str, ready_url: str, api_key: str) -> None:
         """Note address and key, for the operator, and the URL that says whether requests are taken, for health checks
         that do not know how the server was started."""
-        for name, text in (("http-address", http_url), ("ready-url", ready_url), ("api-key", api_key)):
+        for name, text in (("http-address", http_url), (READY_URL_FILE, ready_url), ("api-key", api_key)):
             (self.folder / name).write_text(text + "\n", encoding="utf-8")
 
     def protect(self) -> None:
@@ -77,6 +83,24 @@ class ServerFiles:
             with contextlib.suppress(OSError):
                 path.rmdir()
         shutil.rmtree(self.folder, ignore_errors=True)
+        while self.locks:
+            os.close(self.locks.pop())
+
+
+@contextlib.contextmanager
+def noted_ready_url(url: str | None) -> Iterator[None]:
+    """Meanwhile a health check finds `url` as it finds that of a server. With None it finds nothing, as where no
+    temporary files can be written."""
+    with contextlib.ExitStack() as at_end:
+        with contextlib.suppress(OSError):
+            if url is not None:
+                remove_leftovers(Path(tempfile.gettempdir()), SHARED_MEMORY)
+                folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+                at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+                if (lock := hold(folder / LOCK)) is not None:
+                    at_end.callback(os.close, lock)
+                (folder / READY_URL_FILE).write_text(f"{url}\n", encoding="utf-8")
+        yield
 
 
 def _env_folders() -> set[Path]:
@@ -86,7 +110,7 @@ def _env_folders() -> set[Path]:
 
 
 def _temporary_folder() -> Path:
-    prefix = f"dflash-triton-{os.getpid()}-"
+    prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
     parent = tempfile.gettempdir()
     longest = LONGEST_FOLDER - len(f"/{prefix}xxxxxxxx")
     if len(os.fsencode(parent)) > longest:
