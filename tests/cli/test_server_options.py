@@ -31,8 +31,9 @@ from dflash_cli.launcher.server_options import (
     addresses,
     checked_extra,
 )
-from dflash_cli.main import parser
+from dflash_cli.main import main, parser
 from dflash_client import ClientError, DFlashClient
+from tests.cli.test_security_options import pkcs8
 from tests.client.conftest import toy_server
 from tests.client.tls_servers import Certificates
 from tests.support.scale import by_night
@@ -314,6 +315,41 @@ def test_an_image_can_change_the_address_that_serve_listens_on(monkeypatch: pyte
     assert parsed("--host", "127.0.0.1").host == "127.0.0.1"
     # It is no setting of the engine.
     assert TritonServer(environ={HOST_ENV: "0.0.0.0"}).host == "127.0.0.1"
+    assert parser().parse_args(["openai"]).host == "0.0.0.0"
+    monkeypatch.delenv(HOST_ENV)
+    assert parser().parse_args(["openai"]).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("options", "scheme"),
+    [
+        ([], "http"),
+        (["--tls-cert", "{server}", "--tls-key", "{server_key}"], "https"),
+        (["--heartbeat-fd", "99"], None),
+    ],
+)
+def test_openai_writes_down_what_says_whether_it_takes_requests_unless_serve_has_done_so(
+    options: list[str], scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Certificates.make(tmp_path)
+    pkcs8(certificates.server_key)
+    options = [word.format(**vars(certificates)) for word in options]
+    noted: list[str] = []
+
+    def serve(app: object, config: Any, on_ready: object) -> None:
+        noted.extend(file.read_text() for file in temporary.glob("dflash-triton-*/ready-url"))
+        assert noted == ([] if scheme is None else [f"{scheme}://127.0.0.1:{config.port}/health/ready\n"])
+
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    for name in (HOST_ENV, "DFLASH_API_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr("dflash_openai.app.create_app", lambda config: None)
+    monkeypatch.setattr("dflash_openai.server.serve", serve)
+    monkeypatch.setattr("dflash_cli.commands.openai._log_to", lambda lines: None)
+    assert main(["openai", "--port", "0", *options]) == 0
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -503,11 +503,15 @@ def test_api_keys_are_a_secret_file_and_leave_tritons_ports_where_they_are() -> 
     assert ":?" in keys["secrets"]["api_keys"]["file"]
 
 
-def health_check(directory: str | Path, **environ: str) -> int:
-    """The exit status of the image's own command, with this folder of temporary files."""
+def health_check(directory: str | Path, container: str = "", **environ: str) -> int:
+    """The exit status of the image's own command, with this folder of temporary files, where the first process of the
+    container has the command line `container`."""
     check = STAGES[-1].last("HEALTHCHECK").words
-    command = [word.replace("/tmp/", f"{directory}/") for word in check]
-    return subprocess.run(command, capture_output=True, env=os.environ | environ).returncode
+    with tempfile.NamedTemporaryFile("w") as first:
+        first.write("".join(f"{word}\0" for word in container.split()))
+        first.flush()
+        command = [word.replace("/tmp/", f"{directory}/").replace("/proc/1/cmdline", first.name) for word in check]
+        return subprocess.run(command, capture_output=True, env=os.environ | environ).returncode
 
 
 @contextmanager
@@ -558,6 +562,31 @@ def test_the_health_check_is_what_the_server_says(status: int, result: int, tmp_
         assert health_check(tmp_path) == 1
     assert health_check(tmp_path) == 1
     assert health_check(tmp_path / "empty") == 1
+
+
+@pytest.mark.parametrize(
+    ("container", "serves"),
+    [
+        ("/usr/bin/python3 /usr/local/bin/dflash-triton serve", True),
+        ("/sbin/docker-init -- /opt/nvidia/nvidia_entrypoint.sh dflash-triton serve /models/a --port 9001", True),
+        ("/usr/bin/python3 /usr/local/bin/dflash-triton openai --triton grpc://a:8001", True),
+        ("sh -c dflash-triton train out && dflash-triton serve", True),
+        ("sh /start.sh", True),
+        ("/sbin/docker-init -- /opt/nvidia/nvidia_entrypoint.sh dflash-triton train out", False),
+        ("/usr/bin/python3 /usr/local/bin/dflash-triton dynamo", False),
+    ],
+)
+def test_a_container_whose_command_takes_no_requests_is_healthy(container: str, serves: bool, tmp_path: Path) -> None:
+    assert health_check(tmp_path, container) == serves
+    with answering(200) as url:
+        folder_of("7-a", tmp_path, url)
+        assert health_check(tmp_path, container) == 0
+    assert health_check(tmp_path, container) == serves
+
+
+def test_a_load_of_hours_is_no_failure() -> None:
+    (hours,) = re.findall(r"^(\d+)h$", STAGES[-1].last("HEALTHCHECK").flags["start-period"])
+    assert int(hours) >= 2
 
 
 def test_the_health_check_does_not_ask_for_whom_the_certificate_is(tmp_path: Path) -> None:

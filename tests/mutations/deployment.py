@@ -26,6 +26,19 @@ DEPLOYMENT_MUTANTS = (
     ),
     *mutants_of(
         "docker/Dockerfile",
+        (f"{DOCKER}::test_a_container_whose_command_takes_no_requests_is_healthy",),
+        ("a container that trains is not healthy", " *'dflash-triton '[a-z]*) exit 0 ;;", ""),
+        ("a container is healthy before it serves", "*'dflash-triton serve '*|", ""),
+    ),
+    *mutants_of(
+        "cli/dflash_cli/commands/openai.py",
+        (
+            "tests/cli/test_server_options.py::test_openai_writes_down_what_says_whether_it_takes_requests_unless_serve_has_done_so",
+        ),
+        ("a health check asks the front end in place of what serve says", "arguments.heartbeat_fd is None and ", ""),
+    ),
+    *mutants_of(
+        "docker/Dockerfile",
         (f"{DOCKER}::test_the_wheel_of_what_the_image_copies_has_all_files_and_the_command",),
         ("the wheel has no kernels", "COPY kernels kernels\n", ""),
     ),

@@ -21,6 +21,7 @@ from dflash_cli.commands.arguments import (
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.log_lines import Lines, LinesHandler
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
+from dflash_cli.commands.serve_options import HOST_ENV, LOOPBACK
 
 DESCRIPTION = """\
 Answer OpenAI's API with the model of one or more Triton servers. It keeps nothing, so any number of them may run. It
@@ -69,7 +70,11 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
 
 def _add_listening(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the API").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add(
+        "--host",
+        default=os.environ.get(HOST_ENV) or LOOPBACK,
+        help=f"address to listen on; {HOST_ENV} in the environment, else {LOOPBACK}",
+    )
     add("--port", **PORT, default=9000, help="%(default)s; 0: any free one")
     add(
         "--served-model-name",
@@ -96,6 +101,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     from dflash_cli.launcher.ports import AddressError, is_loopback, reachable_host, settle_ports
+    from dflash_cli.launcher.server_files import noted_ready_url
     from dflash_cli.launcher.triton_install import LauncherError
     from dflash_client.connection import Tls
     from dflash_openai.app import create_app
@@ -136,7 +142,10 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             print(f"OpenAI API at {scheme}://{reachable_host(config.host)}:{number}/v1", flush=True)
 
-    serve(app, config, on_ready)
+    # Beside a server of `serve`, and for who has no certificate where clients need one, there is nothing to note.
+    alone = arguments.heartbeat_fd is None and (security.tls is None or security.tls.client_ca is None)
+    with noted_ready_url(f"{scheme}://{reachable_host(config.host)}:{number}/health/ready" if alone else None):
+        serve(app, config, on_ready)
     lines.flush()
     return 0
 
