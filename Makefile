@@ -38,7 +38,8 @@ setup: $(STAMP) ## Install everything into .venv
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 	  { echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; use 3.11 or 3.12, as in: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# One that failed, as on Debian without python3-venv, leaves a Python that can install nothing.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || test -x $(BIN)/uv || $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	  echo "An NVIDIA GPU is here: installing torch's $(if $(TORCH_INDEX),build from $(TORCH_INDEX),default build)."; \
 	  grep -v '^torch==' constraints-cpu.txt > $(VENV)/constraints.txt; \
@@ -49,7 +50,9 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	else \
 	  echo "No NVIDIA GPU: installing torch's CPU build."; \
 	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
-	  $(INSTALL) -c $(VENV)/constraints.txt torch==2.13.0+cpu 2>/dev/null || { \
+	  $(INSTALL) -c $(VENV)/constraints.txt torch==2.13.0+cpu 2>$(VENV)/torch.log || { \
+	    { grep -qE 'no version of torch|Cannot install torch' $(VENV)/torch.log && \
+	      ! grep -qE 'Failed to fetch|Retrying' $(VENV)/torch.log; } || { cat $(VENV)/torch.log >&2; exit 1; }; \
 	    echo "The package index has no CPU build; taking its default, which may be large (see TORCH_INDEX in the Makefile)."; \
 	    $(INSTALL) -c $(VENV)/constraints.txt torch==2.13.0; }; \
 	fi

@@ -65,6 +65,7 @@ def test_the_mutants_are_of_every_package() -> None:
         "tools",
         "docker",
         "deploy",
+        "Makefile",
     }
     assert folders == {file.split("/")[0] for file in files}
 

@@ -1,4 +1,4 @@
-"""`tools/install_packages.py`: uv is told what pip is set to, and pip installs what uv does not."""
+"""`tools/install_packages.py`: uv is told what pip is set to, and pip installs what uv does not; and `make setup`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from tools import install_packages
 from tools.install_packages import UV, main, pip_options, uv_environ
 
+ROOT = Path(__file__).resolve().parents[2]
 LISTING = """\
 :env:.find-links='/wheels /more'
 global.index-url='https://example.org/simple'
@@ -99,3 +100,73 @@ def test_without_arguments_it_says_what_it_is_for() -> None:
     done = subprocess.run(["python3", script], capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 1
     assert "PYTHON ARGUMENT" in done.stderr
+
+
+# Stands in for Python: an environment that it makes has no pip while the file `no-venv` is there, an installation is a
+# line of `installed`, and torch's CPU build fails with what the file `failure` says.
+PYTHON = """#!/bin/sh
+case "$*" in
+  "-m venv"*)
+    mkdir -p .venv/bin
+    cp "$0" .venv/bin/python
+    test ! -e no-venv || { echo "ensurepip is not available" >&2; exit 1; }
+    touch .venv/pip ;;
+  "-m pip --version") test -e .venv/pip ;;
+  *install_packages.py*)
+    echo "$*" >> installed
+    case "$*" in *+cpu) test ! -e failure || { cat failure >&2; exit 1; } ;; esac ;;
+esac
+"""
+NO_SUCH_VERSION = "cause: Because there is no version of torch==2.13.0+cpu and you require torch==2.13.0+cpu"
+CONFLICT = "ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies."
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("pyproject.toml", "constraints-cpu.txt"):
+        (tmp_path / name).touch()
+    for name, text in (("python", PYTHON), ("nvidia-smi", "#!/bin/sh\nexit 1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def make_setup(checkout: Path) -> subprocess.CompletedProcess[str]:
+    """`make setup` with the Python and without the GPU of the folder `checkout`."""
+    environ = os.environ | {"PATH": f"{checkout}:{os.environ['PATH']}", "MAKEFLAGS": ""}
+    command = ["make", "-f", str(ROOT / "Makefile"), "setup", "PYTHON=./python", "TORCH_INDEX="]
+    return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_an_environment_without_pip_is_made_anew(checkout: Path) -> None:
+    (checkout / "no-venv").touch()
+    for _ in range(2):
+        done = make_setup(checkout)
+        assert done.returncode != 0
+        assert "ensurepip is not available" in done.stderr
+    assert not (checkout / "installed").exists()
+    (checkout / "no-venv").unlink()
+    assert make_setup(checkout).returncode == 0
+    assert "torch==2.13.0+cpu" in (checkout / "installed").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_absent"),
+    [
+        (NO_SUCH_VERSION, True),
+        (CONFLICT, True),
+        ("error: Failed to fetch: `torch`\n" + CONFLICT, False),
+        ("WARNING: Retrying (Retry(total=4))\n" + CONFLICT, False),
+        ("ERROR: No space left on device", False),
+        ("/usr/bin/python3: No module named pip", False),
+    ],
+)
+def test_setup_takes_another_build_of_torch_only_where_the_index_has_no_cpu_build(
+    failure: str, is_absent: bool, checkout: Path
+) -> None:
+    (checkout / "failure").write_text(failure)
+    done = make_setup(checkout)
+    assert (done.returncode == 0) == is_absent
+    assert ("The package index has no CPU build" in done.stdout) == is_absent
+    assert (failure in done.stderr) != is_absent
+    assert ("torch==2.13.0\n" in (checkout / "installed").read_text()) == is_absent
