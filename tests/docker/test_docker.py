@@ -102,7 +102,7 @@ def test_every_expression_is_over_metrics_and_labels_that_exist() -> None:
     for expression in expressions():
         named = set(re.findall(r"dflash(?:_openai)?:\w+", expression))
         assert named <= series(), expression
-        assert named or expression.startswith("up{"), expression
+        assert named or expression.startswith(("up{", "absent(up{")), expression
         grouped = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
         labels = {label.strip() for group in grouped for label in group.split(",")}
         labels |= set(re.findall(r"[{,](\w+)=", expression))
@@ -320,6 +320,7 @@ def test_what_an_alert_compares_and_for_how_long_is_as_it_was_chosen() -> None:
     }
     assert compared == {
         "DFlashUnreachable": ("== 0", "1m"),
+        "DFlashAbsent": ("5m",),
         "DFlashFrontEndUnreachable": ("== 0", "1m"),
         "DFlashFrontEndFailing": ("> 0", "2m"),
         "DFlashEngineNotReady": ("== 0", "1m"),

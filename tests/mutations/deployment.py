@@ -56,6 +56,7 @@ DEPLOYMENT_MUTANTS = (
         ),
         ("low acceptance is high acceptance", " < 1.5", " > 1.5"),
         ("probes that get 503 are an alert", '/health.*|/ping"', '/health"'),
+        ("pods that are gone raise nothing", 'absent(up{job="dflash"})', 'up{job="dflash"} == 0'),
     ),
     Mutant(
         "without keys a pod is open to everybody",
