@@ -305,7 +305,23 @@ POLICY = ".Values.networkPolicy.enabled"
         ("deployment", "- name: DFLASH_DEVICE", ["eq (int .Values.gpus) 0"]),
         ("deployment", "- name: DFLASH_KV_EVENTS_ENDPOINT", [".Values.kvEvents.enabled"]),
         ("deployment", "replicas: {{ $v.replicaCount }}", ["not .Values.autoscaling.enabled"]),
-        ("deployment", "type: Recreate", ["not $several"]),
+        ("deployment", "type: Recreate", ["not (.Values.strategy), not $several"]),
+        (
+            "deployment",
+            "rollingUpdate: {maxSurge: 0, maxUnavailable: 1}",
+            ["not (not (.Values.strategy), not $several), gt (int .Values.gpus) 0"],
+        ),
+        ("deployment", "- name: DFLASH_KV_TRANSFER_HOST", [".Values.kvTransfer.port"]),
+        (
+            "deployment",
+            "- {name: kv-events{{ $suffix }}, containerPort: {{ add $v.kvEvents.port $engine }}}",
+            [ENGINES, ".Values.kvEvents.enabled"],
+        ),
+        (
+            "deployment",
+            "- {name: kv-transfer{{ $suffix }}, containerPort: {{ add $v.kvTransfer.port $engine }}}",
+            [ENGINES, ".Values.kvTransfer.port"],
+        ),
         ("deployment", "emptyDir: {}", ["not (.Values.cache.enabled)"]),
         ("service", "- {name: http, port: 8000, targetPort: http}", [f"not {KEYS}"]),
         ("service", "- {name: metrics, port: 8002, targetPort: metrics}", [f"not {KEYS}"]),
@@ -335,6 +351,9 @@ def test_a_first_start_has_the_minutes_that_its_value_says() -> None:
     (period_s,) = re.findall(r"periodSeconds: (\d+)\n", probe)
     (failures,) = re.findall(r"failureThreshold: {{ mul \$v.startupMinutes (\d+) }}\n", probe)
     assert int(period_s) * int(failures) == 60
+    # A Deployment whose pod takes longer than this counts as failed, and so does the upgrade.
+    (deadline,) = re.findall(r"progressDeadlineSeconds: (.*)\n", template("deployment.yaml"))
+    assert deadline == "{{ add (mul $v.startupMinutes 60) 600 }}"
 
 
 @needs_helm
@@ -402,6 +421,24 @@ def test_the_network_policy_lets_in_who_the_values_name() -> None:
     assert {port["port"] for rule in resources["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]} <= ports
     labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "strategy"),
+    [
+        ("", {"type": "Recreate"}),
+        (
+            "replicaCount=2,cache.enabled=false",
+            {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        ),
+        ("replicaCount=2,cache.enabled=false,gpus=0", None),
+        ("replicaCount=2,cache.enabled=false,strategy.type=Recreate", {"type": "Recreate"}),
+        ("strategy.rollingUpdate.maxSurge=1", {"rollingUpdate": {"maxSurge": 1}}),
+    ],
+)
+def test_an_upgrade_needs_no_gpu_more_unless_the_values_say_so(values: str, strategy: dict[str, Any] | None) -> None:
+    assert render(values)["Deployment"]["spec"].get("strategy") == strategy
 
 
 @needs_helm

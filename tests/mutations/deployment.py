@@ -76,6 +76,12 @@ DEPLOYMENT_MUTANTS = (
             'livenessProbe:\n            httpGet: {{ include "dflash.live" . }}',
             'livenessProbe:\n            httpGet: {{ include "dflash.ready" . }}',
         ),
+        (
+            "an upgrade has failed before its pods may have started",
+            "progressDeadlineSeconds: {{ add (mul $v.startupMinutes 60) 600 }}",
+            "progressDeadlineSeconds: 600",
+        ),
+        ("an upgrade needs a GPU more", "rollingUpdate: {maxSurge: 0, maxUnavailable: 1}", "rollingUpdate: {}"),
     ),
     *mutants_of(
         "deploy/helm/dflash-triton/templates/_helpers.tpl",
