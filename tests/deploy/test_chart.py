@@ -221,7 +221,10 @@ def test_the_charts_text_has_probes_of_the_front_end_or_without_it_of_triton() -
     }
     assert "{name: openai, containerPort: 9000}" in text
     assert "{name: http, containerPort: 8000}" in text
-    assert re.findall(r"^( +)readOnlyRootFilesystem: true$", text, re.MULTILINE) == [" " * 12]
+    assert VALUES["securityContext"] == CONFINED
+    assert VALUES["podSecurityContext"]["runAsNonRoot"] is True
+    given = re.findall(r"with \$v\.(\w+) }}\n( +)securityContext: {{- toYaml \. \| nindent (\d+) }}", text)
+    assert given == [("podSecurityContext", " " * 6, "8"), ("securityContext", " " * 10, "12")]
     assert VALUES["resources"]["limits"] == {"memory": "32Gi"}
     assert VALUES["networkPolicy"]["enabled"] is True
 
@@ -439,6 +442,26 @@ def test_the_network_policy_lets_in_who_the_values_name() -> None:
 )
 def test_an_upgrade_needs_no_gpu_more_unless_the_values_say_so(values: str, strategy: dict[str, Any] | None) -> None:
     assert render(values)["Deployment"]["spec"].get("strategy") == strategy
+
+
+@needs_helm
+def test_what_the_values_mount_and_how_they_confine_a_pod_is_in_it() -> None:
+    spec = "extraVolumes[0].name=weights,extraVolumeMounts[0].name=weights,extraVolumeMounts[0].mountPath=/models"
+    resources = render(
+        f"{spec},initContainers[0].name=fetch,podSecurityContext.runAsUser=null,securityContext.readOnlyRootFilesystem=false,"
+        "topologySpreadConstraints[0].maxSkew=1,podDisruptionBudget.enabled=true,podDisruptionBudget.maxUnavailable=2"
+    )
+    one = pod(resources)
+    assert {"name": "weights"} in one["volumes"]
+    assert {"name": "weights", "mountPath": "/models"} in container(resources)["volumeMounts"]
+    assert (one["initContainers"], one["topologySpreadConstraints"]) == ([{"name": "fetch"}], [{"maxSkew": 1}])
+    assert one["securityContext"] == {
+        name: value for name, value in VALUES["podSecurityContext"].items() if name != "runAsUser"
+    }
+    assert container(resources)["securityContext"] == CONFINED | {"readOnlyRootFilesystem": False}
+    budget = resources["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 2
+    assert budget["selector"] == resources["Deployment"]["spec"]["selector"]
 
 
 @needs_helm
