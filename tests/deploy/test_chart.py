@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from dflash_backend.config import ConfigError, EngineConfig, environment_settings
+from dflash_backend.engine_client.kv_publisher import at_rank
 from dflash_cli.commands.serve import triton_host
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
@@ -27,8 +28,11 @@ HELM = os.environ.get("HELM") or shutil.which("helm")
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 EVERYTHING = (
     "gpus=4,podMonitor.enabled=true,autoscaling.enabled=true,cache.accessModes={ReadWriteMany},kvEvents.enabled=true,"
+    "kvTransfer.port=5700,settings.kv_role=prefill,podDisruptionBudget.enabled=true,"
     "settings.max_num_seqs=32,apiKeys.secretName=keys,hfToken.secretName=hf,runtimeClassName=nvidia,model.target=a/b"
 )
+# As Kubernetes has it.
+LONGEST_PORT_NAME = 15
 HTTPS = "openai.tlsSecretName=tls"
 NO_FRONT_END = "openai.enabled=false"
 # Paths of the front end, which answers them without a key.
@@ -291,6 +295,7 @@ def conditions_of(text: str) -> dict[str, list[str]]:
 
 KEYS, TLS = ".Values.apiKeys.secretName", ".Values.openai.tlsSecretName"
 POLICY = ".Values.networkPolicy.enabled"
+ENGINES = '$engine := until (int (include "dflash.engines" .))'
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,7 @@ POLICY = ".Values.networkPolicy.enabled"
         ("deployment", "- --host=0.0.0.0", []),
         ("deployment", "- --no-restart", []),
         ("deployment", "- --api-key-file=/run/secrets/dflash/{{ $v.apiKeys.key }}", [KEYS]),
-        ("deployment", "- --metrics-host=0.0.0.0", [KEYS]),
+        ("deployment", "- --metrics-host=0.0.0.0", []),
         ("deployment", "- {name: api-keys, mountPath: /run/secrets/dflash, readOnly: true}", [KEYS]),
         ("deployment", "- --tls-cert=/run/secrets/dflash-tls/tls.crt", [TLS]),
         ("deployment", "- --tls-key=/run/secrets/dflash-tls/tls.key", [TLS]),
@@ -342,7 +347,23 @@ POLICY = ".Values.networkPolicy.enabled"
             [POLICY, f"not (.Values.networkPolicy.from), not {KEYS}"],
         ),
         ("networkpolicy", "- {port: metrics}", [POLICY]),
-        ("networkpolicy", "- {port: kv-events}", [POLICY, ".Values.kvEvents.enabled"]),
+        (
+            "networkpolicy",
+            "- {port: kv-events{{ $suffix }}}",
+            [POLICY, ".Values.kvEvents.enabled", "$engine := $engines"],
+        ),
+        (
+            "networkpolicy",
+            '- {port: kv-transfer{{ ternary (printf "-%d" $engine) "" (gt $engine 0) }}}',
+            [POLICY, ".Values.kvTransfer.port", "$engine := $engines"],
+        ),
+        (
+            "networkpolicy",
+            "from: {{- toYaml ($v.kvTransfer.from | default $namespace) | nindent 8 }}",
+            [POLICY, ".Values.kvTransfer.port"],
+        ),
+        ("networkpolicy", "{{- toYaml . | nindent 4 }}", [POLICY, ".Values.networkPolicy.extraIngress"]),
+        ("poddisruptionbudget", "kind: PodDisruptionBudget", [".Values.podDisruptionBudget.enabled"]),
     ],
 )
 def test_a_line_of_the_chart_is_there_where_its_values_ask_for_it(name: str, line: str, conditions: list[str]) -> None:
@@ -424,6 +445,61 @@ def test_the_network_policy_lets_in_who_the_values_name() -> None:
     assert {port["port"] for rule in resources["NetworkPolicy"]["spec"]["ingress"] for port in rule["ports"]} <= ports
     labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    more = rules("networkPolicy.extraIngress[0].ports[0].port=5000")
+    assert more == [*rules(""), ([5000], None)]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "engines"),
+    [
+        ("gpus=4", 4),
+        ("gpus=0", 1),
+        ("gpus=8,settings.tensor_parallel_size=8", 1),
+        ("gpus=8,settings.tensor_parallel_size=4,settings.data_parallel_size=2", 2),
+    ],
+)
+def test_every_port_of_every_engine_is_open(values: str, engines: int) -> None:
+    """The first engine's ports are the values', and each further one has the next ones."""
+    resources = render(
+        f"{values},kvEvents.enabled=true,kvTransfer.port=5700,kvTransfer.from[0].podSelector.matchLabels.a=b"
+    )
+    config = EngineConfig.from_values(environment_settings(variables(resources)))
+    assert config.data_parallel_size == engines
+    ports = {one["name"]: one["containerPort"] for one in container(resources)["ports"]}
+    events, transfer = [
+        ([ports[one["port"]] for one in rule["ports"]], rule["from"])
+        for rule in resources["NetworkPolicy"]["spec"]["ingress"][2:]
+    ]
+    published = [
+        int(at_rank(endpoint, rank).rpartition(":")[2])
+        for rank in range(engines)
+        for endpoint in (config.kv_events_endpoint, config.kv_events_replay_endpoint)
+    ]
+    assert events == (published, [{"podSelector": {}}])
+    assert transfer == (
+        [config.kv_transfer_port + rank for rank in range(engines)],
+        [{"podSelector": {"matchLabels": {"a": "b"}}}],
+    )
+    assert {"name": "DFLASH_KV_TRANSFER_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in (
+        container(resources)["env"]
+    )
+    assert len(set(ports.values())) == len(ports)
+    assert all(len(name) <= LONGEST_PORT_NAME for name in ports)
+
+
+@needs_helm
+def test_the_values_of_a_prefill_server_that_the_page_shows_open_its_port_to_the_decode_servers(tmp_path: Path) -> None:
+    page = (ROOT / "docs/disaggregation.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"\n```console\n(settings:.*?)```", page, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(given, encoding="utf-8")
+    command = [str(HELM), "template", "release", str(CHART), "-f", str(tmp_path / "my.yaml")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    resources = {one["kind"]: one for one in yaml.safe_load_all(text) if one}
+    config = EngineConfig.from_values(environment_settings(variables(resources)))
+    assert (config.kv_role, config.kv_transfer_port) == ("prefill", 5700)
+    peers = [{"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "decode"}}}]
+    assert resources["NetworkPolicy"]["spec"]["ingress"][-1] == {"ports": [{"port": "kv-transfer"}], "from": peers}
 
 
 @needs_helm
@@ -466,9 +542,10 @@ def test_what_the_values_mount_and_how_they_confine_a_pod_is_in_it() -> None:
 
 @needs_helm
 def test_with_keys_tritons_ports_stay_inside_the_pod() -> None:
-    arguments = container(render("apiKeys.secretName=keys"))["args"]
-    given = parser().parse_args(arguments)
+    given = parser().parse_args(container(render("apiKeys.secretName=keys"))["args"])
     assert (triton_host(given), given.metrics_host) == ("127.0.0.1", "0.0.0.0")
+    given = parser().parse_args(container(render())["args"])
+    assert (triton_host(given), given.metrics_host) == ("0.0.0.0", "0.0.0.0")
 
 
 @needs_helm
@@ -540,6 +617,18 @@ def test_the_autoscaler_and_the_monitor_are_of_this_deployment() -> None:
         ("extraArgs={--tls-client-ca=ca.pem}", "--tls-client-ca would shut out the probes"),
         (f"{NO_FRONT_END},apiKeys.secretName=keys", "Triton checks no keys"),
         (f"{NO_FRONT_END},{HTTPS}", "openai.enabled is false"),
+        (
+            "extraEnv[0].name=DFLASH_API_KEYS",
+            "extraEnv: DFLASH_API_KEYS is for the chart to say; set apiKeys.secretName",
+        ),
+        ("extraEnv[0].name=DFLASH_SERVE_HOST", "extraEnv: DFLASH_SERVE_HOST would move what probes"),
+        (
+            "kvTransfer.port=1,extraEnv[0].name=DFLASH_KV_TRANSFER_HOST",
+            "DFLASH_KV_TRANSFER_HOST .* set kvTransfer.port",
+        ),
+        ("settings.kv_transfer_port=5700", "kv_transfer_port is for the chart to say; set kvTransfer.port"),
+        ("settings.kv_events_endpoint=tcp://*:1", "kv_events_endpoint is for the chart to say; set kvEvents.enabled"),
+        ("settings.kv_role=prefill", "the NetworkPolicy opens none; set kvTransfer.port"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_a_sentence(values: str, words: str) -> None:

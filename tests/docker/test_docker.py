@@ -26,7 +26,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from dflash_backend.config import ENV_PREFIX, SETTINGS, EngineConfig, environment_settings
 from dflash_backend.triton.metric_specs import METRICS
-from dflash_cli.commands.serve import SAFE_TRITON
+from dflash_cli.commands.serve import SAFE_TRITON, triton_host
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
@@ -414,7 +414,9 @@ def test_the_image_is_of_a_triton_that_no_single_request_crashes() -> None:
     assert f"from {SAFE_TRITON} on" in PAGE
 
 
-def test_a_container_listens_on_every_address_and_is_published_on_this_machine_alone() -> None:
+def test_a_container_listens_on_every_address_and_is_published_on_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert f"\nENV {HOST_ENV}=0.0.0.0\n" in DOCKERFILE
     services = read("compose.yaml")["services"]
     for name in ("dflash", "dflash-cpu"):
@@ -422,6 +424,9 @@ def test_a_container_listens_on_every_address_and_is_published_on_this_machine_a
         assert (arguments.command, arguments.host) == ("serve", "0.0.0.0")
         published = r"\$\{(OPENAI_)?BIND_ADDRESS:-127\.0\.0\.1\}:"
         assert all(re.match(published, port) for port in services[name]["ports"])
+        monkeypatch.setenv("DFLASH_API_KEYS", "team an-example-key-of-32-characters-a")
+        given = parser().parse_args([word for word in services[name]["command"] if "EXIT_TIMEOUT" not in word][:-1])
+        assert (triton_host(given), given.metrics_host) == ("127.0.0.1", "0.0.0.0"), "Prometheus reads the metrics"
     for name in ("prometheus", "grafana"):
         assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
 

@@ -82,6 +82,7 @@ DEPLOYMENT_MUTANTS = (
             "progressDeadlineSeconds: 600",
         ),
         ("an upgrade needs a GPU more", "rollingUpdate: {maxSurge: 0, maxUnavailable: 1}", "rollingUpdate: {}"),
+        ("engines of a pod have one port for KV", "{{ add $v.kvTransfer.port $engine }}", "{{ $v.kvTransfer.port }}"),
     ),
     *mutants_of(
         "deploy/helm/dflash-triton/templates/_helpers.tpl",
