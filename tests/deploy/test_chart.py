@@ -24,6 +24,7 @@ from dflash_openai.middleware.authentication import HEALTH_PATHS
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/dflash-triton"
 RUNTIME = ROOT / "deploy/kserve/servingruntime.yaml"
+RUNTIMES = (RUNTIME, ROOT / "deploy/kserve/servingruntime-openai.yaml")
 HELM = os.environ.get("HELM") or shutil.which("helm")
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 EVERYTHING = (
@@ -144,8 +145,9 @@ def test_the_schema_has_the_values_and_no_others() -> None:
     check(VALUES, schema["properties"], "values")
 
 
-def test_the_kserve_runtime_is_one() -> None:
-    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", RUNTIMES, ids=lambda path: path.stem)
+def test_a_kserve_runtime_is_one(path: Path) -> None:
+    runtime = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert (runtime["apiVersion"], runtime["kind"]) == ("serving.kserve.io/v1alpha1", "ServingRuntime")
     (one,) = runtime["spec"]["containers"]
     assert one["name"] == "kserve-container"
@@ -158,10 +160,13 @@ def test_the_kserve_runtime_is_one() -> None:
     assert one["securityContext"] == CONFINED | {"runAsNonRoot": True, "runAsUser": 1000}
     assert written_to(one) == {"/tmp", "/dev/shm", "/cache"}
     assert one["resources"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": "1"}
+    # Knative takes none, so a service says it that runs without Knative.
+    assert "lifecycle" not in one
 
 
-def test_the_kserve_runtimes_probes_ask_the_front_end() -> None:
-    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", RUNTIMES, ids=lambda path: path.stem)
+def test_a_kserve_runtimes_probes_ask_the_front_end(path: Path) -> None:
+    runtime = yaml.safe_load(path.read_text(encoding="utf-8"))
     (one,) = runtime["spec"]["containers"]
     assert not [word for word in one["args"] if word.startswith(("--port", "--openai-port", "--tls", "--ssl"))]
     assert probed(one) == {name: (path, 9000, "HTTP") for name, path in PROBES.items()}
@@ -172,9 +177,30 @@ def test_the_kserve_runtimes_probes_ask_the_front_end() -> None:
     }
 
 
-def test_a_pod_of_kserve_has_more_time_to_end_than_its_requests() -> None:
+def test_the_url_of_one_runtime_is_tritons_and_that_of_the_other_is_openais() -> None:
+    """They are one runtime but for that: Knative lets a container have a single port."""
+    of_triton, of_openai = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in RUNTIMES)
+    (triton,), (openai,) = (one["spec"]["containers"] for one in (of_triton, of_openai))
+    given = parser().parse_args(triton["args"])
+    assert triton.pop("ports") == [{"name": "http1", "containerPort": given.http_port, "protocol": "TCP"}]
+    assert (triton_host(given), given.metrics_host) == ("0.0.0.0", "0.0.0.0")
+    given = parser().parse_args(openai["args"])
+    assert openai.pop("ports") == [{"name": "http1", "containerPort": given.port, "protocol": "TCP"}]
+    assert (given.host, triton_host(given), given.metrics_host) == ("0.0.0.0", "127.0.0.1", "0.0.0.0")
+    assert openai.pop("args") == [*triton["args"][:3], "--triton-host=127.0.0.1", *triton.pop("args")[3:]]
+
+    assert of_openai["metadata"].pop("name") == of_triton["metadata"].pop("name") + "-openai"
+    (of_triton_format,), (of_openai_format,) = (one["spec"]["supportedModelFormats"] for one in (of_triton, of_openai))
+    # KServe chooses between those that let it.
+    assert (of_triton_format.pop("autoSelect"), of_openai_format.pop("autoSelect")) == (True, False)
+    assert of_triton["spec"].pop("protocolVersions") == ["v2", "grpc-v2"]
+    assert of_openai == of_triton
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=lambda path: path.stem)
+def test_a_pod_of_kserve_has_more_time_to_end_than_its_requests(path: Path) -> None:
     """A runtime says nothing of a pod's grace period: KServe's own resource would."""
-    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+    runtime = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert "terminationGracePeriodSeconds" not in runtime["spec"]
     (argument,) = [word for word in runtime["spec"]["containers"][0]["args"] if word.startswith("--exit-timeout=")]
     assert int(argument.partition("=")[2]) + GRACE_S == DEFAULT_GRACE_S
@@ -184,13 +210,19 @@ def test_the_service_of_kserve_that_the_page_shows_is_one_of_this_runtime() -> N
     page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
     service = yaml.safe_load(re.findall(r"\n```console\n(apiVersion: .*?)```", page, re.DOTALL)[0])
     assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
-    runtime = yaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
+    runtimes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in RUNTIMES]
     predictor = service["spec"]["predictor"]
     model = predictor["model"]
+    (runtime,) = [one for one in runtimes if one["metadata"]["name"] == model["runtime"]]
     assert model["modelFormat"]["name"] in [one["name"] for one in runtime["spec"]["supportedModelFormats"]]
     given = parser().parse_args([*runtime["spec"]["containers"][0]["args"], *model["args"]])
     assert given.exit_timeout + GRACE_S == predictor["terminationGracePeriodSeconds"]
     EngineConfig.from_values(environment_settings({one["name"]: one["value"] for one in model["env"]}))
+    assert predictor["enableServiceLinks"] is False
+    assert service["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "RawDeployment"}
+    # As the chart has it, which the time beside that for requests counts.
+    (before_s,) = re.findall(r'command: \[sleep, "(\d+)"\]', template("deployment.yaml"))
+    assert model["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", before_s]}}}
 
 
 def test_the_charts_text_gives_a_pod_more_time_than_its_requests() -> None:

@@ -101,6 +101,12 @@ DEPLOYMENT_MUTANTS = (
         ("KServe's liveness is readiness", "path: /health/live", "path: /health/ready"),
     ),
     *mutants_of(
+        "deploy/kserve/servingruntime-openai.yaml",
+        CHART,
+        ("KServe leads OpenAI's clients to Triton", "containerPort: 9000", "containerPort: 8000"),
+        ("OpenAI's runtime opens Triton, which checks no keys", "--triton-host=127.0.0.1", "--triton-host=0.0.0.0"),
+    ),
+    *mutants_of(
         "dflash_backend/config.py",
         ("tests/engine/test_config.py",),
         ("a Service of Kubernetes stops the load", "\n        and not _is_service_link(name, value, environ)", ""),
