@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-# Of a drafter: what is the engine's own, where its checkpoint lies, and what says where a tensor beside it lies.
-_NOT_OF_THE_DRAFTER = frozenset({"target", "caches", "backend", "ops", "path", "address", "described"})
+# Of a drafter: what is the engine's own (`_vocabulary`: of a head that ranks share), where its checkpoint lies, and
+# what says where a tensor beside it lies.
+_NOT_OF_THE_DRAFTER = frozenset({"target", "caches", "backend", "ops", "path", "address", "described", "_vocabulary"})
 # What is taken of two tensors at a time, so that no memory is asked for once the first has changed.
 PIECE_BYTES = 8 << 20
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)

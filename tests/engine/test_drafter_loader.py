@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from dflash_backend.config import ConfigError, asset_path
 from dflash_backend.core.admission import RequestError
 from dflash_backend.drafters.exchange import exchange_weights, paired_tensors
 from dflash_backend.messages import GenerationRequest
+from dflash_backend.models.linear import Linear
+from dflash_backend.parallel.vocabulary import ParallelVocabulary, SlicedHead
 from tests.support.tiny_models import decoder_config, eagle3_shapes, make_draft, make_pair, save_checkpoint
 
 PROMPT = list(range(10, 45))
@@ -119,6 +123,17 @@ def test_memory_that_two_tensors_share_is_exchanged_once() -> None:
     exchange_weights(one, other)
     assert one["all"].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert other["part"].tolist() == [3, 4, 5, 6, 7]
+
+
+def test_a_head_that_ranks_share_is_none_of_a_drafters() -> None:
+    """What reaches the ranks, such as a socket, cannot be looked into, and both drafters have the same."""
+    reached: Any = iter([])
+    part: Any = SimpleNamespace(slices=[range(4), range(4, 8)], sockets=reached)
+    head = SlicedHead(Linear(torch.zeros(4, 2)), ParallelVocabulary(part, reached))
+    one, other = ({"lm_head": head, "norm": torch.full((2,), value)} for value in (1.0, 2.0))
+    assert len(paired_tensors(one, other)) == 1
+    with pytest.raises(ValueError, match="lm_head"):
+        paired_tensors(one, other | {"lm_head": Linear(torch.zeros(8, 2))})
 
 
 @pytest.mark.parametrize(
