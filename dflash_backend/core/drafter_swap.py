@@ -20,6 +20,10 @@ MIN_BLOCKS = 100
 SURE = 2.0
 
 
+class SwapEndsEngine(Exception):
+    """A swap failed in a way after which no step can run: the engine must start anew."""
+
+
 def compared(now: Acceptance, before: Acceptance) -> tuple[int, float, float]:
     """Accepted drafts, how many would be with the drafter before, and the standard error of the first: at the same
     positions, behind accepted drafts, as far into the answers, where both were seen."""
@@ -37,7 +41,8 @@ class DrafterSwap:
     """A drafter that is ready, and how it fares.
 
     exchange: puts it in the place of the worker's, and at its next call back again; to be called with no step in
-    flight; returns what drafts then, in words. None once it is settled which of them stays. before: the acceptance of
+    flight, by the thread that steps; returns what drafts then, in words. Raises `SwapEndsEngine`; another error changes
+    nothing. None once it is settled which of them stays. before: the acceptance of
     the drafter that it took the place of; now: its own, without requests that began before it.
     """
 

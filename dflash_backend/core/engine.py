@@ -23,7 +23,7 @@ from types import MappingProxyType
 import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
-from dflash_backend.core.drafter_swap import DrafterSwap
+from dflash_backend.core.drafter_swap import DrafterSwap, SwapEndsEngine
 from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
 from dflash_backend.core.moves import KVMover
 from dflash_backend.core.plan import (
@@ -369,6 +369,8 @@ class EngineCore:
         assert swap.exchange is not None
         try:
             drafting = swap.exchange()
+        except SwapEndsEngine:
+            raise
         except Exception as error:  # noqa: BLE001 - the drafter before goes on, whatever is wrong with the new one
             outputs.drafter_swaps.append(swap.says("refused", f"it cannot take the other's place: {error}"))
             return

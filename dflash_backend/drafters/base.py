@@ -430,8 +430,7 @@ class ModelDrafter(Drafter[ModelSpec]):
         self.target = target
         self.caches = caches
         self.backend = backend
-        own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
-        self.lm_head = model.lm_head or own_head
+        self.lm_head = model.lm_head or _head_of(target, model.id_map)
 
     @classmethod
     def check_weights(cls, spec: ModelSpec) -> dict[str, TensorHeader]:
@@ -450,6 +449,11 @@ class ModelDrafter(Drafter[ModelSpec]):
         if self.model.embedding is None:
             return self.target.embed(token_ids, self.model.spec.scales_embedding)
         return F.embedding(token_ids, self.model.embedding)
+
+
+def _head_of(target: TargetModel, id_map: torch.Tensor | None) -> Linear:
+    """The target's LM head, or its rows for a draft vocabulary of its own."""
+    return target.lm_head if id_map is None else target.lm_head.rows(id_map)
 
 
 def is_unused(spec: DraftModelSpec, name: str) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.core.drafter_swap import DrafterSwap
-from dflash_backend.drafters.base import Drafter, LoadOptions, draft_patterns
+from dflash_backend.core.drafter_swap import DrafterSwap, SwapEndsEngine
+from dflash_backend.drafters.base import Drafter, DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.exchange import paired_tensors
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import drafter_class, read_draft
@@ -19,6 +21,7 @@ from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.sizing import at_length
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SwapDrafter
+from dflash_backend.models.peers import RankLostError
 from dflash_backend.worker import ModelRunner
 
 
@@ -40,25 +43,28 @@ class DrafterLoader:
         """The drafter that is asked for, ready to take the other's place. Any thread may call it. Raises `ConfigError`
         or `CheckpointError` with a sentence: it is damaged, is not for this target, or needs an engine of its own."""
         try:
-            drafter, words = self._load(wanted)
+            make, words = self._load(wanted)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for a second drafter beside the first ({first_line(error)})") from None
-        spare: list[tuple[Drafter[Any], str]] = [(drafter, words)]
+        spare: list[tuple[Callable[[], Drafter[Any]], str]] = [(make, words)]
 
         def exchange() -> str:
-            other, drafting = spare[0]
-            spare[0] = self.runner.use_drafter(other), self.drafting
+            make_other, drafting = spare[0]
+            try:
+                before = self.runner.use_drafter(make_other())
+            except RankLostError as error:
+                raise SwapEndsEngine(str(error)) from error
+            spare[0] = (lambda: before), self.drafting
             self.drafting = drafting
             return drafting
 
         return DrafterSwap(wanted, exchange)
 
-    def _load(self, wanted: SwapDrafter) -> tuple[Drafter[Any], str]:
-        """The drafter, and what it is in words."""
+    def _load(self, wanted: SwapDrafter) -> tuple[Callable[[], Drafter[Any]], str]:
+        """What gives the drafter to the thread that steps, and what it is in words."""
         present = self.pair.draft_model
-        step = self.runner.step
         assert present is not None, "there is no loader without a drafter that is a model"
-        assert step.drafter is not None
+        assert self.runner.step.drafter is not None
         if self.runner.mover is not None:
             raise ConfigError(
                 "KV tiers and other servers (kv_host_gb, kv_disk_path, kv_role) hold the context KV of the present "
@@ -71,6 +77,16 @@ class DrafterLoader:
             raise ConfigError(f"the drafter in {directory} {difference}; restart the server with it as draft_model")
         at_its_length = at_length(dataclasses.replace(self.pair, draft=spec), self.max_model_len).draft_model
         make = drafter_class(spec).load(at_its_length, self.options)
+        words = spec.summary(self.pair.num_speculative_tokens)
+        if self.config.tensor_parallel_size > 1:
+            # It may take rows of a head that ranks share, and only the thread that steps may ask the ranks.
+            return (lambda: self._made(make, directory)), words
+        drafter = self._made(make, directory)
+        return (lambda: drafter), words
+
+    def _made(self, make: DrafterFactory, directory: Path) -> Drafter[Any]:
+        """The drafter over the engine's KV. Raises `ConfigError` where captured graphs cannot run it."""
+        step = self.runner.step
         drafter = make(step.target, step.kv.draft, step.draft_backend or step.backend)
         if self.runner.captured:
             try:
@@ -80,7 +96,7 @@ class DrafterLoader:
                     f"the drafter in {directory} differs from the one that CUDA graphs were captured with ({error}); "
                     "restart the server with it as draft_model"
                 ) from None
-        return drafter, spec.summary(self.pair.num_speculative_tokens)
+        return drafter
 
     def _difference(self, present: DraftModelSpec, spec: DraftModelSpec) -> str | None:
         """What of another drafter this engine is not made for: its plans, blocks and KV follow the present one."""

@@ -9,7 +9,7 @@ import pytest
 
 from checks.core_state import check_core
 from dflash_backend.core.admission import RequestError
-from dflash_backend.core.drafter_swap import MIN_BLOCKS, Acceptance, DrafterSwap
+from dflash_backend.core.drafter_swap import MIN_BLOCKS, Acceptance, DrafterSwap, SwapEndsEngine
 from dflash_backend.messages import DrafterSwapped, SwapDrafter
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import crowd, make_config, make_request
@@ -86,6 +86,20 @@ def test_an_idle_engine_exchanges_at_its_next_step() -> None:
     assert swapping.engine.core.has_unfinished()
     assert swapping.step() == ["swapped"]
     assert not swapping.engine.core.has_unfinished()
+
+
+@pytest.mark.parametrize("error", [ValueError("another shape"), SwapEndsEngine("rank 1 has ended")])
+def test_an_exchange_that_fails_is_refused_unless_no_step_can_follow(error: Exception) -> None:
+    def exchange() -> str:
+        raise error
+
+    swapping = Swapping(CheckedEngine(make_config()))
+    swapping.engine.core.swap_drafter(DrafterSwap(wanted(), exchange))
+    if isinstance(error, SwapEndsEngine):
+        with pytest.raises(SwapEndsEngine, match="rank 1 has ended"):
+            swapping.step()
+    else:
+        assert swapping.step() == ["refused"]
 
 
 def test_blocks_of_the_drafter_before_are_found_no_more_nor_those_of_requests_that_ran_on() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import mutants_of
+from tests.mutations.mutant import Mutant, mutants_of
 
 DRAFTER_SWAP_MUTANTS = (
     *mutants_of(
@@ -43,6 +43,16 @@ DRAFTER_SWAP_MUTANTS = (
         ("tests/engine/test_drafter_loader.py",),
         ("the first drafter is never told of again", "self.drafting = drafting\n            return", "return"),
     ),
+    Mutant(
+        "a drafter is made by the thread that loads it where ranks share the head",
+        "dflash_backend/engine/drafter_loader.py",
+        "if self.config.tensor_parallel_size > 1:\n            # It may take rows",
+        "if False:\n            # It may take rows",
+        (
+            "tests/parallel/test_vocabulary_ranks.py::"
+            "test_a_drafter_that_is_swapped_in_asks_the_ranks_from_the_thread_that_steps_alone",
+        ),
+    ),
     *mutants_of(
         "dflash_backend/core/engine.py",
         ("tests/core/test_drafter_swap.py",),
@@ -65,6 +75,11 @@ DRAFTER_SWAP_MUTANTS = (
             "a drafter that was compared is kept in memory",
             "            swap.exchange = None\n\n    def _submit",
             "\n    def _submit",
+        ),
+        (
+            "an engine goes on after an exchange that no step can follow",
+            "        except SwapEndsEngine:\n            raise\n",
+            "",
         ),
     ),
     *mutants_of(
@@ -101,6 +116,7 @@ DRAFTER_SWAP_MUTANTS = (
             "pairs[len(pairs)] = (mine, theirs)",
         ),
         ("drafters that differ are exchanged", "        elif value != another:", "        elif False:"),
+        ("what reaches other ranks is taken for a drafter's", ', "described", "_vocabulary"}', ', "described"}'),
     ),
     *mutants_of(
         "dflash_backend/triton/drafter_swaps.py",

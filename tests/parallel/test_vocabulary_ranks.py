@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from dflash_backend.attention.interface import Requirements
 from dflash_backend.checkpoints import read_target
 from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.messages import SwapDrafter
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.parallel import rank
 from dflash_backend.parallel.group import vocabulary_bytes
@@ -32,6 +35,7 @@ from tests.parallel.test_ranks import (
     SETTINGS,
     assert_same_texts,
     end,
+    group,
     in_turn,
     mixed_texts,
 )
@@ -178,6 +182,36 @@ def test_drafts_are_those_that_one_process_proposes(tmp_path: Path, name: str) -
         assert (one.confidence is None) == (other.confidence is None)
         if one.confidence is not None and other.confidence is not None:
             torch.testing.assert_close(one.confidence, other.confidence, atol=1e-4, rtol=1e-4)
+    end(shared)
+
+
+def test_a_drafter_that_is_swapped_in_asks_the_ranks_from_the_thread_that_steps_alone(tmp_path: Path) -> None:
+    """Ranks do what they are sent in one order; the thread that loads a drafter is another one."""
+    make_target(tmp_path / "t", tie_word_embeddings=False)
+    for name, seed in (("d", 5), ("other", 6)):
+        make_eagle3(tmp_path / name, seed=seed, head=False)
+    models = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d")}
+    alone = engine(**models | {"draft_model": str(tmp_path / "other")}, **SETTINGS)
+    shared = engine(**models, **SETTINGS, tensor_parallel_size=2)
+    send, threads = group(shared).links.send, set()
+
+    def sent(data: bytes) -> None:
+        threads.add(threading.get_ident())
+        send(data)
+
+    group(shared).links.send = sent
+    assert shared.drafters is not None
+    wanted = SwapDrafter(swap_id="swap", draft_model=str(tmp_path / "other"))
+    with ThreadPoolExecutor(1) as loader:
+        swap = loader.submit(shared.drafters.load, wanted).result()
+    assert not threads
+    shared.core.swap_drafter(swap)
+    assert [said.outcome for said in shared.core.step().drafter_swaps] == ["swapped"]
+    assert threads == {threading.get_ident()}
+    expected, found = proposals(alone), proposals(shared)
+    assert_same_texts(shared, alone, (GREEDY,))
+    assert len(expected) == len(found) > 10
+    assert all(torch.equal(one.token_ids, other.token_ids) for one, other in zip(expected, found, strict=True))
     end(shared)
 
 
