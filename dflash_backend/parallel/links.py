@@ -133,6 +133,11 @@ class RemoteRank:
 
 
 @dataclass(frozen=True)
+class Join:
+    """To a rank: all have loaded, so meet the others now. It waits for this, since they wait for it only so long."""
+
+
+@dataclass(frozen=True)
 class RankReady:
     """A rank has loaded its part. error: why it has not, for the operator."""
 
@@ -165,6 +170,14 @@ def packed(message: object) -> bytes:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(message)
     return out.getvalue()
+
+
+def call_together(links: RankLinks) -> None:
+    """Have all ranks meet, since all have loaded. Raises `RuntimeError` when one has ended."""
+    try:
+        links.send(packed(Join()))
+    except OSError as error:
+        raise RuntimeError(f"a rank has ended ({error})") from error
 
 
 class HostMessages:

@@ -14,7 +14,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
 from dflash_backend.parallel import links
-from dflash_backend.parallel.links import BEAT_S, HANG_S, Beat, LocalRank, RankFailed, RankReady, RankSetup, Reduce
+from dflash_backend.parallel.links import (
+    BEAT_S,
+    HANG_S,
+    Beat,
+    LocalRank,
+    RankFailed,
+    RankReady,
+    RankSetup,
+    Reduce,
+    call_together,
+)
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.sums import SharedSum, sum_memory
@@ -71,6 +81,7 @@ class LocalRanks:
 
     def serve(self) -> None:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        call_together(self)
         if self._gpu_sum is not None:
             self._gpu_sum.join(lambda: self.lost)
 

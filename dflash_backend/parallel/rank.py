@@ -67,7 +67,7 @@ class _LocalRankZero:
 
 def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
-    all have loaded. Any other error is told to rank 0 and goes on."""
+    rank 0 says that all have loaded. Any other error is told to rank 0 and goes on."""
     if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
         torch.cuda.set_device(setup.device)
     keep_step_buffers()
@@ -80,6 +80,7 @@ def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], No
         return
     rank_zero.send(RankReady())
     try:
+        rank_zero.receive()  # `Join`
         join()
         with torch.inference_mode():
             while True:

@@ -26,6 +26,7 @@ from dflash_backend.parallel.links import (
     RankSetup,
     Reduce,
     RemoteRank,
+    call_together,
     cause_of,
 )
 from dflash_backend.parallel.nccl import GpuSum
@@ -219,6 +220,7 @@ class RemoteRanks:
     def serve(self) -> None:
         self._watching = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watching.start()
+        call_together(self)
         if self._gpu_sum is not None:
             self._gpu_sum.join(lambda: self.lost)
         else:

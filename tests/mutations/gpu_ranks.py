@@ -125,6 +125,13 @@ GPU_RANK_MUTANTS = (
         "if False:  # before",
         (f"{START}test_a_rank_is_on_its_gpu_before_it_loads",),
     ),
+    Mutant(
+        "a rank meets the others before they have loaded",
+        RANK,
+        "        rank_zero.receive()  # `Join`\n        join()\n",
+        "        join()\n        rank_zero.receive()\n",
+        (f"{START}test_a_rank_meets_the_others_once_rank_0_says_that_all_have_loaded",),
+    ),
     *mutants_of(
         LOCAL,
         (

@@ -15,7 +15,7 @@ from dflash_backend.checkpoints import read_target
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.parallel import group, local, rank, ray_ranks
 from dflash_backend.parallel.group import GpuRanks, RankGroup, check_tensor_parallel
-from dflash_backend.parallel.links import RankReady
+from dflash_backend.parallel.links import Join, RankReady, packed
 from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
@@ -52,6 +52,26 @@ def test_a_rank_is_on_its_gpu_before_it_loads(calls: list[Any], monkeypatch: pyt
     rank.run(setup, SimpleNamespace(send=said.append), sums=None)  # type: ignore[arg-type]
     assert calls == [("set_device", GPU_1), "load"]
     assert said == [RankReady("CUDA out of memory")]
+
+
+def test_a_rank_meets_the_others_once_rank_0_says_that_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it a minute, and one of them may read its part for several."""
+    events: list[Any] = []
+    messages = [packed(Join()), b"a pass"]
+
+    def receive() -> bytes:
+        if not messages:
+            raise EOFError
+        events.append(messages[0])
+        return messages.pop(0)
+
+    monkeypatch.setattr(rank, "_load", lambda setup, sums: events.append)
+    monkeypatch.setattr(rank, "_beat", lambda send: None)
+    setup: Any = SimpleNamespace(device=torch.device("cpu"), weight_bytes=0, num_sharers=1)
+    rank_zero: Any = SimpleNamespace(send=events.append, receive=receive)
+    with pytest.raises(EOFError):
+        rank.run(setup, rank_zero, sums=None, join=lambda: events.append("join"))  # type: ignore[arg-type]
+    assert events == [RankReady(), packed(Join()), "join", b"a pass", b"a pass"]
 
 
 def test_each_rank_of_a_machine_has_the_gpu_of_its_number(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.parallel import group, rank
 from dflash_backend.parallel.gpu import GpuFollower
 from dflash_backend.parallel.group import GpuRanks, RankGroup, vocabulary_bytes
-from dflash_backend.parallel.links import RankReady, RankSetup
+from dflash_backend.parallel.links import RankReady, RankSetup, call_together
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import TensorParallelTarget
@@ -172,6 +172,7 @@ class ThreadLinks:
         return message.error
 
     def serve(self) -> None:
+        call_together(self)
         self.reduce.join(lambda: self.lost)
 
     def send(self, data: bytes) -> None:
