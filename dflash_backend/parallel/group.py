@@ -141,16 +141,10 @@ class RankGroup:
     def connect(self) -> None:
         """Wait until all ranks have loaded. Raises `ConfigError` when one says that it cannot, so that a person has to
         change something, and `RuntimeError` when one is lost."""
-        for rank in range(1, self.shard.size):
-            what = f"{self.links.name(rank)} of {self.shard.size} could not start"
-            try:
-                words = self.links.start_error(rank)
-            except RuntimeError as error:
-                self._end()
-                raise RuntimeError(f"{what}: {error}") from None
-            if words:
-                self._end()
-                raise ConfigError(f"{what}: {words}")
+        if (failure := self.links.start_failure()) is not None:
+            self._end()
+            words = f"{self.links.name(failure.rank)} of {self.shard.size} could not start: {failure.words}"
+            raise RuntimeError(words) if failure.is_lost else ConfigError(words)
         try:
             self.links.serve()
         except RuntimeError as error:

@@ -30,6 +30,16 @@ CAUSE_S = 1.0
 """How long a rank's end may take to show once a sum with it has failed."""
 
 
+@dataclass(frozen=True)
+class StartFailure:
+    """A rank does not start. words: why, for the operator. is_lost: whether it has ended or is silent without a word of
+    its own, as one that was killed: to start it again may help then."""
+
+    rank: int
+    words: str
+    is_lost: bool = False
+
+
 class Reduce(Sums, Protocol):
     """num_bytes: of all terms that this rank has given."""
 
@@ -60,9 +70,8 @@ class RankLinks(Protocol):
     def name(self, rank: int) -> str:
         """For errors: its number, and where it runs if that is another machine."""
 
-    def start_error(self, rank: int) -> str:
-        """Wait until the rank has loaded; why it cannot, in its own words, empty when it has. Raises `RuntimeError`
-        when it has ended or is silent without a word, as one that was killed: to start it again may help then."""
+    def start_failure(self) -> StartFailure | None:
+        """Wait until all ranks have loaded, or until the first of them cannot."""
 
     def serve(self) -> None:
         """All have loaded: watch them from now on, and end all once one is lost, so that rank 0's sum with them fails.

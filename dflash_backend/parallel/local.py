@@ -23,6 +23,7 @@ from dflash_backend.parallel.links import (
     RankReady,
     RankSetup,
     Reduce,
+    StartFailure,
     call_together,
 )
 from dflash_backend.parallel.nccl import GpuSum
@@ -55,7 +56,7 @@ class LocalRanks:
                     subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, pass_fds=(self._memory,))
                 )
             self._connections.append(Connection(ours.detach()))
-            with suppress(OSError):  # `start_error` says that it has ended
+            with suppress(OSError):  # `start_failure` says that it has ended
                 self._connections[-1].send_bytes(pickle.dumps(LocalRank(setup, self._memory, os.getpid())))
         os.close(self._memory)  # each process has it mapped, or has its own descriptor
 
@@ -68,16 +69,26 @@ class LocalRanks:
     def name(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def start_error(self, rank: int) -> str:
-        connection, silence_s = self._connections[rank - 1], links.START_SILENCE_S
-        try:
-            while connection.poll(silence_s):
-                message = pickle.loads(connection.recv_bytes())
-                if isinstance(message, RankReady | RankFailed):
-                    return message.error
-        except (EOFError, OSError):
-            raise RuntimeError("it ended; the log says why") from None
-        raise RuntimeError(f"it has said nothing for {silence_s:g} s")
+    def start_failure(self) -> StartFailure | None:
+        silence_s, loaded = links.START_SILENCE_S, set[int]()
+        last = dict.fromkeys(range(1, self._size), time.monotonic())
+        while len(loaded) < len(last):
+            ready = wait(self._connections, BEAT_S)
+            now = time.monotonic()
+            for rank, connection in enumerate(self._connections, 1):
+                if connection in ready:
+                    last[rank] = now
+                    try:
+                        message = pickle.loads(connection.recv_bytes())
+                    except (EOFError, OSError):
+                        return StartFailure(rank, "it ended; the log says why", is_lost=True)
+                    if isinstance(message, RankReady | RankFailed):
+                        loaded.add(rank)
+                        if message.error:
+                            return StartFailure(rank, message.error)
+                elif now - last[rank] > silence_s:
+                    return StartFailure(rank, f"it has said nothing for {silence_s:g} s", is_lost=True)
+        return None
 
     def serve(self) -> None:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()

@@ -26,6 +26,7 @@ from dflash_backend.parallel.links import (
     RankSetup,
     Reduce,
     RemoteRank,
+    StartFailure,
     call_together,
     cause_of,
 )
@@ -157,8 +158,7 @@ class RemoteRanks:
         self._passes: list[zmq.Socket[bytes]] = []
         # The sockets by which a rank's connection is known to have ended, with its number.
         self._ends: dict[zmq.Socket[bytes], int] = {}
-        self._started: dict[int, str] = {}
-        self._heard: set[int] = set()  # those that have said something since it was last asked for
+        self._started: dict[int, str] = {}  # which ranks have loaded, or why they cannot
         self._watching: threading.Thread | None = None
 
     def sum_by(self, gpu_sum: GpuSum) -> None:
@@ -185,36 +185,36 @@ class RemoteRanks:
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self._addresses[rank - 1].node}"
 
-    def start_error(self, rank: int) -> str:
+    def start_failure(self) -> StartFailure | None:
         silence_s = links.START_SILENCE_S
-        last = time.monotonic()
-        while not self._has_started(rank):
-            if rank in self._heard:
-                self._heard.discard(rank)
-                last = time.monotonic()
-            if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and GONE):
-                if words := self._last_words(rank):
-                    return words
-                raise RuntimeError(reason)
-            if time.monotonic() - last > silence_s:
-                raise RuntimeError(f"it has said nothing for {silence_s:g} s")
-        return self._started[rank]
+        last = dict.fromkeys(range(1, self._num_others + 1), time.monotonic())
+        while len(self._started) < self._num_others:
+            heard = self._hear()
+            last |= dict.fromkeys(heard, time.monotonic())
+            for rank, at in last.items():
+                if words := self._started.get(rank, ""):
+                    return StartFailure(rank, words)
+                if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and GONE):
+                    words = self._last_words(rank)
+                    return StartFailure(rank, words or reason, is_lost=not words)
+                if time.monotonic() - at > silence_s:
+                    return StartFailure(rank, f"it has said nothing for {silence_s:g} s", is_lost=True)
+        return None
 
-    def _has_started(self, rank: int) -> bool:
-        """Whether the rank has said that it has loaded, or why not; waits up to a beat."""
-        if rank not in self._started:
-            for each, message in self._receive():
-                self._heard.add(each)
-                if isinstance(message, RankReady | RankFailed):
-                    self._started[each] = message.error
-        return rank in self._started
+    def _hear(self) -> set[int]:
+        """Note what ranks say of their start, waiting up to a beat for the first of it. Returns those that spoke."""
+        messages = self._receive()
+        for rank, message in messages:
+            if isinstance(message, RankReady | RankFailed):
+                self._started[rank] = message.error
+        return {rank for rank, _ in messages}
 
     def _last_words(self, rank: int) -> str:
         """Why a rank that has ended did not load: it says so on a connection of its own, which may be slower than the
         end. Empty where it said nothing."""
         deadline = time.monotonic() + CAUSE_S
-        while not self._has_started(rank) and time.monotonic() < deadline:
-            time.sleep(CAUSE_S / 50)
+        while rank not in self._started and time.monotonic() < deadline:
+            self._hear()
         return self._started.get(rank, "")
 
     def serve(self) -> None:
@@ -268,7 +268,10 @@ class RemoteRanks:
     def _receive(self) -> list[tuple[int, Beat | RankReady | RankFailed]]:
         """What ranks have said, waiting up to a beat for the first of it, or for the end of a connection."""
         messages = []
-        if self._beats in dict(self._poller.poll(int(BEAT_S * 1000))):
+        ready = dict(self._poller.poll(int(BEAT_S * 1000)))
+        for ended in ready.keys() & self._ends.keys():
+            self._poller.unregister(ended)  # it would end each wait from now on
+        if self._beats in ready:
             while self._beats.poll(0):
                 messages.append(pickle.loads(self._beats.recv()))
         return messages

@@ -165,22 +165,22 @@ PARALLEL_MUTANTS = (
     Mutant(
         "a rank that was killed while it started is taken for a fault of the settings",
         "dflash_backend/parallel/group.py",
-        'raise RuntimeError(f"{what}: {error}") from None',
-        'raise ConfigError(f"{what}: {error}") from None',
+        "raise RuntimeError(words) if failure.is_lost else ConfigError(words)",
+        "raise ConfigError(words)",
         ("tests/parallel/test_ranks.py::test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings",),
     ),
     Mutant(
         "what a remote rank said is lost where its end shows first",
         "dflash_backend/parallel/remote.py",
-        "if words := self._last_words(rank):",
-        'if words := "":',
+        "words = self._last_words(rank)",
+        'words = ""',
         ("tests/parallel/test_remote_ranks.py::test_a_rank_that_cannot_load_says_why_and_where",),
     ),
     Mutant(
         "a rank that says nothing while it starts is taken for ready",
         "dflash_backend/parallel/local.py",
-        'raise RuntimeError(f"it has said nothing for {silence_s:g} s")',
-        'return ""',
+        'return StartFailure(rank, f"it has said nothing for {silence_s:g} s", is_lost=True)',
+        "return None",
         ("tests/parallel/test_ranks.py::test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended",),
     ),
     Mutant(

@@ -74,6 +74,13 @@ REMOTE_RANK_MUTANTS = (
         ),
     ),
     Mutant(
+        "rank 0 does not sleep while ranks start, once one has ended",
+        REMOTE,
+        "            self._poller.unregister(ended)  # it",
+        "            pass  # it",
+        (f"{RANKS}test_a_rank_that_ends_is_told_while_another_one_loads",),
+    ),
+    Mutant(
         "a rank that is slow is lost",
         "dflash_backend/parallel/links.py",
         "HANG_S = 10.0",

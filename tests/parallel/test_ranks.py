@@ -250,6 +250,19 @@ def test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings(
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
 
 
+def test_a_rank_that_ends_is_told_while_another_one_loads(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nmkdir {tmp_path}/first 2>/dev/null && exec sleep 300\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("dflash_backend.parallel.local.sys.executable", str(program))
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank [123] of 4 could not start: it ended"):
+        build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 4}))
+    assert time.monotonic() - since < 60
+
+
 def test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended(
     pair: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -159,13 +159,13 @@ def test_a_rank_that_cannot_load_says_why_and_where(
 
     monkeypatch.setattr(ForkLauncher, "run", elsewhere)
     if ends_first:
-        read, asked = RemoteRanks._has_started, []
+        read, asked = RemoteRanks._hear, []
 
-        def read_later(self: RemoteRanks, rank: int) -> bool:
-            asked.append(rank)
-            return len(asked) > 1 and read(self, rank)
+        def read_later(self: RemoteRanks) -> set[int]:
+            asked.append(self)
+            return read(self) if len(asked) > 1 else set()
 
-        monkeypatch.setattr(RemoteRanks, "_has_started", read_later)
+        monkeypatch.setattr(RemoteRanks, "_hear", read_later)
         monkeypatch.setattr(ForkLauncher, "ended", lambda self, rank: "it has ended")
         monkeypatch.setattr("dflash_backend.parallel.remote.CAUSE_S", 30.0)
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
@@ -178,6 +178,26 @@ def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monk
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
     with pytest.raises(RuntimeError, match="rank 1 on machine 1 of 2 could not start: it"):
         build_engine(config)
+
+
+def test_a_rank_that_ends_is_told_while_another_one_loads(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rank 0 sleeps meanwhile: a connection that has ended wakes it once."""
+    waits: list[int] = []
+    receive = RemoteRanks._receive
+
+    def counted(self: RemoteRanks) -> Any:
+        waits.append(1)
+        return receive(self)
+
+    monkeypatch.setattr(RemoteRanks, "_receive", counted)
+    # Rank 1 is not told what to load, so that it never says a word.
+    monkeypatch.setattr(ForkLauncher, "run", lambda self, setups: self.processes[1].kill())
+    config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 4})
+    with pytest.raises(RuntimeError, match="rank 2 on machine 2 of 4 could not start: it"):
+        build_engine(config)
+    assert len(waits) < 10
 
 
 def test_each_rank_has_its_share_of_the_cores_of_its_own_machine(

@@ -23,7 +23,7 @@ from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.parallel import group, rank
 from dflash_backend.parallel.gpu import GpuFollower
 from dflash_backend.parallel.group import GpuRanks, RankGroup, vocabulary_bytes
-from dflash_backend.parallel.links import RankReady, RankSetup, call_together
+from dflash_backend.parallel.links import RankReady, RankSetup, StartFailure, call_together
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import TensorParallelTarget
@@ -166,10 +166,13 @@ class ThreadLinks:
     def name(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def start_error(self, rank: int) -> str:
-        while not isinstance(message := self._answers[rank - 1].get(timeout=TIMEOUT_S), RankReady):
-            pass
-        return message.error
+    def start_failure(self) -> StartFailure | None:
+        for number, answers in enumerate(self._answers, 1):
+            while not isinstance(message := answers.get(timeout=TIMEOUT_S), RankReady):
+                pass
+            if message.error:
+                return StartFailure(number, message.error)
+        return None
 
     def serve(self) -> None:
         call_together(self)
