@@ -68,15 +68,15 @@ class _LocalRankZero:
 def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
     rank 0 says that all have loaded. Any other error is told to rank 0 and goes on."""
-    if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
-        torch.cuda.set_device(setup.device)
     keep_step_buffers()
-    torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
+        if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
+            torch.cuda.set_device(setup.device)
+        torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
         run_message = _load(setup, sums)
-    except (CheckpointError, BackendError, ConfigError, RuntimeError, MemoryError, OSError) as error:
-        rank_zero.send(RankReady(str(error) or type(error).__name__))
+    except Exception as error:  # noqa: BLE001, rank 0 raises it
+        rank_zero.send(_not_ready(error))
         return
     rank_zero.send(RankReady())
     try:
@@ -92,6 +92,27 @@ def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], No
         time.sleep(FAILED_S)
         rank_zero.send(RankFailed(f"{type(error).__name__}: {error}"))
         raise
+
+
+def start(
+    setup: RankSetup, rank_zero: RankZero, on_cpus: Callable[[], Sums], join: Callable[[], None] = lambda: None
+) -> None:
+    """As `run`, with sums of its own; `on_cpus` and `join` are of ranks on CPUs."""
+    try:
+        sums, join_on_gpus = sums_of(setup, on_cpus)
+    except Exception as error:  # noqa: BLE001, rank 0 raises it
+        rank_zero.send(_not_ready(error))
+        return
+    run(setup, rank_zero, sums, join_on_gpus or join)
+
+
+def _not_ready(error: Exception) -> RankReady:
+    """What rank 0 is told of a rank that cannot start; the log has more where the error is not for an operator."""
+    if not isinstance(error, (CheckpointError, BackendError, ConfigError)):
+        _log.error("this rank cannot start", exc_info=error)
+        if not isinstance(error, (RuntimeError, MemoryError, OSError)):
+            return RankReady(f"{type(error).__name__}: {error}")
+    return RankReady(str(error) or type(error).__name__)
 
 
 def sums_of(setup: RankSetup, on_cpus: Callable[[], Sums]) -> tuple[Sums, Callable[[], None] | None]:
@@ -169,11 +190,7 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(watched,), name="parent-watch", daemon=True).start()
     rank_zero = _LocalRankZero(connection)
     try:
-        sums, join = sums_of(local.setup, lambda: SharedSum(local.memory, local.setup.shard))
-        run(local.setup, rank_zero, sums, join or (lambda: None))
-    except ConfigError as error:
-        rank_zero.send(RankReady(str(error)))
-        return 1
+        start(local.setup, rank_zero, lambda: SharedSum(local.memory, local.setup.shard))
     except EOFError:
         return 0
     except Exception:  # noqa: BLE001, it was logged, and told to rank 0

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import zmq
 
-from dflash_backend.config import ConfigError
 from dflash_backend.parallel import links
 from dflash_backend.parallel.channel import Endpoint
 from dflash_backend.parallel.links import (
@@ -31,7 +30,7 @@ from dflash_backend.parallel.links import (
     cause_of,
 )
 from dflash_backend.parallel.nccl import GpuSum
-from dflash_backend.parallel.rank import log_to_stderr, run, sums_of
+from dflash_backend.parallel.rank import log_to_stderr, start
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.sums import NetworkSum
 
@@ -75,10 +74,7 @@ class RemoteRankProcess:
 
         rank_zero = _RemoteRankZero(shard.rank, self._passes, to_engine)
         try:
-            sums, gpu_join = sums_of(remote.setup, lambda: network_sum)
-            run(remote.setup, rank_zero, sums, gpu_join or join)
-        except ConfigError as error:
-            rank_zero.send(RankReady(str(error)))
+            start(remote.setup, rank_zero, lambda: network_sum, join)
         finally:
             to_engine.close(linger=LAST_WORDS_MS)
 

@@ -126,6 +126,13 @@ GPU_RANK_MUTANTS = (
         (f"{START}test_a_rank_is_on_its_gpu_before_it_loads",),
     ),
     Mutant(
+        "a rank that fails of what is not expected dies without a word",
+        RANK,
+        "run_message = _load(setup, sums)\n    except Exception as error:",
+        "run_message = _load(setup, sums)\n    except RuntimeError as error:",
+        (f"{START}test_a_rank_that_fails_of_anything_at_its_start_says_so",),
+    ),
+    Mutant(
         "a rank meets the others before they have loaded",
         RANK,
         "        rank_zero.receive()  # `Join`\n        join()\n",

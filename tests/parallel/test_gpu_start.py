@@ -54,6 +54,22 @@ def test_a_rank_is_on_its_gpu_before_it_loads(calls: list[Any], monkeypatch: pyt
     assert said == [RankReady("CUDA out of memory")]
 
 
+@pytest.mark.parametrize("part", ["load", "sums", "GPU"])
+def test_a_rank_that_fails_of_anything_at_its_start_says_so(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(rank, "_load", fail if part == "load" else lambda setup, sums: None)
+    monkeypatch.setattr(rank, "_beat", lambda send: None)
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    monkeypatch.setattr(rank, "sums_of", fail if part == "sums" else lambda setup, on_cpus: (None, None))
+    device = GPU_1 if part == "GPU" else torch.device("cpu")
+    setup: Any = SimpleNamespace(device=device, weight_bytes=0, num_sharers=1)
+    said: list[Any] = []
+    rank.start(setup, SimpleNamespace(send=said.append), on_cpus=lambda: None)  # type: ignore[arg-type, return-value]
+    assert said == [RankReady("ValueError: a defect")]
+
+
 def test_a_rank_meets_the_others_once_rank_0_says_that_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for it a minute, and one of them may read its part for several."""
     events: list[Any] = []
