@@ -146,7 +146,9 @@ def _load(setup: RankSetup, sums: Sums) -> Callable[[bytes], None]:
 
     def allocate(num_blocks: int) -> list[KVLayer]:
         size = setup.block_size
-        return PagedKVCache.allocate(decoder, None, num_blocks, size, needs.dtype, device, needs.kv_dtype).target
+        kv = PagedKVCache.allocate(decoder, None, num_blocks, size, needs.dtype, device, needs.kv_dtype)
+        kv.claim()  # a server must not find too little memory while it serves
+        return kv.target
 
     pool = None
     if decoder.delta_net is not None:

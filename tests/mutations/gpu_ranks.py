@@ -133,6 +133,13 @@ GPU_RANK_MUTANTS = (
         (f"{START}test_a_rank_that_fails_of_anything_at_its_start_says_so",),
     ),
     Mutant(
+        "other ranks ask for the memory of their KV while they serve",
+        RANK,
+        "        kv.claim()  # a server",
+        "        pass  # a server",
+        (f"{ENGINES}test_a_rank_claims_the_memory_of_its_kv_before_it_is_ready",),
+    ),
+    Mutant(
         "a rank meets the others before they have loaded",
         RANK,
         "        rank_zero.receive()  # `Join`\n        join()\n",

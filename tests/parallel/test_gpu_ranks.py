@@ -16,6 +16,7 @@ from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.parallel.gpu import Replay
 from dflash_backend.parallel.target import ForwardPass
+from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.transfers import Download
 from tests.parallel.test_ranks import SETTINGS, end, group, texts
 from tests.parallel.thread_ranks import GIB, Memory, as_on_gpus, thread_links, with_graphs
@@ -68,6 +69,17 @@ def check(models: dict[str, str], size: int) -> None:
     assert sent.count(Replay) > 6
     check_order(shared)
     end(shared)
+
+
+def test_a_rank_claims_the_memory_of_its_kv_before_it_is_ready(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a cache on a GPU has anyway: `PagedKVCache.claim` looks to those in host memory."""
+    claimed: list[PagedKVCache] = []
+    monkeypatch.setattr(PagedKVCache, "claim", lambda self: claimed.append(self))
+    built = engine(**pair, **SETUP, tensor_parallel_size=2)
+    assert [len(kv.target) for kv in claimed[:1]] == [len(built.runner.step.kv.target)]
+    end(built)
 
 
 def few_texts(built: BuiltEngine, **sampling: Any) -> list[list[int]]:
