@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
 
-from dflash_backend.checkpoints.files import number_files
-from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.digest import checkpoint_digest
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.moves import DISK, HOST, REMOTE
 from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, TransferConfig
@@ -32,8 +30,6 @@ MIN_SLOTS = 32
 # Megabytes a second that go to tiers at most where the CPU also computes, unless kv_move_mb_s is set: several times the
 # KV that its prompts give.
 CPU_STORE_MB_S = 100.0
-# What of a file of weights goes into the fingerprint: its first bytes, and this many pieces from all over it.
-HEAD_BYTES, NUM_PIECES, PIECE_BYTES = 1 << 20, 64, 4096
 SHOWN_DIGITS = 12  # of the digest of the code
 
 
@@ -181,8 +177,7 @@ def fingerprint(
     config: EngineConfig, pair: ModelPair, scheduler: SchedulerConfig, computed_by: str, with_times: bool = True
 ) -> bytes:
     """32 bytes that differ wherever the KV of a block might: by the models, the code and the settings that compute it,
-    and by how a record is laid out. computed_by: device and attention. Of a file of weights its name, length, head and
-    pieces count, and with `with_times` when it was written, which differs from machine to machine."""
+    and by how a record is laid out. computed_by: device and attention. with_times: as of `checkpoint_digest`."""
     digest = hashlib.sha256(code_digest())
     settings = {
         "torch": torch.__version__,
@@ -201,16 +196,7 @@ def fingerprint(
     }  # fmt: skip
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for path in pair.checkpoints:
-        digest.update(_config_of(path))
-        for file in number_files(path):
-            with file.open("rb") as opened:
-                stat = os.fstat(opened.fileno())
-                written = stat.st_mtime_ns if with_times else ""
-                digest.update(f"{file.name} {stat.st_size} {written}\n".encode())
-                digest.update(opened.read(HEAD_BYTES))
-                for piece in range(NUM_PIECES if stat.st_size > HEAD_BYTES else 0):
-                    opened.seek(piece * stat.st_size // NUM_PIECES)
-                    digest.update(opened.read(PIECE_BYTES))
+        digest.update(checkpoint_digest(path, with_times))
     return digest.digest()
 
 
@@ -220,10 +206,3 @@ def _rope_lengths(pair: ModelPair) -> list[int]:
     if pair.draft_model is not None:
         decoders.append(pair.draft_model.decoder)
     return [decoder.rope.length for decoder in decoders]
-
-
-def _config_of(path: Path) -> bytes:
-    """A checkpoint's config, in one order of its fields. What it was converted from, and where that lies, is not in
-    it."""
-    fields = {name: value for name, value in JsonReader.load(path / "config.json").data.items() if name != "gguf"}
-    return json.dumps(fields, sort_keys=True).encode()

@@ -13,6 +13,7 @@ import torch
 
 from dflash_backend.attention import Requirements
 from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.parallel.alike import RankFiles
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.vocabulary import Sums
@@ -100,6 +101,8 @@ class RankSetup:
     would hold. attention, needs: by which rank 0 has selected its attention backend, with the dtypes of weights and KV.
     shard, device: which part the rank has, and where it runs.
 
+    files: what rank 0's machine has, where a rank may be on another one; None: the same.
+
     `RankGroup` adds the rest. weight_bytes: of all models. num_sharers: how many processes share the cores of the
     rank's machine, itself among them. nccl_id: by which ranks on GPUs find each other, empty on CPUs.
     """
@@ -115,6 +118,7 @@ class RankSetup:
     needs: Requirements
     shard: Shard
     device: torch.device
+    files: RankFiles | None = None
     weight_bytes: int = 0
     num_sharers: int = 1
     nccl_id: bytes = b""

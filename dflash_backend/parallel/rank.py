@@ -23,6 +23,7 @@ from dflash_backend.device import num_rank_threads, prepare_gpu
 from dflash_backend.heap import keep_step_buffers
 from dflash_backend.models.ops import select_ops
 from dflash_backend.models.recurrent_state import StatePool
+from dflash_backend.parallel.alike import check_files
 from dflash_backend.parallel.gpu import CudaCapture, DeviceMessages, GpuFollower
 from dflash_backend.parallel.links import BEAT_S, CAUSE_S, Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum, load_nccl
@@ -65,15 +66,23 @@ class _LocalRankZero:
         return self._connection.recv_bytes()
 
 
-def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
+def run(
+    setup: RankSetup,
+    rank_zero: RankZero,
+    sums: Sums,
+    join: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
-    rank 0 says that all have loaded. Any other error is told to rank 0 and goes on."""
+    rank 0 says that all have loaded. check: raises what keeps this rank from loading. Any other error is told to rank 0
+    and goes on."""
     keep_step_buffers()
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
         if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
             torch.cuda.set_device(setup.device)
         torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
+        check()
         run_message = _load(setup, sums)
     except Exception as error:  # noqa: BLE001, rank 0 raises it
         rank_zero.send(_not_ready(error))
@@ -103,7 +112,13 @@ def start(
     except Exception as error:  # noqa: BLE001, rank 0 raises it
         rank_zero.send(_not_ready(error))
         return
-    run(setup, rank_zero, sums, join_on_gpus or join)
+    run(setup, rank_zero, sums, join_on_gpus or join, lambda: _check(setup))
+
+
+def _check(setup: RankSetup) -> None:
+    """Raises `ConfigError` where this rank would not compute what rank 0 does; and `CheckpointError`."""
+    if setup.files is not None:
+        check_files(setup.files, setup.spec.path)
 
 
 def _not_ready(error: Exception) -> RankReady:

@@ -7,12 +7,13 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import zmq
 
 from dflash_backend.parallel import links
+from dflash_backend.parallel.alike import RankFiles
 from dflash_backend.parallel.channel import Endpoint
 from dflash_backend.parallel.links import (
     BEAT_S,
@@ -163,6 +164,8 @@ class RemoteRanks:
     def start(self, setups: Sequence[RankSetup]) -> None:
         port = 0 if self._gpu_sum is not None else self._network_sum.serve_store(self._launcher.host)
         key = self._endpoint.public_key
+        files = RankFiles.here(setups[0].spec.path)
+        setups = [replace(setup, files=files) for setup in setups]
         self._addresses = self._launcher.open(len(setups), key)
         for rank, address in enumerate(self._addresses, 1):
             self._endpoint.known_keys.add(address.key)

@@ -414,11 +414,17 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "groups.append((step.pool.tensors, 0))",
         ),
     ),
+    Mutant(
+        "the path of a converted file counts",
+        "dflash_backend/checkpoints/digest.py",
+        'if name != "gguf"}',
+        "}",
+        OF_FINGERPRINT,
+    ),
     *mutants_of(
         ENGINE,
         OF_FINGERPRINT,
         ("KV of another version of the code is used", "hashlib.sha256(code_digest())", "hashlib.sha256()"),
-        ("the path of a converted file counts", 'if name != "gguf"}', "}"),
         (
             "dynamic rotary frequencies of another length are the same",
             '_rope_lengths(pair),\n        "windows',

@@ -74,6 +74,13 @@ REMOTE_RANK_MUTANTS = (
         ),
     ),
     Mutant(
+        "a rank loads other weights than rank 0",
+        "dflash_backend/parallel/alike.py",
+        "if own.checkpoint != of_rank_0.checkpoint:",
+        "if False:",
+        (f"{RANKS}test_a_rank_whose_machine_has_other_files_does_not_start",),
+    ),
+    Mutant(
         "rank 0 does not sleep while ranks start, once one has ended",
         REMOTE,
         "            self._poller.unregister(ended)  # it",

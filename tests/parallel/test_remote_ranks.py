@@ -173,6 +173,25 @@ def test_a_rank_that_cannot_load_says_why_and_where(
         build_engine(config)
 
 
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [("code", "the code of dflash-triton here is not that"), ("checkpoint", "/t has other weights, or another config")],
+)
+def test_a_rank_whose_machine_has_other_files_does_not_start(
+    differs: str, words: str, pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ForkLauncher.run
+
+    def elsewhere(self: ForkLauncher, setups: Any) -> None:
+        found = [replace(s.setup.files, **{differs: b"another"}) for s in setups]
+        run(self, [replace(s, setup=replace(s.setup, files=files)) for s, files in zip(setups, found, strict=True)])
+
+    monkeypatch.setattr(ForkLauncher, "run", elsewhere)
+    config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=f"rank 1 on machine 1 of 2 could not start: .*{words}"):
+        build_engine(config)
+
+
 def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForkLauncher, "run", lambda self, setups: self.processes[0].kill())
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
