@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dflash_backend.attention import select_backend
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.config import ConfigError, EngineConfig
@@ -17,6 +18,7 @@ from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.peers import ALONE, Peers
+from dflash_backend.parallel.alike import kernels_of
 from dflash_backend.parallel.gpu import Control, DeviceMessages, GpuPeers
 from dflash_backend.parallel.links import HostMessages, RankLinks, RankSetup, cause_of
 from dflash_backend.parallel.local import LocalRanks
@@ -112,6 +114,10 @@ class RankGroup:
     def start(self, setup: RankSetup) -> None:
         """Start the ranks, which load their parts meanwhile. setup: what is the same for all of them. Raises
         `ConfigError` where they cannot be started."""
+        kernels = ""
+        if setup.spec.decoder.moe is not None:
+            attention = select_backend(setup.attention, setup.needs, setup.block_size).name
+            kernels = kernels_of(self.device, attention)
         self.links.start(
             [
                 replace(
@@ -120,6 +126,7 @@ class RankGroup:
                     weight_bytes=self._weight_bytes,
                     num_sharers=self._num_sharers(rank),
                     device=self._device_of(rank),
+                    kernels=kernels,
                     nccl_id=self._nccl_id,
                 )
                 for rank in range(1, self.shard.size)

@@ -104,7 +104,9 @@ class RankSetup:
     files: what rank 0's machine has, where a rank may be on another one; None: the same.
 
     `RankGroup` adds the rest. weight_bytes: of all models. num_sharers: how many processes share the cores of the
-    rank's machine, itself among them. nccl_id: by which ranks on GPUs find each other, empty on CPUs.
+    rank's machine, itself among them. kernels: what rank 0's products are computed by (`alike.kernels_of`), where the
+    target has experts, which each rank chooses; else empty. nccl_id: by which ranks on GPUs find each other, empty on
+    CPUs.
     """
 
     spec: TargetSpec
@@ -121,6 +123,7 @@ class RankSetup:
     files: RankFiles | None = None
     weight_bytes: int = 0
     num_sharers: int = 1
+    kernels: str = ""
     nccl_id: bytes = b""
 
 

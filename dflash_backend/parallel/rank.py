@@ -23,7 +23,7 @@ from dflash_backend.device import num_rank_threads, prepare_gpu
 from dflash_backend.heap import keep_step_buffers
 from dflash_backend.models.ops import select_ops
 from dflash_backend.models.recurrent_state import StatePool
-from dflash_backend.parallel.alike import check_files
+from dflash_backend.parallel.alike import check_files, check_kernels, kernels_of
 from dflash_backend.parallel.gpu import CudaCapture, DeviceMessages, GpuFollower
 from dflash_backend.parallel.links import BEAT_S, CAUSE_S, Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.parallel.nccl import GpuSum, load_nccl
@@ -119,6 +119,9 @@ def _check(setup: RankSetup) -> None:
     """Raises `ConfigError` where this rank would not compute what rank 0 does; and `CheckpointError`."""
     if setup.files is not None:
         check_files(setup.files, setup.spec.path)
+    if setup.kernels:
+        attention = select_backend(setup.attention, setup.needs, setup.block_size).name
+        check_kernels(setup.kernels, kernels_of(setup.device, attention))
 
 
 def _not_ready(error: Exception) -> RankReady:

@@ -81,6 +81,13 @@ REMOTE_RANK_MUTANTS = (
         (f"{RANKS}test_a_rank_whose_machine_has_other_files_does_not_start",),
     ),
     Mutant(
+        "ranks on unlike machines choose experts each",
+        "dflash_backend/parallel/alike.py",
+        "if own != of_rank_0:",
+        "if False:",
+        (f"{RANKS}test_a_rank_that_computes_otherwise_does_not_choose_experts",),
+    ),
+    Mutant(
         "rank 0 does not sleep while ranks start, once one has ended",
         REMOTE,
         "            self._poller.unregister(ended)  # it",

@@ -64,7 +64,7 @@ def test_a_rank_that_fails_of_anything_at_its_start_says_so(part: str, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", fail)
     monkeypatch.setattr(rank, "sums_of", fail if part == "sums" else lambda setup, on_cpus: (None, None))
     device = GPU_1 if part == "GPU" else torch.device("cpu")
-    setup: Any = SimpleNamespace(device=device, weight_bytes=0, num_sharers=1, files=None)
+    setup: Any = SimpleNamespace(device=device, weight_bytes=0, num_sharers=1, files=None, kernels="")
     said: list[Any] = []
     rank.start(setup, SimpleNamespace(send=said.append), on_cpus=lambda: None)  # type: ignore[arg-type, return-value]
     assert said == [RankReady("ValueError: a defect")]

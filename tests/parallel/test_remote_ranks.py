@@ -192,6 +192,17 @@ def test_a_rank_whose_machine_has_other_files_does_not_start(
         build_engine(config)
 
 
+def test_a_rank_that_computes_otherwise_does_not_choose_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another processor, where the router's numbers have other bits, and another expert may be the likeliest."""
+    monkeypatch.setattr("dflash_backend.parallel.group.kernels_of", lambda device, attention: f"{device} {attention}")
+    models = make_pair(tmp_path, {"architecture": "Qwen3MoeForCausalLM"})
+    config = EngineConfig.from_values({**models, **RAY, "device": "cpu", "tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"rank 1 on machine 1 .* Rank 0 has: cpu \w+. This rank has: .*, torch "):
+        build_engine(config)
+
+
 def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForkLauncher, "run", lambda self, setups: self.processes[0].kill())
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
