@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.restarts import Keeper, RestartBudget, StopAsked
-from dflash_cli.launcher.server import LauncherError, TritonServer
+from dflash_cli.launcher.server import STUB_NAME, LauncherError, TritonServer
 from dflash_cli.launcher.watch import Silence, Watch
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
@@ -137,6 +140,37 @@ def test_a_model_that_clients_unload_and_load_again_is_no_trouble() -> None:
         os.kill(stub.pid, signal.SIGKILL)
         eventually(lambda: "has died" in (watch.trouble() or ""), "the death of the new stub")
         watch.close()
+
+
+def test_one_model_of_several_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that they share is touched by those that go on."""
+    stubs = {Process(pid, 1, 1, 1, STUB_NAME) for pid in (11, 12)}
+    shared = tmp_path / "heartbeat"
+    server: Any = SimpleNamespace(
+        stubs=lambda: stubs, poll=lambda: None, keep_safe=lambda: None, explicit=False, heartbeat=shared, http_url="h:1"
+    )
+    monkeypatch.setattr("dflash_cli.launcher.watch.named", lambda processes, name: set(processes))
+    monkeypatch.setattr(Watch, "_is_live", lambda self: True)
+    clock = [100.0]
+    monkeypatch.setattr("dflash_cli.launcher.watch.time.monotonic", lambda: clock[0])
+    watch = Watch(server, hang_timeout_s=HANG_S)
+
+    def looks(*alive: int) -> list[str | None]:
+        found = []
+        for _ in range(8):
+            clock[0] += 0.5
+            for path in (shared, *(tmp_path / f"heartbeat-{pid}" for pid in alive)):
+                path.touch()
+                os.utime(path, (clock[0], clock[0]))
+            found.append(watch.trouble())
+        return found
+
+    assert looks(11, 12) == [None] * 8
+    assert looks(11)[-1] == "the model has given no sign of life for 4 s"
+    assert looks(11, 12)[-1] is None
+    stubs.discard(Process(12, 1, 1, 1, STUB_NAME))
+    assert looks(11) == [None] * 8
+    watch.close()
 
 
 class FailingServer:

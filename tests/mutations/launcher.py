@@ -1,10 +1,17 @@
-"""Defects of launches that are looked up without Triton."""
+"""Defects of launches that are looked up without Triton, and of the watch over a server."""
 
 from __future__ import annotations
 
-from tests.mutations.mutant import mutants_of
+from tests.mutations.mutant import Mutant, mutants_of
 
 LAUNCHER_MUTANTS = (
+    Mutant(
+        "one of several models hangs unseen",
+        "cli/dflash_cli/launcher/watch.py",
+        "for stub in self._stubs)):",
+        "for stub in ())):",
+        ("tests/cli/test_restarts.py::test_one_model_of_several_that_hangs_is_noticed",),
+    ),
     *mutants_of(
         "kernels/dflash_kernels/launcher.py",
         ("tests/benchmarks/test_kernel_variants.py::test_a_launch_runs_the_kernel_that_triton_would_run",),

@@ -7,6 +7,8 @@ ever, while every health end point says that all is well.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 
@@ -49,8 +51,9 @@ class Watch:
         self._looked_at = self._probed_at = time.monotonic()
         self._stubs: set[Process] = server.stubs()
         self._num_dead_looks = 0
-        self._beat: float | None = None
-        self._http, self._model = Silence(), Silence()
+        self._http = Silence()
+        # Of each heartbeat file when it was last touched, and for how long it was not.
+        self._beats: dict[Path, tuple[float, Silence]] = {}
         url = f"http://{server.http_url}"
         self._client = httpx.Client(base_url=url, timeout=LIVE_TIMEOUT_S, trust_env=False, verify=False)
 
@@ -87,26 +90,30 @@ class Watch:
         limit_s = self._hang_timeout_s
         if not limit_s:
             return None
-        self._model.look(elapsed_s, self._has_beaten())
+        self._look_at_beats(elapsed_s)
         if now - self._probed_at >= PROBE_S:
             self._http.look(now - self._probed_at, self._is_live())
             self._probed_at = now
         if self._http.longer_than(limit_s):
             return f"tritonserver has not answered for {self._http.seconds:.0f} s"
-        if self._model.longer_than(limit_s):
+        silent = [silence for _, silence in self._beats.values() if silence.longer_than(limit_s)]
+        if silent:
             if not self._server.explicit or self._is_loaded():
-                return f"the model has given no sign of life for {self._model.seconds:.0f} s"
-            self._model = Silence()
+                return f"the model has given no sign of life for {silent[0].seconds:.0f} s"
+            self._beats = {}
         return None
 
-    def _has_beaten(self) -> bool:
-        try:
-            beat = self._server.heartbeat.stat().st_mtime
-        except FileNotFoundError:
-            # Not ready yet, or a model that does not beat.
-            return True
-        moved, self._beat = beat != self._beat, beat
-        return moved
+    def _look_at_beats(self, elapsed_s: float) -> None:
+        """See who was alive since the last look: the file that all models touch, and that of each of their processes,
+        since others go on where one of them hangs. Without a file a model is not ready yet, or does not beat."""
+        file, found = self._server.heartbeat, {}
+        for path in (file, *(file.with_name(f"{file.name}-{stub.pid}") for stub in self._stubs)):
+            with suppress(FileNotFoundError):
+                beat = path.stat().st_mtime
+                before, silence = self._beats.get(path, (None, Silence()))
+                silence.look(elapsed_s, beat != before)
+                found[path] = beat, silence
+        self._beats = found
 
     def _is_live(self) -> bool:
         try:
