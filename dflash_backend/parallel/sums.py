@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, GatherOptions, P
 
 from dflash_backend.cores import usable_cores
 from dflash_backend.parallel.shard import Shard
+from dflash_backend.worker.listening import listening_socket
 
 SLOT_BYTES = 1 << 20
 """What a rank gives at a time. Larger tensors are summed in pieces."""
@@ -188,7 +188,7 @@ class NetworkSum(PiecewiseSum):
 
     def serve_store(self, host: str) -> int:
         """On rank 0: open the port by which ranks find each other, at this address of the machine alone. Returns it."""
-        listener = socket.create_server((host, 0), backlog=128)
+        listener = listening_socket(host, 0, backlog=128)
         port = int(listener.getsockname()[1])
         self._store = TCPStore(
             host,

@@ -30,6 +30,7 @@ import torch
 
 from dflash_backend.core.moves import Kept, Move, Peer, Record
 from dflash_backend.worker.kv_mover import DeviceRecords, RecordStore, host_memory
+from dflash_backend.worker.listening import listening_socket
 
 _log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class TransferServer:
         `OSError`."""
         self._device, self._facts, self._registered = device, facts, registered
         self.engine_id = str(uuid.uuid4())
-        self._listener = socket.create_server(address, backlog=MAX_READERS)
+        self._listener = listening_socket(*address, MAX_READERS)
         self.host, self.port = address[0], self._listener.getsockname()[1]
         # Guards all below; readers that wait are told of changes.
         self._changed = threading.Condition()

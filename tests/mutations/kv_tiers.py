@@ -415,6 +415,13 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "a server listens by IPv4 alone",
+        "dflash_backend/worker/listening.py",
+        "family=family, ",
+        "",
+        OF_SERVER,
+    ),
+    Mutant(
         "the path of a converted file counts",
         "dflash_backend/checkpoints/digest.py",
         'if name != "gguf"}',

@@ -15,17 +15,18 @@ from dflash_backend.parallel import sums as sums_module
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.sums import NetworkSum, SumError
 from tests.parallel.test_sums import terms
+from tests.support.ipv6 import needs_ipv6
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 HOST = "127.0.0.1"
 
 
-def joined(size: int, **rank_0) -> list[NetworkSum]:
+def joined(size: int, host: str = HOST, **rank_0) -> list[NetworkSum]:
     """The sums of all ranks, in one process."""
     sums = [NetworkSum(Shard(rank, size), **(rank_0 if rank == 0 else {})) for rank in range(size)]
-    port = sums[0].serve_store(HOST)
+    port = sums[0].serve_store(host)
     with ThreadPoolExecutor(size) as threads:
-        list(threads.map(lambda each: each.join(HOST, HOST, port), sums))
+        list(threads.map(lambda each: each.join(host, host, port), sums))
     return sums
 
 
@@ -47,6 +48,14 @@ def test_each_rank_gets_the_terms_in_the_order_of_ranks(size: int, dtype: torch.
             expected = expected + term.to(exact)
         assert all(torch.equal(found[index], expected.to(dtype)) for found in results)
     assert sums[0].num_bytes == sum(each[0].nbytes for each in given)
+
+
+def test_ranks_of_nodes_with_ipv6_addresses_meet() -> None:
+    needs_ipv6()
+    sums = joined(2, "::1")
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(lambda each: each(torch.ones(3)), sums))
+    assert all(torch.equal(found, torch.full((3,), 2.0)) for found in results)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -31,6 +31,7 @@ from dflash_backend.messages import GenerationRequest, KVTransferParams, Samplin
 from dflash_backend.worker import kv_transfer
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords
 from dflash_backend.worker.kv_transfer import Facts, Memory, NixlAgent, RemoteRecords, TransferError, TransferServer
+from tests.support.ipv6 import needs_ipv6
 from tests.support.scale import by_night
 from tests.worker.engines import engine
 from tests.worker.test_kv_tiers import ASKED, CASES, COMMON, prompts
@@ -222,6 +223,17 @@ def test_what_is_kept_comes_whole_and_is_kept_no_more(transport: str) -> None:
     assert reader.read(server.port, move_id=2).arrived == (False,) * 4
     reader.mover.close()
     server.close()
+
+
+def test_a_server_with_an_ipv6_address_is_read(reader: Reader) -> None:
+    needs_ipv6()
+    with contextlib.closing(TransferServer(device(1), FACTS, ("::1", 0))) as one:
+        one.keep(kept())
+        one.ready(1)
+        block = Record(0, HASHES[1], 0, 1)
+        reader.mover.submit(Move(1, REMOTE, DEVICE, (block,), Peer("::1", one.port, KEY)))
+        assert reader.moved().arrived == (True,)
+    assert content(reader.device, 0, 1) == content(device(1), 0, 6)
 
 
 def test_a_reader_that_needs_nothing_says_so(server: TransferServer, reader: Reader) -> None:
