@@ -555,7 +555,7 @@ class EngineCore:
             self._remove(request, finish_reason, now)
         elif not token_ids and not prompt_logprobs:
             return
-        is_first = 0 < len(token_ids) == request.num_output_tokens
+        is_first = 0 < len(token_ids) == len(request.token_ids) - request.num_prompt_tokens
         has_stats = is_first or finish_reason is not None or request.yields is not None
         stats = request.stats(now) if has_stats else None
         delta = TokenDelta(

@@ -188,7 +188,7 @@ class RemoteRanks:
         silence_s = links.START_SILENCE_S
         last = dict.fromkeys(range(1, self._num_others + 1), time.monotonic())
         while len(self._started) < self._num_others:
-            heard = self._hear()
+            heard = self._receive_events()
             last |= dict.fromkeys(heard, time.monotonic())
             for rank, at in last.items():
                 if words := self._started.get(rank, ""):
@@ -200,7 +200,7 @@ class RemoteRanks:
                     return StartFailure(rank, f"it has said nothing for {silence_s:g} s", is_lost=True)
         return None
 
-    def _hear(self) -> set[int]:
+    def _receive_events(self) -> set[int]:
         """Note what ranks say of their start, waiting up to a beat for the first of it. Returns those that spoke."""
         messages = self._receive()
         for rank, message in messages:
@@ -213,7 +213,7 @@ class RemoteRanks:
         end. Empty where it said nothing."""
         deadline = time.monotonic() + CAUSE_S
         while rank not in self._started and time.monotonic() < deadline:
-            self._hear()
+            self._receive_events()
         return self._started.get(rank, "")
 
     def serve(self) -> None:

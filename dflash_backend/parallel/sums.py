@@ -18,8 +18,8 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError, GatherOptions, ProcessGroupGloo, TCPStore
 
 from dflash_backend.cores import usable_cores
+from dflash_backend.listening import listening_socket
 from dflash_backend.parallel.shard import Shard
-from dflash_backend.worker.listening import listening_socket
 
 SLOT_BYTES = 1 << 20
 """What a rank gives at a time. Larger tensors are summed in pieces."""

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from dflash_backend.core.moves import Kept, Move, Peer, Record
+from dflash_backend.listening import listening_socket
 from dflash_backend.worker.kv_mover import DeviceRecords, RecordStore, host_memory
-from dflash_backend.worker.listening import listening_socket
 
 _log = logging.getLogger(__name__)
 

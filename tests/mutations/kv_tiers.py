@@ -416,7 +416,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a server listens by IPv4 alone",
-        "dflash_backend/worker/listening.py",
+        "dflash_backend/listening.py",
         "family=family, ",
         "",
         OF_SERVER,

@@ -159,13 +159,13 @@ def test_a_rank_that_cannot_load_says_why_and_where(
 
     monkeypatch.setattr(ForkLauncher, "run", elsewhere)
     if ends_first:
-        read, asked = RemoteRanks._hear, []
+        read, asked = RemoteRanks._receive_events, []
 
         def read_later(self: RemoteRanks) -> set[int]:
             asked.append(self)
             return read(self) if len(asked) > 1 else set()
 
-        monkeypatch.setattr(RemoteRanks, "_hear", read_later)
+        monkeypatch.setattr(RemoteRanks, "_receive_events", read_later)
         monkeypatch.setattr(ForkLauncher, "ended", lambda self, rank: "it has ended")
         monkeypatch.setattr("dflash_backend.parallel.remote.CAUSE_S", 30.0)
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})

@@ -26,7 +26,7 @@ _SEGMENT_LOCK = re.compile(rf"({SEGMENT_PREFIX}\d+_[0-9a-f]{{8}}_){LOCK}")
 
 def hold(lock: Path) -> int | None:
     """Make the file `lock` and lock it: a descriptor, which holds the lock as long as a process has it. None where the
-    file system has no room or no locks; then nothing is ever removed. The file is locked before it has its name."""
+    file system has no space or no locks; then nothing is ever removed. The file is locked before it has its name."""
     new = lock.with_name(f"{lock.name}.new")
     with contextlib.suppress(OSError), contextlib.ExitStack() as on_error:
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
