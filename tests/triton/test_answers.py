@@ -169,6 +169,9 @@ def test_requests_are_counted_by_how_they_ended(service, triton):
     submit(service, "ab", max_tokens=6).all()
     submit(service, "abcd", max_tokens=6, sampling={"n": 3, "stop": "b"}).all()
     submit(service, "").all()
+    # The next one may have a token before it ends with an error.
+    assert triton.observed("dflash:time_to_first_token_seconds")[0] == 2
+    assert triton.observed("dflash:request_queue_time_seconds") == (2, 1.0)
     submit(service, [toy_process.REFUSE_SECOND], sampling={"n": 3}).all()
     service.close()
     assert triton.values["dflash:request_success_total", "length"] == 1
@@ -178,8 +181,6 @@ def test_requests_are_counted_by_how_they_ended(service, triton):
     assert triton.values["dflash:request_errors_total", "INVALID_ARGUMENT"] == 1
     assert triton.values["dflash:generation_tokens_total",] == 6 + 3 * 2
     assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
-    assert triton.observed("dflash:time_to_first_token_seconds")[0] == 2
-    assert triton.observed("dflash:request_queue_time_seconds") == (2, 1.0)
 
 
 def test_tokens_prompts_and_completions_are_observed_as_vllm_does(service, triton):
