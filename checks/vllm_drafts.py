@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", type=Path, default=asset_path("demo", "pair") / "draft")
     parser.add_argument("--own-norms", action="store_true", help="in vLLM each layer norms its keys by its own weights")
     options = parser.parse_args(arguments)
+    if not options.python.is_file():
+        parser.error(f"there is no interpreter {options.python}: `benchmarks/peers/install.sh vllm` makes one")
     target, draft = options.target.resolve(), options.draft.resolve()
     llm = LLM(str(target), str(draft), adaptive_speculation=False, kv_cache_gb=0.3, max_model_len=1024)
     rows = [row["prompt"] for category in CATEGORIES for row in held_out_rows(category, QUESTIONS)]

@@ -310,7 +310,7 @@ PROGRAMS: dict[str, tuple[int, list[str], Callable[[Rounds], dict[str, Any]]]] =
     "disaggregation": (1, [], of_disaggregation),
     "training": (1, ["--work", "FOLDER"], of_training),
     "adapting": (1, ["--work", "FOLDER"], of_adapting),
-    "vllm_drafts": (2, ["--python", "FOLDER"], of_vllm_drafts),
+    "vllm_drafts": (2, ["--python", sys.executable], of_vllm_drafts),
     "smollm2": (5, [], of_smollm2),
     "llama_gguf": (2, [], of_llama_gguf),
     "openapi_fuzz": (2, [], of_openapi_fuzz),
