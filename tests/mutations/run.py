@@ -37,6 +37,7 @@ COPIED = (
     "tests",
     "benchmarks",
     "checks",
+    "load_tests",
     "tools",
     "docker",
     "deploy",

@@ -10,6 +10,7 @@ from tests.mutations.forked_pytest import run_pytest
 from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS, SMOKE
 from tests.mutations.run import (
+    COPIED,
     ROOT,
     TIMEOUT_S,
     MutantError,
@@ -68,6 +69,12 @@ def test_the_mutants_are_of_every_package() -> None:
         "Makefile",
     }
     assert folders == {file.split("/")[0] for file in files}
+
+
+def test_every_mutated_file_is_in_the_copy() -> None:
+    """Else the defect would be put into the project's own file, or into none."""
+    files = {file for mutant in MUTANTS for file, _, _ in mutant.edits}
+    assert {file for file in files if file.split("/")[0] not in COPIED} == set()
 
 
 def test_a_text_is_found_in_another_line_break_but_not_in_other_words() -> None:
