@@ -313,6 +313,16 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
             "if False:",
         ),
         (
+            "what came before a load was given up is used",
+            "        job.is_left = True\n        job.arrived, job.missing = [], set()\n",
+            "        job.is_left = True\n",
+        ),
+        (
+            "a server that still computes a prompt is given up",
+            "if (store := self._stores[name]).bounds_reads:",
+            "if (store := self._stores[name]) is None:",
+        ),
+        (
             "loads behind one that hangs wait for ever",
             "if len(late) == store.num_threads:",
             "if False:",

@@ -290,6 +290,15 @@ WORKER_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/worker/step_ops.py",
+        ("tests/engine/test_without_compiler.py",),
+        (
+            "without a compiler nothing is accepted",
+            "            super().accept(step, state)\n            return\n",
+            "            return\n",
+        ),
+    ),
+    *mutants_of(
         "kernels/dflash_kernels/cpu_step.h",
         ("tests/kernels/test_cpu_step.py",),
         (

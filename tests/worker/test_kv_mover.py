@@ -13,6 +13,7 @@ import torch
 from dflash_backend.core.moves import DEVICE, DISK, HOST, REMOTE, Move, Moved, Record
 from dflash_backend.worker import kv_mover
 from dflash_backend.worker.kv_mover import BackgroundMover, DeviceRecords, HostRecords
+from dflash_backend.worker.kv_transfer import RemoteRecords
 
 SIZE = 1000
 NUM_RECORDS = 8
@@ -140,13 +141,16 @@ def test_what_a_source_cannot_confirm_has_not_arrived() -> None:
 
 
 class Hung(HostRecords):
-    """Whose reads wait for `may_end`, as those of a disk that does not answer."""
+    """Whose reads wait for `may_end`, as those of a disk that does not answer; with `answers_first` not the first."""
 
     def __init__(self) -> None:
         super().__init__([SIZE], [NUM_RECORDS], False)
         self.is_read, self.may_end = threading.Event(), threading.Event()
+        self.answers_first = False
 
     def read(self, record: Record, into: np.ndarray) -> np.ndarray:
+        if self.answers_first and record.source == 0:
+            return super().read(record, into)
         self.is_read.set()
         self.may_end.wait(10.0)
         return super().read(record, into)
@@ -250,4 +254,32 @@ def test_a_store_that_hangs_ends_the_loads_behind_it_and_not_itself(monkeypatch:
     assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 5.0)] == [(2, (False,))]
     may_end.set()
     assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 10.0)] == [(1, (True,))]
+    mover.close()
+
+
+def test_a_store_that_bounds_its_reads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another server, whose prompt may still be computed."""
+    monkeypatch.setattr(kv_mover, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(Hung, "bounds_reads", True)
+    mover, store, _ = hung_mover()
+    mover.submit(Move(1, DISK, DEVICE, records(1)))
+    assert store.is_read.wait(5.0)
+    time.sleep(0.05)
+    assert mover.finished() == []
+    store.may_end.set()
+    assert [(moved.move_id, moved.arrived) for moved in finished_in(mover, 10.0)] == [(1, (True,))]
+    assert RemoteRecords.bounds_reads
+    mover.close()
+
+
+def test_what_came_before_a_load_was_given_up_is_not_used() -> None:
+    """Of some sources only the end says whether what was read may be used."""
+    mover, store, _ = hung_mover()
+    store.answers_first = True
+    mover.submit(Move(1, DISK, DEVICE, records(3)))
+    assert store.is_read.wait(5.0)
+    mover.cancel(frozenset({1}))
+    (moved,) = mover.finished()
+    assert (moved.arrived, moved.num_bytes) == ((False, False, False), SIZE)
+    store.may_end.set()
     mover.close()
