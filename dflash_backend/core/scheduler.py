@@ -306,7 +306,8 @@ class Scheduler:
                 builder.num_decode_tokens, builder.num_positions
             )
         if self.speculation is not None:
-            self.speculation.choose_draft_lengths(self.running.values(), builder.num_prompt_tokens)
+            num_beginning = min(len(waiting), self._config.max_num_seqs - len(self.running))
+            self.speculation.choose_draft_lengths(self.running.values(), builder.num_prompt_tokens, num_beginning)
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
         has_blocks = self._schedule_running(builder, in_flight)

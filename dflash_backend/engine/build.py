@@ -41,6 +41,7 @@ from dflash_backend.engine.checks import (
 )
 from dflash_backend.engine.drafter_loader import DrafterLoader
 from dflash_backend.engine.kv_tiers import wants_tiers, with_tiers
+from dflash_backend.engine.measured_steps import measured_steps
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -74,7 +75,7 @@ from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
-from dflash_backend.worker.graphs import capture_shapes, measured_steps
+from dflash_backend.worker.graphs import capture_shapes, measured_padded_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
@@ -176,7 +177,7 @@ def build_engine(
     shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     trace = _trace(config)
-    scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
+    scheduler_config = _with_measured_steps(_scheduler_config(config, models, sizes), runner, shapes)
     scheduler_config, mover = with_tiers(config, scheduler_config, models.pair, runner)
     ready = engine_ready(models, sizes, scheduler_config, config.kv_cache_dtype)
     core = EngineCore(
@@ -397,16 +398,21 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
     )
 
 
-def _with_padded_steps(
+def _with_measured_steps(
     config: SchedulerConfig, runner: ModelRunner, shapes: Sequence[tuple[int, int]]
 ) -> SchedulerConfig:
-    """The settings with the shapes of the padded steps, where there are any that the number of drafts follows, and on a
-    GPU with their times."""
+    """The settings with the shapes of the padded steps, where there are any that the number of drafts follows, and with
+    the times of steps, where they are run as they will be."""
+    if runner.step.ops.on_host:
+        if not config.adaptive_speculation or not config.num_speculative_tokens:
+            return config
+        vocab_size = runner.step.target.spec.vocab_size
+        return dataclasses.replace(config, measured_steps=measured_steps(config, runner, vocab_size))
     steps = runner.graphs.steps(sampled=False)
     draft_shapes = tuple(shape for shape in shapes if shape[0]) if steps else ()
     if not draft_shapes or runner.device.type != "cuda":
         return dataclasses.replace(config, draft_shapes=draft_shapes)
-    measured = tuple(measured_steps(runner.step, runner.layouts, steps))
+    measured = tuple(measured_padded_steps(runner.step, runner.layouts, steps))
     return dataclasses.replace(config, draft_shapes=draft_shapes, measured_steps=measured)
 
 

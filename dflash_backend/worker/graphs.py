@@ -471,7 +471,7 @@ REPEATS = 3
 
 
 @torch.inference_mode()
-def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[PaddedStep]) -> list[MeasuredStep]:
+def measured_padded_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[PaddedStep]) -> list[MeasuredStep]:
     """The times of padded steps, the shortest of a few runs each. Their rows are padding, so their contexts are empty:
     what is left of a step's time is mostly reading weights and multiplying."""
     found = []

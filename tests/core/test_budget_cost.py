@@ -150,8 +150,8 @@ def test_rows_near_their_end_draft_no_less_where_that_alone_would_make_them_diff
     assert speculation is not None
     choose = speculation.choose_draft_lengths
 
-    def chosen(running: Iterable[Request], num_prompt_tokens: int) -> None:
-        choose(running := list(running), num_prompt_tokens)
+    def chosen(running: Iterable[Request], num_prompt_tokens: int, num_beginning: int) -> None:
+        choose(running := list(running), num_prompt_tokens, num_beginning)
         if speculation.stats.num_steps > len(FIRST_STEPS):
             lengths.append({request.draft_length for request in running if request.num_output_tokens})
 
@@ -172,8 +172,8 @@ def test_rows_that_differ_anyway_draft_no_more_than_their_answers_have_use_for()
     choose = speculation.choose_draft_lengths
     speculation.choose = lambda rows, position, num_other: [K - i for i in range(len(rows))]  # type: ignore[method-assign]
 
-    def chosen(running: Iterable[Request], num_prompt_tokens: int) -> None:
-        choose(running := list(running), num_prompt_tokens)
+    def chosen(running: Iterable[Request], num_prompt_tokens: int, num_beginning: int) -> None:
+        choose(running := list(running), num_prompt_tokens, num_beginning)
         if len(decoding := [request for request in running if request.num_output_tokens]) > 1:
             lengths.extend((request.draft_length, request.max_useful_drafts) for request in decoding)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dflash_backend.core.plan import SchedulerOutput
+from dflash_backend.core.plan import MeasuredStep, SchedulerOutput
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.costs import CostTable
 from dflash_backend.core.speculation.policy import (
@@ -239,8 +239,6 @@ def test_of_many_rows_some_draft_before_the_first_decision(num_rows: int, drafti
     """A step whose rows all draft k may take as long as k + 1 steps, where nothing was measured."""
     policy = AdaptiveSpeculation(K, BLOCKS)
     assert policy.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0).count(K) == drafting
-    measured = AdaptiveSpeculation(K, BLOCKS, table=CostTable([1, 512], [1.0, 2.0]))
-    assert measured.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0) == [K] * num_rows
 
 
 def test_of_many_prompts_some_draft_a_first_block_before_the_first_decision() -> None:
@@ -250,9 +248,49 @@ def test_of_many_prompts_some_draft_a_first_block_before_the_first_decision() ->
     assert first[:4] == [K] * 4
     assert first[4:].count(K) == 4, "of more one in k"
     assert [policy.first_block(row) for row in rows] == first, "asked again, while its prompt goes on"
-    measured = AdaptiveSpeculation(K, BLOCKS, table=CostTable([1, 512], [1.0, 2.0]))
-    assert [measured.first_block(SpeculatingRow(K)) for _ in range(9)] == [K] * 9
     assert policy.first_block(SpeculatingRow(0)) == 0
+
+
+def measured_policy(token_s: float) -> AdaptiveSpeculation:
+    """One that knows what steps cost: a millisecond, and this much for each token."""
+    policy = AdaptiveSpeculation(K, BLOCKS)
+    sizes = [(rows, drafts) for rows in (1, 4, 16) for drafts in (0, 2, K)]
+    policy.begin_measured(
+        [
+            MeasuredStep(rows, rows * (1 + drafts), drafts, 1e-3 + token_s * rows * (1 + drafts), 1e-4 * (drafts > 0))
+            for rows, drafts in sizes
+        ]
+    )
+    return policy
+
+
+@pytest.mark.parametrize(("token_s", "num_rows", "length"), [(1e-6, 16, K), (1e-3, 16, 0), (1e-4, 1, K)])
+def test_the_first_decision_of_a_policy_that_knows_the_costs_needs_no_steps(
+    token_s: float, num_rows: int, length: int
+) -> None:
+    """And so do the first blocks of requests that come together."""
+    policy = measured_policy(token_s)
+    policy.choose_draft_lengths([], 100, num_rows)
+    assert {policy.first_block(SpeculatingRow(K)) for _ in range(num_rows)} == {length}
+    lengths = policy.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0)
+    assert lengths.count(length) >= num_rows - 2, "but for those that probe"
+
+
+def test_a_decision_for_one_row_is_not_that_of_many_that_come_after_it() -> None:
+    policy = measured_policy(1e-4)
+    row = SpeculatingRow(K)
+    assert policy.choose([row], 100.0, 0) == [K]
+    running = [Decoding(row)]
+    policy.choose_draft_lengths(running, 50, 1)
+    assert policy.first_block(SpeculatingRow(K)) == K, "one more"
+    policy.choose_draft_lengths(running, 1000, 15)
+    assert policy.first_block(SpeculatingRow(K)) < K
+    assert policy.first_block(SpeculatingRow(0)) == 0
+    policy.choose_draft_lengths(running, 0, 0)
+    assert policy.first_block(SpeculatingRow(K)) == K
+    unknown = AdaptiveSpeculation(K, BLOCKS)
+    unknown.choose_draft_lengths([], 1000, 16)
+    assert unknown.first_block(SpeculatingRow(K)) == K, "the costs are not known"
 
 
 @dataclass

@@ -171,6 +171,7 @@ def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
         enable_prefix_caching=True,
         num_speculative_tokens=7,
         adaptive_speculation=True,
+        draft_shapes=((3, 3), (7, 7)),
         measured_steps=tuple(measured),
     )
     speculation = AdaptiveSpeculation.of(config)

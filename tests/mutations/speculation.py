@@ -43,13 +43,38 @@ SPECULATION_MUTANTS = (
         ("drafting is never tried again", "wait = self._probe(rows, lengths, line)", "wait = 128"),
         (
             "all of many rows draft k at first",
-            "every = 1 if self.costs.table is not None else",
-            "every = 1 if self.k else",
+            "every = min(max(1, len(rows) // FIRST_ROWS), self.k)",
+            "every = 1",
         ),
         (
             "all of many prompts draft k at first",
-            "is_undecided = not self._lengths and self.costs.table is None",
+            "is_undecided = not self._lengths and not self._is_measured",
             "is_undecided = False",
+        ),
+        (
+            "steps are run to learn costs that were measured",
+            "len(FIRST_STEPS) and not self._is_measured:",
+            "len(FIRST_STEPS):",
+        ),
+        (
+            "first blocks of many that come at once are those of one",
+            "        self._choose_first_length(len(running) + num_beginning, num_prompt_tokens)\n",
+            "",
+        ),
+        (
+            "requests that wait do not count before they begin",
+            "self._choose_first_length(len(running) + num_beginning, ",
+            "self._choose_first_length(len(running), ",
+        ),
+        (
+            "a first block has more drafts than its request asks for",
+            "return min(row.k, self._first_length)",
+            "return self._first_length",
+        ),
+        (
+            "what was chosen for many stays for one",
+            "        self._first_length = None\n        is_decided",
+            "        is_decided",
         ),
         (
             "a rest lasts though the time of steps without drafts is not known",
@@ -445,6 +470,34 @@ SPECULATION_MUTANTS = (
         ("a failed capture leaves its stream behind", "torch.cuda.set_stream(current)", "pass"),
         ("with ranks a failed capture is passed over", "if not alone:", "if False:"),
         ("a capture that failed is not tried again", "for again in (alone, False):", "for again in (False,):"),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/measured_steps.py",
+        ("tests/engine/test_measured_steps.py",),
+        ("slow steps are measured all the same", "if time.perf_counter() + timed.last_s > ends:", "if False:"),
+        ("requests of a measurement stay in the worker", "    worker.reset()\n", ""),
+        ("steps with prompts count as decoding ones", " and all(row.num_new == 1 for row in rows)", ""),
+        ("rows that differ are one kind", "if len(kinds) == 1 and", "if kinds and"),
+        (
+            "drafting counts with the target's pass",
+            "times = self.last_s - draft_s, draft_s",
+            "times = self.last_s, draft_s",
+        ),
+        (
+            "a measurement asks for more than the pool holds",
+            "min((1 + NUM_STEPS) * (1 + length), config",
+            "min(1 << 30, config",
+        ),
+        ("a model that is too short cannot be started", "except RequestError:", "except KeyError:"),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/build.py",
+        ("tests/engine/test_measured_steps.py",),
+        (
+            "steps are measured where nothing is decided",
+            "if not config.adaptive_speculation or not config.num_speculative_tokens:",
+            "if False:",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/graphs.py",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.engine.build import _with_padded_steps
-from dflash_backend.worker.graphs import capture_shapes, measured_steps
+from dflash_backend.engine.build import _with_measured_steps
+from dflash_backend.worker.graphs import capture_shapes, measured_padded_steps
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -21,7 +21,7 @@ def test_every_padded_step_is_timed_and_nothing_else_changes(settings: dict[str,
     plain = outputs_of(on_device_runner(engine(**settings), shapes=shapes), prompts, asked).tokens
     built = on_device_runner(engine(**settings), shapes=shapes)
     runner = built.runner
-    found = measured_steps(runner.step, runner.layouts, runner.graphs.steps(sampled=False))
+    found = measured_padded_steps(runner.step, runner.layouts, runner.graphs.steps(sampled=False))
     inputs = [step.inputs for step in runner.graphs.steps(sampled=False)]
     assert [(each.num_rows, each.num_tokens, each.draft_width) for each in found] == [
         (each.num_rows, each.num_tokens, each.draft_width) for each in inputs
@@ -40,8 +40,8 @@ def test_the_scheduler_of_a_gpu_gets_the_shapes_and_their_times(settings: dict[s
     there: Any = SimpleNamespace(
         step=runner.step, layouts=runner.layouts, graphs=runner.graphs, device=torch.device(device)
     )
-    config = _with_padded_steps(built.core.config, there, shapes)
+    config = _with_measured_steps(built.core.config, there, shapes)
     assert config.draft_shapes == tuple(shapes[1:])
     assert len(config.measured_steps) == (len(runner.graphs.steps(sampled=False)) if device == "cuda" else 0)
-    fixed = _with_padded_steps(built.core.config, there, [])
+    fixed = _with_measured_steps(built.core.config, there, [])
     assert (fixed.draft_shapes, fixed.measured_steps) == ((), ())

@@ -29,7 +29,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_backend.core.plan import DraftBudget, ModelRunnerOutput, RequestResult, ScheduledRequest, SchedulerOutput
+from dflash_backend.core.plan import (
+    DraftBudget,
+    MeasuredStep,
+    ModelRunnerOutput,
+    RequestResult,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from dflash_backend.core.scheduler_config import ONE_PASS, DrafterWork, SchedulerConfig
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.speculation.budget import UnevenDrafts, optimal_budget
@@ -235,6 +242,8 @@ class AdaptiveSpeculation:
         self._num_failed_first = 0  # of those in a row that nothing was accepted of
         self._num_untried = 0  # requests since the last one
         self._num_first = 0  # requests that came before the first decision
+        self._first_length: int | None = None  # drafts of a first block; None: those of the last decision
+        self._is_measured = table is not None  # what steps cost, before the first request
         self._age, self._age_s = 0, 0.0  # steps since then, and seconds of those that were observed
         self._interval = STEPS_BETWEEN_DECISIONS
         self._is_due = False  # a decision, before the interval is over
@@ -252,11 +261,18 @@ class AdaptiveSpeculation:
         k, work = config.num_speculative_tokens, config.drafter_work
         if not config.adaptive_speculation or k == 0:
             return None
-        table = CostTable.of(config.measured_steps)
+        # A table says what a pass takes whatever its rows are: right for padded ones, which have their numbers of rows.
+        table = CostTable.of(config.measured_steps) if config.draft_shapes else None
         policy = cls(k, work, config.draft_shapes, table, config.uneven_cost)
-        for step in config.measured_steps:
-            policy.costs.observe(StepShape.of_measured(step, work), step.target_s, step.draft_s)
+        policy.begin_measured(config.measured_steps)
         return policy
+
+    def begin_measured(self, steps: Sequence[MeasuredStep]) -> None:
+        """Take in the times of steps that were measured before the first request: where there are some, no step is run
+        to learn what drafts cost."""
+        for step in steps:
+            self.costs.observe(StepShape.of_measured(step, self._work), step.target_s, step.draft_s)
+        self._is_measured |= len(steps) > 0
 
     def begin_drafter(self) -> None:
         """Another drafter drafts from now on: what is known of the acceptance of the one before does not count."""
@@ -278,8 +294,10 @@ class AdaptiveSpeculation:
     def first_block(self, row: SpeculatingRow) -> int:
         """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
+        is_undecided = not self._lengths and not self._is_measured
+        if self._first_length is not None:
+            return min(row.k, self._first_length)
         length = self.decided_length(row)
-        is_undecided = not self._lengths and self.costs.table is None
         if not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):
             return length
         if row.is_tried is None:
@@ -288,6 +306,22 @@ class AdaptiveSpeculation:
             return length if row.is_tried else 0
         self._has_first_block |= row.is_tried
         return min(row.k, PROBE_DRAFTS) if row.is_tried else 0
+
+    def _choose_first_length(self, num_rows: int, num_prompt_tokens: int) -> None:
+        """Say how many tokens the first blocks of requests that begin now draft. The last decision does where it was
+        made for about as many rows, else nothing is known yet of the new ones but what steps cost.
+
+        num_rows: with those that may begin in this step. num_prompt_tokens: as of `choose_draft_lengths`."""
+        self._first_length = None
+        is_decided = bool(self._lengths) and num_rows <= (1 + MAX_CHANGE) * max(self._num_rows, FEW_ROWS)
+        if not num_prompt_tokens or is_decided or not (self._lengths or self._is_measured):
+            return
+        line, fresh = self.costs.line(num_rows, num_prompt_tokens / num_rows, 0), SpeculatingRow(self.k)
+        if self._shapes:
+            self._first_length = self._optimal_shape([fresh] * num_rows, line)
+        else:
+            group = fresh.effect.hopeful_group
+            self._first_length = self._optimal_lengths(Counter({group: num_rows}), line)[group]
 
     def _tries_undecided(self) -> bool:
         """Whether the first block of a request that comes before the first decision is drafted."""
@@ -322,10 +356,14 @@ class AdaptiveSpeculation:
         self.stats.num_steps_without_drafts += 1
         return True
 
-    def choose_draft_lengths(self, running: Collection[DraftingRequest], num_prompt_tokens: int) -> None:
+    def choose_draft_lengths(
+        self, running: Collection[DraftingRequest], num_prompt_tokens: int, num_beginning: int = 0
+    ) -> None:
         """Say how many tokens each running request that decodes may draft in the step that is planned.
 
-        num_prompt_tokens: those left of the prompts of running and of waiting requests."""
+        num_prompt_tokens: those left of the prompts of running and of waiting requests. num_beginning: waiting requests
+        that there are rows for."""
+        self._choose_first_length(len(running) + num_beginning, num_prompt_tokens)
         if self.goes_on_resting(len(running)):
             return  # none of them drafts, by the last decision, and each has been told so
         for request in running:
@@ -357,9 +395,9 @@ class AdaptiveSpeculation:
         changed = abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows
         num_tokens = len(rows) + num_other_tokens
         changed |= abs(num_tokens - self._num_tokens) > MAX_CHANGE * self._num_tokens
-        if self.stats.num_steps <= len(FIRST_STEPS):
+        if self.stats.num_steps <= len(FIRST_STEPS) and not self._is_measured:
             share = FIRST_STEPS[self.stats.num_steps - 1]
-            every = 1 if self.costs.table is not None else min(max(1, len(rows) // FIRST_ROWS), self.k)
+            every = min(max(1, len(rows) // FIRST_ROWS), self.k)
             lengths = [0 if index % every else round(row.k * share) for index, row in enumerate(rows)]
         elif changed or self._is_due or self._age >= self._interval or self._is_old:
             lengths = self._decide(rows, mean_position, num_other_tokens)
