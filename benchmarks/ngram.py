@@ -1,6 +1,7 @@
-"""Prompt lookup (`draft_model=ngram`) against no drafter, with one stream, on prompts of your choice.
+"""Prompt lookup, alone and beside a drafter, against no drafter, with one stream, on prompts of your choice.
 
-`python -m benchmarks.ngram --prompts FILE` takes a line of JSON with a `prompt` for each; by default they are held-out
+`python -m benchmarks.ngram --prompts FILE` takes a line of JSON with a `prompt` for each, and with `--category` those
+whose `category` it is; `benchmarks/quoting.jsonl` has some in the template of SmolLM2. By default they are held-out
 texts that the demo pair copies, quotes and edits. Each round runs every prompt in every way, in turn, so that other
 work of the machine slows all alike; the table has medians over rounds. The outputs must be equal, else the exit status
 is 1.
@@ -56,11 +57,12 @@ class Way:
         return [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
 
 
-def read_prompts(path: Path | None, category: str, count: int) -> list[str]:
-    """The texts of at most `count` prompts of a file, or of the held-out ones of a category."""
+def read_prompts(path: Path | None, category: str | None, count: int) -> list[str]:
+    """The texts of at most `count` prompts of a file, or of the held-out ones, of a category."""
     if path is None:
-        return [row.prompt for row in load_prompts(count, (category,))]
-    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()[:count]]
+        return [row.prompt for row in load_prompts(count, (category or "copy",))]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row["prompt"] for row in rows if category is None or row.get("category") == category][:count]
 
 
 def compare(ways: dict[str, Way], prompts: Sequence[list[int]], args: argparse.Namespace) -> list[list[str]]:
@@ -88,22 +90,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", help="directory or hub id of the target; without it the demo target")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, a line of JSON each")
-    categories = sorted(path.stem for path in held_out_dir().glob("*.jsonl"))
-    parser.add_argument("--category", choices=categories, default="copy", help="held-out prompts (%(default)s)")
+    held_out = sorted(path.stem for path in held_out_dir().glob("*.jsonl"))
+    parser.add_argument("--category", help=f"of the prompts; of the held-out ones {', '.join(held_out)} (copy)")
     parser.add_argument("--count", type=int, default=40, help="prompts at most (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=384, help="of each answer (%(default)s)")
     parser.add_argument("--ignore-eos", action="store_true", help="let each answer have all its tokens")
     parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
     parser.add_argument("--k", type=int, nargs="+", default=[5], help="num_speculative_tokens (%(default)s)")
-    parser.add_argument("--drafter", action="store_true", help="also with the target's own drafter")
+    parser.add_argument(
+        "--draft", help="also with this drafter, and with n-grams beside it; without --target the demo's"
+    )
+    parser.add_argument("--beside", type=int, nargs="*", default=[4], help="prompt_lookup_min beside it (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="%(default)s")
     args = parser.parse_args()
-    fixed = {"target": args.target, "max_num_seqs": 1, "enable_prefix_caching": False}
+    is_known = args.prompts is not None or args.category in (None, *held_out)
+    texts = read_prompts(args.prompts, args.category, args.count) if is_known else []
+    if not texts:
+        parser.error(f"no prompt has the category {args.category!r}")
+    fixed = {"target": args.target, "max_num_seqs": 1, "enable_prefix_caching": False, "dtype": args.dtype}
     ways = {"no drafter": Way(LLM(draft="", **fixed))}
     ways |= {f"n-grams, k = {k}": Way(LLM(draft=NGRAM, num_speculative_tokens=k, **fixed)) for k in args.k}
-    if args.drafter:
-        ways["DFlash"] = Way(LLM(**fixed))
+    if args.draft is not None or args.target is None:
+        ways["drafter"] = Way(LLM(draft=args.draft, **fixed))
+        for least in args.beside:
+            ways[f"drafter, n-grams of {least} beside"] = Way(LLM(draft=args.draft, prompt_lookup_min=least, **fixed))
     tokenizer = ways["no drafter"].llm.tokenizer
-    prompts = [tokenizer.encode(text) for text in read_prompts(args.prompts, args.category, args.count)]
+    prompts = [tokenizer.encode(text) for text in texts]
     rows = compare(ways, prompts, args)
     print(markdown_table(["", "tokens/s", "against no drafter", "acceptance length"], rows, "lrrr"))
     answers = defaultdict(set)

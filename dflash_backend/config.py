@@ -94,10 +94,19 @@ class EngineConfig:
         high=255,
     )
     prompt_lookup_max: int | None = setting(
-        None, f"with draft_model={NGRAM}, tokens of the longest n-gram that is looked up; auto: 5", low=1, high=64
+        None,
+        f"with draft_model={NGRAM}, tokens of the longest n-gram that is looked up; auto: 5, beside a drafter with "
+        "prompt_lookup_min 16",
+        low=1,
+        high=64,
     )
     prompt_lookup_min: int | None = setting(
-        None, f"with draft_model={NGRAM}, tokens of the shortest n-gram that is looked up; auto: 2", low=1, high=64
+        None,
+        f"with draft_model={NGRAM}, tokens of the shortest n-gram that is looked up; auto: 2. Beside a drafter: rows "
+        "whose last tokens, at least as many as this, occurred before draft what followed then; auto: none is looked "
+        "up, with prompt_lookup_max 4",
+        low=1,
+        high=64,
     )
     causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
     adaptive_speculation: bool = setting(

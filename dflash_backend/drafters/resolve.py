@@ -13,7 +13,7 @@ from dflash_backend.checkpoints.named import NAMED
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
-from dflash_backend.drafters.ngram.config import read_ngram, refuse_lookup
+from dflash_backend.drafters.ngram.config import NgramSpec, read_lookup_beside, read_ngram, refuse_lookup
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.published import published_for
 from dflash_backend.drafters.registry import is_drafter, read_draft
@@ -23,12 +23,14 @@ from dflash_backend.drafters.speculators import is_speculators, verifier_name
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target and, when there is speculation, its drafter. `warning` is for the log."""
+    """A target and, when there is speculation, its drafter. lookup: what is looked up beside a drafter that is a model.
+    warning: for the log."""
 
     target: TargetSpec
     draft: DraftSpec | None
     num_speculative_tokens: int
     warning: str | None = None
+    lookup: NgramSpec | None = None
 
     @property
     def draft_model(self) -> DraftModelSpec | None:
@@ -38,7 +40,10 @@ class ModelPair:
     @property
     def drafting(self) -> str:
         """What drafts, in words."""
-        return "no speculation" if self.draft is None else self.draft.summary(self.num_speculative_tokens)
+        if self.draft is None:
+            return "no speculation"
+        beside = "" if self.lookup is None else f", beside prompt lookup of {self.lookup.lengths}"
+        return f"{self.draft.summary(self.num_speculative_tokens)}{beside}"
 
     @property
     def checkpoints(self) -> tuple[Path, ...]:
@@ -64,8 +69,6 @@ def resolve_target_dir(config: EngineConfig, report: Report | None = None) -> Pa
 def resolve_pair(config: EngineConfig) -> ModelPair:
     """Read what the settings name, both checkpoints or the target's alone, and check that it fits. Raises
     `CheckpointError`, and `ConfigError` for settings that contradict each other."""
-    if config.draft_model != NGRAM:
-        refuse_lookup(config)
     dirs, wanted = resolve_dirs(config), config.num_speculative_tokens
     target = read_target(dirs.target, config.target_rope)
     if config.draft_model == NGRAM:
@@ -73,6 +76,7 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
         k = ngram.num_speculative_tokens if wanted is None else wanted
         return ModelPair(target, ngram if k else None, k, dirs.warning)
     if dirs.draft is None:
+        refuse_lookup(config)
         if wanted:
             raise CheckpointError(f"num_speculative_tokens is {wanted} but there is no drafter; set draft_model")
         return ModelPair(target, None, 0, dirs.warning)
@@ -81,7 +85,7 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
     if wanted is not None and wanted > draft.max_speculative_tokens:
         raise CheckpointError(f"num_speculative_tokens is {wanted}; the drafter in {draft.path} {draft.limit_in_words}")
     k = draft.num_speculative_tokens if wanted is None else wanted
-    return ModelPair(target, draft if k else None, k, dirs.warning)
+    return ModelPair(target, draft if k else None, k, dirs.warning, read_lookup_beside(config) if k else None)
 
 
 def find_drafter(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:

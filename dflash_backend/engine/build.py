@@ -25,6 +25,7 @@ from dflash_backend.cores import usable_cores
 from dflash_backend.device import choose_device, num_cores, share_cores
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.drafters.pairing import short_reach
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
@@ -329,6 +330,7 @@ def _runner(
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
         pool=allocate_states(config, target, decoder, models.dtype, device),
+        lookup=_lookup_beside(models),
         shares_prefixes=min_shared_positions(config, models.backend, target) > 0,
     )
     size = loaded_bytes(pair, models.dtype)
@@ -337,6 +339,13 @@ def _runner(
     else:  # passes over all ranks come one after the other
         threads = BatchThreads(1, op_threads=num_rank_0_threads(target))
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
+
+
+def _lookup_beside(models: LoadedModels) -> NgramDrafter | None:
+    """What is looked up beside the drafter's model."""
+    if models.pair.lookup is None or models.draft_options is None:
+        return None
+    return NgramDrafter(models.pair.lookup, models.draft_options.ops)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

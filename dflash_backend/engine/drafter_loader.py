@@ -77,7 +77,7 @@ class DrafterLoader:
             raise ConfigError(f"the drafter in {directory} {difference}; restart the server with it as draft_model")
         at_its_length = at_length(dataclasses.replace(self.pair, draft=spec), self.max_model_len).draft_model
         make = drafter_class(spec).load(at_its_length, self.options)
-        words = spec.summary(self.pair.num_speculative_tokens)
+        words = dataclasses.replace(self.pair, draft=spec).drafting
         if self.config.tensor_parallel_size > 1:
             # It may take rows of a head that ranks share, and only the thread that steps may ask the ranks.
             return (lambda: self._made(make, directory)), words

@@ -16,6 +16,7 @@ import torch
 
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
+from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
@@ -39,7 +40,8 @@ class ModelStep:
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
     wants_confidence: whether the drafter says how sure it is of its drafts. draft_backend: what runs the drafter's
     attention, None where `backend` does. pool: the states of recurrent layers, in the slots of the requests' indices;
-    None where the target has none. shares_prefixes: whether plans may have rows that read a prefix together.
+    None where the target has none. shares_prefixes: whether plans may have rows that read a prefix together. lookup: of
+    rows whose last tokens occurred before it drafts in the drafter's place.
     """
 
     target: TargetModel
@@ -54,6 +56,7 @@ class ModelStep:
     draft_backend: AttentionBackend | None = None
     pool: StatePool | None = None
     shares_prefixes: bool = False
+    lookup: NgramDrafter | None = None
     pending: PendingContext | None = field(init=False, default=None)
     """Where context waits until it is needed, on a CPU."""
 
@@ -171,6 +174,9 @@ class ModelStep:
             )
             sampler = self.ops.draft_sampler(step, state, self.draft_temperature_ratio, asked)
             self.ops.store_drafts(drafter.propose(draft, sampler), batch, state)
+            if self.lookup is not None:
+                found, num_found = self.lookup.propose_matched(draft, asked)
+                self.ops.store_drafts(found, batch, state, num_found)
         if step.states is not None:
             self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)

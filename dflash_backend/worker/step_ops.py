@@ -378,12 +378,14 @@ class CpuStepOps(CommonStepOps):
         positions = state.computed.numpy()[index][:, None] + np.arange(1, state.k + 1)
         return torch.from_numpy(state.tokens.numpy()[index[:, None], np.minimum(positions, state.max_len - 1)])
 
-    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
+    def store_drafts(
+        self, drafts: Drafts, batch: DeviceBatch, state: StateTensors, num_drafts: torch.Tensor | None = None
+    ) -> None:
         """As `PaddedStepOps.store_drafts`."""
+        counts = batch.num_next_draft if num_drafts is None else num_drafts
         self._store_drafts(
-            state.tokens, state.computed, batch.req_idx, batch.num_next_draft,
-            drafts.token_ids, drafts.confidence, state.confidence,
-        )  # fmt: skip
+            state.tokens, state.computed, batch.req_idx, counts, drafts.token_ids, drafts.confidence, state.confidence
+        )
 
     def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next_draft.numpy()))
@@ -449,15 +451,16 @@ class PaddedStepOps(CommonStepOps):
             padded=True, from_anchor=lookahead_base == 0,
         )  # fmt: skip
 
-    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
-        """Write `num_next_draft` of each row's drafts, as `Drafter.propose` gives them, behind its anchor, and how sure
-        the drafter is of them."""
+    def store_drafts(
+        self, drafts: Drafts, batch: DeviceBatch, state: StateTensors, num_drafts: torch.Tensor | None = None
+    ) -> None:
+        """Write the first drafts of each row, as `Drafter.propose` gives them, after its anchor, and how sure the
+        drafter is of them. num_drafts: how many, int32 `[R]`; by default `num_next_draft`."""
         token_ids, confidence = drafts.token_ids.view(len(batch.req_idx), -1), drafts.confidence
         if confidence is not None:
             confidence = confidence.view(token_ids.shape)
-        self._store_drafts(
-            state.tokens, state.computed, batch.req_idx, batch.num_next_draft, token_ids, confidence, state.confidence
-        )
+        counts = batch.num_next_draft if num_drafts is None else num_drafts
+        self._store_drafts(state.tokens, state.computed, batch.req_idx, counts, token_ids, confidence, state.confidence)
 
     def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
         """The k positions behind each row's anchor, where its drafts lie: int64 `[R, k]`."""

@@ -11,7 +11,14 @@ import torch
 
 from dflash_backend.config import SETTINGS, ConfigError, EngineConfig
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
-from dflash_backend.drafters.ngram.config import DEFAULT_MAX, DEFAULT_MIN, DEFAULT_SPECULATIVE_TOKENS, NgramSpec
+from dflash_backend.drafters.ngram.config import (
+    DEFAULT_MAX,
+    DEFAULT_MAX_BESIDE,
+    DEFAULT_MIN,
+    DEFAULT_MIN_BESIDE,
+    DEFAULT_SPECULATIVE_TOKENS,
+    NgramSpec,
+)
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.build import BuiltEngine
@@ -197,8 +204,10 @@ def test_settings_say_which_n_grams_are_looked_up(
 
 def test_the_settings_page_has_the_defaults() -> None:
     help_of = {setting.name: setting.help for setting in SETTINGS}
-    assert help_of["prompt_lookup_max"].endswith(f"auto: {DEFAULT_MAX}")
-    assert help_of["prompt_lookup_min"].endswith(f"auto: {DEFAULT_MIN}")
+    assert f"auto: {DEFAULT_MAX}, beside a drafter" in help_of["prompt_lookup_max"]
+    assert help_of["prompt_lookup_max"].endswith(f"with prompt_lookup_min {DEFAULT_MAX_BESIDE}")
+    assert f"auto: {DEFAULT_MIN}. Beside a drafter" in help_of["prompt_lookup_min"]
+    assert help_of["prompt_lookup_min"].endswith(f"with prompt_lookup_max {DEFAULT_MIN_BESIDE}")
     assert f"{DEFAULT_SPECULATIVE_TOKENS} with draft_model=ngram" in help_of["num_speculative_tokens"]
 
 
@@ -209,8 +218,14 @@ def test_the_settings_page_has_the_defaults() -> None:
         ({"prompt_lookup_min": 0}, "'prompt_lookup_min' has the value '0'.*from 1 to 64"),
         ({"prompt_lookup_max": 65}, "'prompt_lookup_max' has the value '65'.*from 1 to 64"),
         ({"draft_revision": "v1"}, "'draft_revision' is 'v1' and draft_model is ngram, which has no checkpoint"),
-        ({"draft_model": "", "prompt_lookup_max": 4}, "'prompt_lookup_max' is 4, which is for draft_model=ngram alone"),
-        ({"draft_model": "auto", "prompt_lookup_min": 2}, "draft_model is auto; set draft_model=ngram, or leave"),
+        (
+            {"draft_model": "", "prompt_lookup_max": 4},
+            "'prompt_lookup_max' is 4, and no drafter drafts; set draft_model",
+        ),
+        (
+            {"draft_model": "auto", "prompt_lookup_min": 2},
+            "draft_model=ngram, which needs none, or a drafter, or leave",
+        ),
         ({"ngram_prompt_lookup_max": 4}, "here that is 'prompt_lookup_max'"),
     ],
 )

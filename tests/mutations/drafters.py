@@ -22,8 +22,47 @@ DESCRIBED = ("tests/checkpoints/test_describe.py",)
 LOOKUP = "kernels/dflash_kernels/prompt_lookup.py"
 LOOKED_UP = ("tests/kernels/test_prompt_lookup.py",)
 NGRAM = ("tests/drafters/test_ngram.py",)
+BESIDE = ("tests/drafters/test_lookup_beside.py",)
 
 DRAFTERS_MUTANTS = (
+    Mutant(
+        "nothing is looked up beside a drafter",
+        "dflash_backend/worker/step.py",
+        "if self.lookup is not None:",
+        "if False:",
+        BESIDE,
+    ),
+    *mutants_of(
+        f"{DRAFTERS_PACKAGE}/ngram/drafter.py",
+        BESIDE,
+        (
+            "a row that nothing matched in draws its drafts from its last token",
+            "torch.where(matched[:, 0] > 0, batch.num_drafts, 0)",
+            "batch.num_drafts",
+        ),
+        ("a match is as sure as its tokens are many, on no scale", "matched - UNSURE_MATCH if", "matched if"),
+    ),
+    *mutants_of(
+        f"{DRAFTERS_PACKAGE}/ngram/config.py",
+        BESIDE,
+        (
+            "two tokens are enough beside a drafter",
+            "_spec_of(config, DEFAULT_MIN_BESIDE, ",
+            "_spec_of(config, DEFAULT_MIN, ",
+        ),
+        (
+            "tokens are looked up beside a drafter unasked",
+            "    if config.prompt_lookup_min is None and config.prompt_lookup_max is None:\n        return None\n",
+            "",
+        ),
+    ),
+    Mutant(
+        "a drafter that takes another's place is said to draft alone",
+        "dflash_backend/engine/drafter_loader.py",
+        "dataclasses.replace(self.pair, draft=spec).drafting",
+        "spec.summary(self.pair.num_speculative_tokens)",
+        BESIDE,
+    ),
     Mutant(
         "positions are rotated in 16 bits",
         "dflash_backend/models/rope.py",
