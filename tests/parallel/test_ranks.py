@@ -86,11 +86,16 @@ def texts(built: BuiltEngine, **sampling: Any) -> list[list[int]]:
     return list(outputs.finish().values())
 
 
-def mixed_texts(built: BuiltEngine, asked: Sequence[dict[str, Any]]) -> list[list[int]]:
+def mixed_texts(
+    built: BuiltEngine,
+    asked: Sequence[dict[str, Any]],
+    prompts: Sequence[list[int]] = PROMPTS,
+    max_tokens: int = 24,
+) -> list[list[int]]:
     """As `texts`, with each prompt's own sampling."""
     outputs = Outputs(built)
-    for index, (prompt, sampling) in enumerate(zip(PROMPTS, asked, strict=True)):
-        outputs.add(str(index), prompt, max_tokens=24, ignore_eos=True, **sampling)
+    for index, (prompt, sampling) in enumerate(zip(prompts, asked, strict=True)):
+        outputs.add(str(index), prompt, max_tokens=max_tokens, ignore_eos=True, **sampling)
         outputs.step()
     return list(outputs.finish().values())
 
@@ -188,7 +193,11 @@ def check_four_ranks(models: dict[str, str], kv_cache_gb: float = 0.00028, each_
     """In a pool that is too small for all requests."""
     settings = SETTINGS | {"adaptive_speculation": True, "kv_cache_gb": kv_cache_gb, "max_model_len": 100}
     alone, shared = engine(**models, **settings), engine(**models, **settings, tensor_parallel_size=4)
-    assert_same_texts(shared, alone, ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2}), each_alone)
+    samplings: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2})
+    assert_same_texts(shared, alone, samplings, each_alone)
+    # Short prompts, which begin together, and answers that do not fit together, however many tokens are drafted.
+    asked, short = in_turn(samplings), [prompt[:6] for prompt in PROMPTS]
+    assert mixed_texts(shared, asked, short, 60) == mixed_texts(alone, asked, short, 60)
     assert shared.core.stats().num_preemptions > 0
     end(shared)
 
