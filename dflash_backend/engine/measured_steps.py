@@ -17,8 +17,9 @@ from dflash_backend.core.plan import DraftOutput, MeasuredStep, ModelRunnerOutpu
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
-# Rows of the steps: the most of each size that `core.speculation.costs` tells apart, but for hundreds of rows.
-NUM_ROWS = (1, 4, 16, 64)
+# Rows of the steps: the most of each size that `core.speculation.costs` tells apart. More rows would take memory that a
+# server with few requests never needs.
+NUM_ROWS = (1, 4, 16)
 # Drafts of each row, as parts of k.
 SHARES = (0.0, 1.0, 0.25)
 # Steps of a kind, after that of the prompts. The shortest counts.
@@ -70,7 +71,7 @@ class TimedWorker:
 
 
 def measured_steps(config: SchedulerConfig, worker: Worker, vocab_size: int) -> tuple[MeasuredStep, ...]:
-    """The times of steps of 1 to 64 rows, without drafts and with. It takes `MOST_S` at most, and one step more. The
+    """The times of steps of 1 to 16 rows, without drafts and with. It takes `MOST_S` at most, and one step more. The
     worker has no requests before and after it, and of its KV only blocks that no request has are written."""
     alone = dataclasses.replace(
         config, adaptive_speculation=False, enable_prefix_caching=False, kv_events="off", tiers=(), transfer=None
