@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 
 from dflash_backend.core.plan import MeasuredStep, SchedulerOutput
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.costs import CostTable
+from dflash_backend.core.speculation.costs import CostTable, StepLine
 from dflash_backend.core.speculation.policy import (
     TIE,
     AdaptiveSpeculation,
@@ -291,6 +292,26 @@ def test_a_decision_for_one_row_is_not_that_of_many_that_come_after_it() -> None
     unknown = AdaptiveSpeculation(K, BLOCKS)
     unknown.choose_draft_lengths([], 1000, 16)
     assert unknown.first_block(SpeculatingRow(K)) == K, "the costs are not known"
+
+
+def test_first_blocks_of_requests_that_wait_are_decided_once_until_the_next_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, calls = measured_policy(1e-4), [0]
+    optimal = policy._optimal_lengths
+
+    def counted(groups: Counter[int], line: StepLine) -> dict[int, int]:
+        calls[0] += groups.total() == 16
+        return optimal(groups, line)
+
+    monkeypatch.setattr(policy, "_optimal_lengths", counted)
+    policy.choose([row := SpeculatingRow(K)], 100.0, 0)
+    for _ in range(5):
+        policy._choose_first_length(16, 1000)
+    assert calls[0] == 1
+    policy._decide([row], 100.0, 0)
+    policy._choose_first_length(16, 1000)
+    assert calls[0] == 2
 
 
 @dataclass

@@ -73,8 +73,18 @@ SPECULATION_MUTANTS = (
         ),
         (
             "what was chosen for many stays for one",
-            "        self._first_length = None\n        is_decided",
-            "        is_decided",
+            "            self._first_length = None\n            return\n",
+            "            return\n",
+        ),
+        (
+            "first blocks of requests that wait for blocks are decided in each step",
+            "if self._first_length is not None and num_rows == self._num_first_rows:",
+            "if False:",
+        ),
+        (
+            "a decision does not reach the first blocks of many that wait",
+            "        self._num_first_rows = 0\n        self._probes",
+            "        self._probes",
         ),
         (
             "a rest lasts though the time of steps without drafts is not known",

@@ -243,6 +243,7 @@ class AdaptiveSpeculation:
         self._num_untried = 0  # requests since the last one
         self._num_first = 0  # requests that came before the first decision
         self._first_length: int | None = None  # drafts of a first block; None: those of the last decision
+        self._num_first_rows = 0  # for as many rows it was chosen; 0: a decision was made since
         self._is_measured = table is not None  # what steps cost, before the first request
         self._age, self._age_s = 0, 0.0  # steps since then, and seconds of those that were observed
         self._interval = STEPS_BETWEEN_DECISIONS
@@ -312,10 +313,13 @@ class AdaptiveSpeculation:
         made for about as many rows, else nothing is known yet of the new ones but what steps cost.
 
         num_rows: with those that may begin in this step. num_prompt_tokens: as of `choose_draft_lengths`."""
-        self._first_length = None
         is_decided = bool(self._lengths) and num_rows <= (1 + MAX_CHANGE) * max(self._num_rows, FEW_ROWS)
         if not num_prompt_tokens or is_decided or not (self._lengths or self._is_measured):
+            self._first_length = None
             return
+        if self._first_length is not None and num_rows == self._num_first_rows:
+            return  # requests wait for blocks
+        self._num_first_rows = num_rows
         line, fresh = self.costs.line(num_rows, num_prompt_tokens / num_rows, 0), SpeculatingRow(self.k)
         if self._shapes:
             self._first_length = self._optimal_shape([fresh] * num_rows, line)
@@ -417,6 +421,7 @@ class AdaptiveSpeculation:
         if line.plain_s <= 0:
             return [row.k for row in rows]  # no step has been timed
         num_passed, self._age, self._age_s, self._is_due = self._age, 0, 0.0, False
+        self._num_first_rows = 0
         self._probes.pass_steps(num_passed)
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
