@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 # By default, part of the weight of what was observed that stays after another observation; a hundred
 # of them count.
@@ -36,26 +37,26 @@ class LinearFit:
 
     def at(self, features: Sequence[float]) -> float:
         """The predicted value."""
-        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
+        return sum(map(mul, self.coefficients, features))
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Take in a measured value, above 0."""
-        coefficients = self.coefficients
-        expected = sum(c * x for c, x in zip(coefficients, features, strict=True))
+        coefficients, kept = self.coefficients, self._forgetting
+        expected = self.at(features)
         value = min(value, MAX_RATIO * expected) if expected > 0 else value
         weight = 1 / max(expected, value / MAX_RATIO) ** 2
+        equations = []
         for i, x in enumerate(features):
-            row, weighted = self._products[i], weight * x
-            for j, y in enumerate(features):
-                row[j] = self._forgetting * row[j] + weighted * y
-            self._values[i] = self._forgetting * self._values[i] + weighted * value
+            weighted = weight * x
+            row = self._products[i] = [kept * a + weighted * y for a, y in zip(self._products[i], features, strict=True)]
+            self._values[i] = kept * self._values[i] + weighted * value
+            prior = self._prior_weights[i]
+            equations.append((i, row, row[i], self._values[i] + prior * self._prior[i], row[i] + prior))
         # Bring the coefficients closer to the best ones, one after the other.
         for _ in range(ROUNDS):
-            for i, row in enumerate(self._products):
-                prior = self._prior_weights[i]
-                others = sum(a * c for a, c in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
-                solution = (self._values[i] + prior * self._prior[i] - others) / (row[i] + prior)
-                coefficients[i] = max(0.0, solution)
+            for i, row, own, wanted, total in equations:
+                solution = (wanted - sum(map(mul, row, coefficients)) + own * coefficients[i]) / total
+                coefficients[i] = solution if solution > 0 else 0.0
 
     def uncertainty(self, features: Sequence[float]) -> float:
         """Standard deviation of the predicted value, relative to it."""

@@ -12,6 +12,7 @@ from dflash_kernels import cpu_library
 
 _library: Any = cpu_library.load()
 _NOWHERE = np.zeros(4, np.int64)
+_NO_CONTEXT = (torch.empty(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 def _state(
@@ -114,8 +115,8 @@ def take_context(
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Of a step's tokens whose positions are final, after `accept`, and of what waits of its requests, those whose
-    context KV is to be written now: features `[n, width]`, positions, slots int64 `[n]` and rows int32 `[n]`. None:
-    all tokens of the step, as they are.
+    context KV is to be written now: features `[n, width]` (of no width where there is none), positions, slots int64
+    `[n]` and rows int32 `[n]`. None: all tokens of the step, as they are.
 
     computed: int32 `[S]`. layout: of `RowsLaidOut`, of `num_rows` rows. may_wait: whether the token of a row that
     drafts nothing may wait until its block is full. positions, slots: int64 `[T]`. features: `[T, width]`, contiguous.
@@ -133,12 +134,13 @@ def take_context(
     if count == -1:
         return None
     num_found = max(0, -2 - count)
+    if not num_found:
+        return _NO_CONTEXT
     found, rows = features.new_empty((num_found, features.shape[1])), torch.empty(num_found, dtype=torch.int32)
     written_at = torch.empty((2, num_found), dtype=torch.int64)
-    if num_found:
-        tensors = (found, written_at[0], written_at[1], rows)
-        take(np.array([each.data_ptr() for each in tensors], np.int64), num_found)
-    return found, written_at[0], written_at[1], rows
+    tensors = (found, written_at[0], written_at[1], rows)
+    take(np.array([each.data_ptr() for each in tensors], np.int64), num_found)
+    return tensors
 
 
 def prepare_draft(

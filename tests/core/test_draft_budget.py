@@ -15,7 +15,7 @@ import pytest
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import policy as policies
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
+from dflash_backend.core.speculation.budget import COST_OF_ONE, MOST_BETWEEN_LOOKS, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepShape
 from dflash_backend.core.speculation.policy import (
     FIRST_STEPS,
@@ -287,8 +287,14 @@ def test_drafts_have_confidences_while_budgets_pay_and_now_and_then_where_they_d
             assert not uneven.takes(0.0, 2)
             looks.append(step)
     late = [step for step in looks if step > 500]
-    assert set(np.diff(late)) == {STEPS_BETWEEN_LOOKS}
-    for _ in range(10 * STEPS_BETWEEN_LOOKS):
+    assert set(np.diff(late)) == {MOST_BETWEEN_LOOKS}
+    gaps = np.diff(looks).tolist()
+    assert gaps[gaps.index(STEPS_BETWEEN_LOOKS) :][:3] == [
+        STEPS_BETWEEN_LOOKS,
+        2 * STEPS_BETWEEN_LOOKS,
+        MOST_BETWEEN_LOOKS,
+    ]
+    for _ in range(10 * MOST_BETWEEN_LOOKS):
         if uneven.next_step(2):
             uneven.takes(0.5, 2)
     assert uneven.budgets_pay(2)

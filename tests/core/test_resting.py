@@ -206,7 +206,7 @@ def test_a_decision_holds_longer_where_few_rows_go_on_as_they_were(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "share", "steps"), [(8, 0.1, 4), (8, 0.6, 2), (8, 2.0, 1), (1, 0.3, 4), (1, 1.5, 1)]
+    ("num_rows", "share", "steps"), [(8, 0.1, 4), (8, 0.6, 2), (8, 2.0, 1), (1, 0.29, 11), (1, 1.6, 2), (1, 3.0, 1)]
 )
 def test_a_decision_of_rows_that_draft_holds_for_no_more_time_than_deciding_is_worth(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, share: float, steps: int

@@ -164,7 +164,7 @@ class AcceptanceEstimator:
     def spread(self) -> float:
         """How much the confidence tells: the standard deviation, as a logit, of what it adds to a chance (the mean over
         positions)."""
-        return self.weight * float(np.sqrt(self._moments.variance).sum()) / self.k
+        return self._spread
 
     def observe(self, block: VerifiedBlock) -> None:
         """Note a block; `update` takes it in."""
@@ -264,15 +264,13 @@ class AcceptanceEstimator:
         self._num_measured += len(rows)
         return known * (confidences - self._means)
 
-    @property
-    def _slopes(self) -> Floats:
-        """What the logit at a usual confidence is multiplied by for the chance of a draft whose confidence is not
-        known, `[k]`: the mean of a sigmoid over a normal distribution, approximately (MacKay 1992)."""
-        return np.asarray(1 / np.sqrt(1 + math.pi / 8 * self.weight**2 * self._moments.variance))
-
     def _update_rates(self) -> None:
         self._rates = np.array(self.rates())  # of all steps before this one
-        self._means = self._moments.mean
+        self._means, variance = self._moments.mean, self._moments.variance
+        # What the logit at a usual confidence is multiplied by for the chance of a draft whose confidence is not known:
+        # the mean of a sigmoid over a normal distribution, approximately (MacKay 1992).
+        self._slopes: Floats = 1 / np.sqrt(1 + math.pi / 8 * self.weight**2 * variance)
+        self._spread = self.weight * float(np.sqrt(variance).sum()) / self.k
         rates = np.minimum(np.maximum(self._rates, 1e-3), 1 - 1e-3)
         self._logits: Floats = np.log(rates / (1 - rates))
 

@@ -18,9 +18,10 @@ GAIN_WEIGHT = 0.25
 # Weight of a step in the average of how much longer those with a budget take, the part of it that each step without one
 # takes off, so that budgets are tried again, and the most that a step counts for.
 EXCESS_WEIGHT, EXCESS_LOSS, MAX_EXCESS = 0.2, 0.004, 1.0
-# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes. While they
-# do, this many steps in a row have one, and then one has none, whose time tells what steps without them take.
-STEPS_BETWEEN_LOOKS, MOST_IN_A_ROW = 8, 12
+# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes, and of twice
+# as many after each that found none that pays, to the second number: a look takes time. While they do pay, the third
+# number of steps in a row have one, and then one has none, whose time tells what steps without them take.
+STEPS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS, MOST_IN_A_ROW = 8, 32, 12
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class UnevenDrafts:
     _gain: float = 1.0  # of the last budgets, also of those that were not taken
     _excess: float = 0.0  # this part longer steps with a budget took than others of as many tokens
     _since_look: int = 0  # steps since drafts had confidences
+    _wait: int = STEPS_BETWEEN_LOOKS  # of them until the next look
     _num_in_a_row: int = 0  # the last steps, which had a budget
 
     def pays(self, gain: float, num_rows: int) -> bool:
@@ -68,9 +70,11 @@ class UnevenDrafts:
         them while budgets pay, and now and then."""
         has_confidence = self.wants_confidence
         self._since_look += 1
-        self.wants_confidence = self.budgets_pay(num_rows) or self._since_look >= STEPS_BETWEEN_LOOKS
+        pays = self.budgets_pay(num_rows)
+        self.wants_confidence = pays or self._since_look >= self._wait
         if self.wants_confidence:
             self._since_look = 0
+            self._wait = STEPS_BETWEEN_LOOKS if pays else min(2 * self._wait, MOST_BETWEEN_LOOKS)
         return has_confidence
 
 

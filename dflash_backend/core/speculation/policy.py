@@ -143,9 +143,10 @@ Candidate = tuple[float, int, int]
 # A decision holds for this many steps, unless more than this part of the rows, or of a step's tokens, come or go:
 # deciding takes time. It holds for twice as many each time with few rows, where a step is short; and while drafting
 # rests until the next probe, which ends it at once if it is accepted. While rows draft it holds no longer than this
-# many seconds, beside which deciding takes nothing: many rows may change all at once.
+# many seconds, and with few rows that went on as they were no longer than the second number: many rows may change all
+# at once, and deciding takes half a millisecond.
 STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 32
-SECONDS_BETWEEN_DECISIONS = 0.02
+SECONDS_BETWEEN_DECISIONS, SECONDS_OF_FEW = 0.02, 0.06
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # With few rows the first block of a request is tried while drafting rests; after this many of them in a row of which
@@ -414,7 +415,8 @@ class AdaptiveSpeculation:
     @property
     def _is_old(self) -> bool:
         """Whether a decision that rows draft has held for long enough."""
-        return self._age_s >= SECONDS_BETWEEN_DECISIONS and not self.rests
+        most = SECONDS_OF_FEW if self._interval == MOST_STEPS_OF_FEW else SECONDS_BETWEEN_DECISIONS
+        return self._age_s >= most and not self.rests
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
@@ -426,20 +428,20 @@ class AdaptiveSpeculation:
         self._trials.pass_steps(num_passed)
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
-        rested = not self.pays and len(rows) > FEW_ROWS
+        rested = not self.pays
         self._num_rows, self._num_tokens = len(rows), len(rows) + num_other_tokens
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
             self._lengths = self._optimal_lengths(Counter(groups), line)
-            if rested:
+            if rested and len(rows) > FEW_ROWS:
                 self._lengths = {group: min(length, RESUMED_DRAFTS) for group, length in self._lengths.items()}
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
         if any(lengths):
             most = MOST_STEPS_OF_FEW if len(rows) <= FEW_ROWS else STEPS_BETWEEN_DECISIONS
-            self._interval = min(2 * self._interval, most)
+            self._interval = STEPS_BETWEEN_DECISIONS if rested else min(2 * self._interval, most)
             self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
                 self._trials.begin()
