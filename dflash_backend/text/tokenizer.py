@@ -19,6 +19,7 @@ from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.error_text import first_line
+from dflash_backend.heap import give_back_memory
 from dflash_backend.text.chat import (
     ChatText,
     PromptError,
@@ -168,6 +169,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{directory}: no tokenizer can be read from it ({first_line(error)}); it needs {NEEDED}"
             ) from error
+        give_back_memory()
         if not getattr(template, "is_fast", False):
             raise CheckpointError(f"{directory}: the tokenizer has no fast version; it needs a tokenizer.json")
         own = () if template.eos_token_id is None else (template.eos_token_id,)
