@@ -19,8 +19,8 @@ from dflash_backend.attention.interface import (
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks
 from dflash_kernels import cpu_ops
 
-MAX_QUERIES = 512 if cpu_ops.HAS_PAIRS else 1 << 30
-"""Rows in float32 with more queries than this go to torch: none do on processors with AVX2 alone."""
+MAX_QUERIES = 512 if cpu_ops.HAS_PAIRS and not cpu_ops.HAS_TILES else 1 << 30
+"""Rows in float32 with more queries than this go to torch: none do on processors with AVX2 alone, or with AMX."""
 
 
 @dataclass(frozen=True)

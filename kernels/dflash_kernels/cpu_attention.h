@@ -6,6 +6,8 @@
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float LAG = 8.0f;        // powers of two by which scores may pass the maximum that they are weighed by
 constexpr int TILE_QUERIES = 144;  // queries times heads that share their KV, by tiles
+constexpr int TERM_QUERIES = 288;  // in float32, by tiles of terms
+constexpr int ALIKE = 512;         // a row of no more queries in float32 has the bits of each query alone, as drafts need it that are verified
 constexpr int TOGETHER = 64;       // of those, in rows whose heads are read together
 constexpr int FEW = 16;            // of those, of `attend_few`
 
@@ -302,45 +304,74 @@ static inline bool sees_all(const Attention& p, long start, long last, long base
   if (count < POSITIONS || (p.causal && base + POSITIONS > start + 1)) return false;
   return !p.window || (base > last - p.window && (p.causal || base + POSITIONS <= start + p.window));
 }
-// The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
-// neighbouring positions, `[width / 2][16][2]`. Returns what the output so far is to be multiplied by, which is 1 until
-// scores pass the maximum by LAG. The scale is above 0.
-static inline Floats weigh(const Attention& p, float* scores, long base, long count, int width, Ints position, bool all_seen, float* most,
-                           float* total, bf16* weights) {
-  constexpr int CHAINS = 4;  // of maxima and of sums, none of which waits for another
-  Floats tops[CHAINS], sums[CHAINS] = {};
-  float scale = p.scale * LOG2_E;
-  if (!all_seen) {
-    Ints seen = Ints{} + int(count), hidden{};
-    if (p.causal) { Ints own = position + 1 - int(base); seen = own < seen ? own : seen; }
-    if (p.window) {
-      hidden = position - int(p.window) + 1 - int(base);
-      if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
-    }
-    for (int t = 0; t < width; t++) store(scores + t * LANES, (t < seen) & (t >= hidden) ? load(scores + t * LANES) : all(-INFINITY));
+constexpr int NUM_TERMS = 3;  // numbers of bfloat16 whose sum is one of float32
+// The terms of two neighbouring numbers as pairs, each `apart` words from the one before.
+static inline void put_pair_terms(Floats even, Floats odd, uint32_t* to, long apart) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  for (int i = 0; i < NUM_TERMS; i++, to += apart) {
+    __m512i first = _mm512_and_si512((__m512i)even, upper), second = _mm512_and_si512((__m512i)odd, upper);
+    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(first, 16), second));
+    even -= (Floats)first, odd -= (Floats)second;
   }
-  for (int j = 0; j < CHAINS; j++) tops[j] = all(-INFINITY);
-  for (int t = 0; t < width; t += CHAINS)
-    for (int j = 0; j < CHAINS; j++) tops[j] = larger(load(scores + (t + j) * LANES), tops[j]);
-  Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])) * scale;
-  Floats before = load(most), now = top > before + LAG ? top : before;
-  Ints none = now == -INFINITY;
-  Floats shift = none ? Floats{} : now;
-  const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (int t = 0; t < width; t += CHAINS)
-    for (int j = 0; j < CHAINS; j += 2) {
-      const float* at = scores + (t + j) * LANES;
-      Floats even = power_of_two(load(at) * scale - shift), odd = power_of_two(load(at + LANES) * scale - shift);
-      sums[j] += even;
-      sums[j + 1] += odd;
-      __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-      _mm512_storeu_si512(weights + (t + j) * LANES, _mm512_permutexvar_epi16(side_by_side, both));
-    }
-  Floats keep = none ? all(1.0f) : power_of_two(before - shift);
-  store(total, total_of(load(total), keep, sums[0] + sums[1], sums[2] + sums[3]));
-  store(most, now);
-  return keep;
 }
+// The softmax of 16 queries over `width` scores `[width][16]`: running maxima and totals, and weights as pairs of
+// neighbouring positions, `[width / 2][16][2]`. The scale is above 0. TERMS: weights of float32 as terms, `[3][POSITIONS / 2][16][2]`.
+template <bool TERMS> struct Softmax {
+  static constexpr int CHAINS = 4;  // of maxima and of sums, none of which waits for another
+  const float* scores;
+  bf16* weights;
+  float scale;
+  int width = 0, done = 0;
+  Floats shift, keep, sums[CHAINS];
+  static Floats power(Floats x) {
+    if constexpr (!TERMS) return power_of_two(x);
+    else return select(x > -60.0f, vexp(x), Floats{});  // what float32 has no place for beside a maximum, nor its terms at all
+  }
+  // Finds the maxima. What the output so far is to be multiplied by, `keep`, is 1 until scores pass the maximum by LAG.
+  void begin(const Attention& p, float* of, long base, long count, int of_width, Ints position, bool all_seen, float* most, bf16* to) {
+    scores = of, weights = to, width = of_width, done = 0, scale = p.scale * (TERMS ? 1.0f : LOG2_E);
+    if (!all_seen) {
+      Ints seen = Ints{} + int(count), hidden{};
+      if (p.causal) { Ints own = position + 1 - int(base); seen = own < seen ? own : seen; }
+      if (p.window) {
+        hidden = position - int(p.window) + 1 - int(base);
+        if (!p.causal) { Ints own = position + int(p.window) - int(base); seen = own < seen ? own : seen; }
+      }
+      for (int t = 0; t < width; t++) store(of + t * LANES, (t < seen) & (t >= hidden) ? load(of + t * LANES) : all(-INFINITY));
+    }
+    Floats tops[CHAINS];
+    for (int j = 0; j < CHAINS; j++) tops[j] = all(-INFINITY), sums[j] = Floats{};
+    for (int t = 0; t < width; t += CHAINS)
+      for (int j = 0; j < CHAINS; j++) tops[j] = larger(load(scores + (t + j) * LANES), tops[j]);
+    Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])) * scale;
+    Floats before = load(most), now = top > before + LAG ? top : before;
+    Ints none = now == -INFINITY;
+    shift = none ? Floats{} : now;
+    keep = none ? all(1.0f) : power(before - shift);
+    store(most, now);
+  }
+  // Weighs the next positions, `fours` times four of them.
+  void go_on(int fours) {
+    const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int end = std::min(width, done + fours * CHAINS); done < end; done += CHAINS)
+      for (int j = 0; j < CHAINS; j += 2) {
+        const float* at = scores + (done + j) * LANES;
+        Floats even = power(load(at) * scale - shift), odd = power(load(at + LANES) * scale - shift);
+        sums[j] += even;
+        sums[j + 1] += odd;
+        if constexpr (TERMS) put_pair_terms(even, odd, (uint32_t*)weights + (done + j) / 2 * LANES, POSITIONS / 2 * LANES);
+        else {
+          __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+          _mm512_storeu_si512(weights + (done + j) * LANES, _mm512_permutexvar_epi16(side_by_side, both));
+        }
+      }
+  }
+  // Weighs those that are left, and adds all to the totals.
+  void end(float* total) {
+    go_on(POSITIONS / CHAINS);
+    store(total, total_of(load(total), keep, sums[0] + sums[1], sums[2] + sums[3]));
+  }
+};
 // out[r][16] (+)= sum over pairs of a[r][2 i], a[r][2 i + 1] by b[i][16][2], of ROWS rows that lie `step` bytes apart.
 template <int ROWS> static inline void sum_pairs(const bf16* a, long step, const void* b, long count, bool add, float* out) {
   __m512 sums[ROWS];
@@ -389,9 +420,61 @@ static inline void value_tiles(const bf16* value, const bf16* weights, long dim,
     _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
   }
 }
+// What of two numbers' terms is multiplied: all but what is below the last bit of the largest product, the smallest first. The third is the
+// tile that the second one's term may lie in.
+#define EACH_PRODUCT_OF_TERMS(of) of(2, 0, 5) of(1, 1, 6) of(0, 2, 7) of(1, 0, 5) of(0, 1, 6) of(0, 0, 5)
+// As `score_tiles`, of terms: key `[3][POSITIONS][dim]`, turned `[3][dim / 2][16]`. Tiles are loaded anew for each product, which takes less
+// time than the product. Meanwhile the core's other units weigh the scores of the queries before: `fours` after each product.
+static inline void score_term_tiles(const bf16* key, const uint32_t* turned, long dim, long width, float* scores, Softmax<true>& before, int fours) {
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (long c = 0; c < dim; c += DEEP) {
+    const bf16* at = key + c;
+    const uint32_t* query = turned + c / 2 * LANES;
+    _tile_loadd(5, query, 64); _tile_loadd(6, query + dim / 2 * LANES, 64); _tile_loadd(7, query + dim * LANES, 64);
+#define OF_TERMS(i, j, tile) \
+    _tile_loadd(4, at + i * POSITIONS * dim, dim * 2); _tile_dpbf16ps(0, 4, tile); \
+    _tile_loadd(4, at + (i * POSITIONS + 16) * dim, dim * 2); _tile_dpbf16ps(1, 4, tile); \
+    if (width > DEEP) { \
+      _tile_loadd(4, at + (i * POSITIONS + 32) * dim, dim * 2); _tile_dpbf16ps(2, 4, tile); \
+      _tile_loadd(4, at + (i * POSITIONS + 48) * dim, dim * 2); _tile_dpbf16ps(3, 4, tile); \
+    } \
+    before.go_on(fours);
+    EACH_PRODUCT_OF_TERMS(OF_TERMS)
+#undef OF_TERMS
+  }
+  _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64);
+  if (width > DEEP) { _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64); }
+}
+// As `value_tiles`, of terms: value `[3][dim][POSITIONS]`, weights `[3][POSITIONS / 2][16][2]`. The two halves of the positions have sums of
+// their own, since a product waits for the one before it that adds to the same tile.
+static inline void value_term_tiles(const bf16* value, const bf16* weights, long dim, long width, float* out) {
+  alignas(64) float half[2 * 256];
+  for (long c = 0; c < dim; c += 2 * LANES) {
+    const bf16* at = value + c * POSITIONS;
+    _tile_loadd(0, out + c * LANES, 64); _tile_loadd(1, out + (c + 16) * LANES, 64);
+    _tile_zero(2); _tile_zero(3);
+#define OF_TERMS(i, j, tile) \
+    _tile_loadd(6, weights + j * POSITIONS * LANES, 64); \
+    _tile_loadd(4, at + i * dim * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(0, 4, 6); \
+    _tile_loadd(5, at + (i * dim + 16) * POSITIONS, POSITIONS * 2); _tile_dpbf16ps(1, 5, 6); \
+    if (width > DEEP) { \
+      _tile_loadd(7, weights + j * POSITIONS * LANES + POSITIONS * LANES / 2, 64); \
+      _tile_loadd(4, at + i * dim * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(2, 4, 7); \
+      _tile_loadd(5, at + (i * dim + 16) * POSITIONS + DEEP, POSITIONS * 2); _tile_dpbf16ps(3, 5, 7); \
+    }
+    EACH_PRODUCT_OF_TERMS(OF_TERMS)
+#undef OF_TERMS
+    _tile_stored(0, out + c * LANES, 64); _tile_stored(1, out + (c + 16) * LANES, 64);
+    if (width <= DEEP) continue;
+    _tile_stored(2, half, 64); _tile_stored(3, half + 256, 64);
+    for (long i = 0; i < 2 * 256; i += LANES) store(out + c * LANES + i, load(out + c * LANES + i) + load(half + i));
+  }
+}
 #else
 static void score_tiles(const Tiles&, const uint32_t*, long, long, float*) {}
 static void value_tiles(const bf16*, const bf16*, long, long, float*) {}
+static void score_term_tiles(const bf16*, const uint32_t*, long, long, float*, Softmax<true>&, int) {}
+static void value_term_tiles(const bf16*, const bf16*, long, long, float*) {}
 #endif
 // Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
 // values by weights, so that a lane is a query. All heads read some positions before they read the next, which lie beside them.
@@ -447,9 +530,11 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
         if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores);
         float* out = k.output + lot * LANES * dim;
         Ints at = vector_at<Ints>(k.position + lot * LANES);
-        Floats keep = weigh(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, k.total + lot * LANES, weights);
-        Ints changed = keep != 1.0f;
-        if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * keep);
+        Softmax<false> softmax;
+        softmax.begin(p, scores, base, count, int(width), at, all_seen, k.most + lot * LANES, weights);
+        softmax.end(k.total + lot * LANES);
+        Ints changed = softmax.keep != 1.0f;
+        if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * softmax.keep);
         if (has_tiles) value_tiles(value, weights, dim, width, out); else value_pairs(value, weights, dim, width, out);
       }
     }
@@ -468,6 +553,114 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
           store((bf16*)p.out + ((token + q / group) * p.heads + of * group + q % group) * p.dim + c, load(turned + q % LANES * LANES));
       }
     }
+}
+// Numbers of a head in float32 as terms, `apart` from one another, and zeros up to `deep`.
+template <class KV> static inline void read_terms(const KV* from, float scale, long dim, long deep, bf16* to, long apart) {
+  for (long c = 0; c < deep; c += LANES) {
+    Floats x = c < dim ? load(from + c) * scale : Floats{};
+    for (int i = 0; i < NUM_TERMS; i++) {
+      __m512i upper = _mm512_srli_epi32((__m512i)x, 16);
+      _mm256_storeu_si256((__m256i*)(to + i * apart + c), _mm512_cvtepi32_epi16(upper));
+      x -= (Floats)_mm512_slli_epi32(upper, 16);
+    }
+  }
+}
+// As `read_kv`: keys as terms, `[3][POSITIONS][deep]`, values as `[3][deep][POSITIONS]`. plain: `[POSITIONS][deep]`, pairs `[3][POSITIONS / 2][deep]`.
+template <class KV>
+static void read_kv_terms(const Attention& p, const int32_t* table, long begin, long base, long count, long head, long deep, bf16* key, bf16* value,
+                          float* plain, uint32_t* pairs) {
+  const KV* cache = (const KV*)p.cache;
+  long width = rounded_up(count, DEEP), unseen = std::min(std::max<long>(0, begin - base), count);
+  auto clear = [&](long first, long last) {
+    for (int i = 0; i < NUM_TERMS; i++) std::memset((void*)(key + (i * POSITIONS + first) * deep), 0, (last - first) * deep * sizeof(bf16));
+    std::memset((void*)(plain + first * deep), 0, (last - first) * deep * sizeof(float));
+  };
+  clear(0, unseen);
+  clear(count, width);
+  each_key(p, table, base + unseen, count - unseen, head, [&](long r, long at) {
+    long t = unseen + r;
+    float of_key = p.scales ? p.scales[at] : 1.0f, of_value = p.scales ? p.scales[at + p.kv_heads] : 1.0f;
+    read_terms(cache + at * p.dim, of_key, p.dim, deep, key + t * deep, POSITIONS * deep);
+    const KV* values = cache + (at + p.kv_heads) * p.dim;
+    for (long c = 0; c < deep; c += LANES) store(plain + t * deep + c, c < p.dim ? load(values + c) * of_value : Floats{});
+  });
+  for (long t = 0; t < width; t += 2)
+    for (long c = 0; c < deep; c += LANES) put_pair_terms(load(plain + t * deep + c), load(plain + (t + 1) * deep + c), pairs + t / 2 * deep + c, POSITIONS / 2 * deep);
+  for (int i = 0; i < NUM_TERMS; i++) turn_values(pairs + i * (POSITIONS / 2) * deep, width, deep, value + i * deep * POSITIONS);
+}
+// As `attend_tiles`, in float32: queries, keys, weights and values are sums of three terms of bfloat16, and products of terms are exact.
+template <class KV> static void attend_terms(const Attention& p, long row, long head, long first, long last) {
+  long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, lots = (queries + LANES - 1) / LANES;
+  constexpr long OF_WEIGHTS = NUM_TERMS * POSITIONS * LANES;
+  long numbers = POSITIONS * dim, of_lot = LANES * dim * 5 / 2 + 4 * LANES;  // query, output, maxima, totals, positions, what is kept
+  float* memory = scratch(numbers * (NUM_TERMS * 3 / 2 + 2) + 2 * POSITIONS * LANES + lots * (OF_WEIGHTS / 2 + of_lot));
+  int fours = int((POSITIONS / 4 + dim / DEEP * 6 - 1) / (dim / DEEP * 6));  // of the scores before, after each of the six products of DEEP numbers
+  bf16 *key = (bf16*)memory, *value = key + NUM_TERMS * numbers;
+  uint32_t* pairs = (uint32_t*)(value + NUM_TERMS * numbers);
+  float *plain = (float*)(pairs + NUM_TERMS * numbers / 2), *scores = plain + numbers;
+  bf16* weights = (bf16*)(scores + 2 * POSITIONS * LANES);
+  float* kept = (float*)(weights + lots * OF_WEIGHTS);
+  struct Lot { uint32_t* query; float *output, *most, *total; int32_t* position; float* keep; };
+  auto lot_at = [&](long i) {
+    float* at = kept + i * of_lot;
+    return Lot{(uint32_t*)at, at + LANES * dim * 3 / 2, at + LANES * dim * 5 / 2, at + LANES * dim * 5 / 2 + LANES, (int32_t*)(at + LANES * dim * 5 / 2 + 2 * LANES),
+               at + LANES * dim * 5 / 2 + 3 * LANES};
+  };
+  long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
+  for (long i = 0; i < lots; i++) {
+    Lot lot = lot_at(i);
+    bf16* rows = key;  // as they are, `[3][16][dim]`, then turned over
+    for (long j = 0; j < LANES; j++) {
+      long q = std::min(i * LANES + j, queries - 1);
+      read_terms((const float*)p.query + ((token + q / group) * p.heads + head * group + q % group) * p.dim, 1.0f, p.dim, dim, rows + j * dim, LANES * dim);
+      lot.position[j] = int32_t(start + q / group);
+      lot.most[j] = p.sinks ? ((const float*)p.sinks)[head * group + q % group] : -INFINITY;
+      lot.total[j] = p.sinks ? 1.0f : 0.0f;
+    }
+    for (int term = 0; term < NUM_TERMS; term++)
+      for (long c = 0; c < dim / 2; c += 16) turn_words((uint32_t*)(rows + term * LANES * dim) + c, dim / 2, lot.query + (term * dim / 2 + c) * LANES, LANES);
+    std::memset(lot.output, 0, LANES * dim * sizeof(float));
+  }
+  set_tiles(16, 16);
+  const int32_t* table = p.tables + row * p.table_step;
+  long end = p.causal ? start + (last - first) : p.seq_lens[row];
+  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
+    long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
+    bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
+    read_kv_terms<KV>(p, table, begin, base, count, head, dim, key, value, plain, pairs);
+    // Those before see none of it. Keys stay in the first cache for all that do, and then values.
+    long from = p.causal ? std::max<long>(0, (base - start) * group / LANES) : 0;
+    Softmax<true> softmax;
+    for (long i = from; i < lots; i++) {
+      Lot lot = lot_at(i);
+      float* now = scores + i % 2 * POSITIONS * LANES;
+      score_term_tiles(key, lot.query, dim, width, now, softmax, fours);
+      if (i > from) softmax.end(lot_at(i - 1).total);
+      softmax.begin(p, now, base, count, int(width), vector_at<Ints>(lot.position), all_seen, lot.most, weights + i * OF_WEIGHTS);
+      store(lot.keep, softmax.keep);
+    }
+    if (from < lots) softmax.end(lot_at(lots - 1).total);
+    for (long i = from; i < lots; i++) {
+      Lot lot = lot_at(i);
+      Floats keep = load(lot.keep);
+      Ints changed = keep != 1.0f;
+      if (any(changed)) for (long c = 0; c < dim; c++) store(lot.output + c * LANES, load(lot.output + c * LANES) * keep);
+      value_term_tiles(value, weights + i * OF_WEIGHTS, dim, width, lot.output);
+    }
+  }
+  free_tiles();
+  for (long i = 0; i < lots; i++) {
+    Lot lot = lot_at(i);
+    Floats sums = load(lot.total), inverse = sums > 0.0f ? 1.0f / sums : Floats{};
+    for (long c = 0; c < dim; c++) store(lot.output + c * LANES, load(lot.output + c * LANES) * inverse);
+    for (long c = 0; c < p.dim; c += 16) {
+      float turned[LANES * LANES];
+      turn_words((const uint32_t*)(lot.output + c * LANES), LANES, (uint32_t*)turned, LANES);
+      for (long q = i * LANES; q < std::min(queries, (i + 1) * LANES); q++)
+        store((float*)p.out + ((token + q / group) * p.heads + head * group + q % group) * p.dim + c, load(turned + q % LANES * LANES));
+    }
+  }
 }
 constexpr int FOURS = 4;
 // What `attend_few` keeps of four queries of a head: a lane is `4 * (position % 4) + query`, so maxima and totals are there four times.
@@ -645,16 +838,19 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
 #else
 template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
 template <class KV> static void attend_few(const Attention&, long, long, long, long, long) {}
+template <class KV> static void attend_terms(const Attention&, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
   struct Piece { int row, head, last_head, first, last; long work; };
   bool by_tiles = HAS_PAIRS && std::is_same<T, bf16>::value;
-  long group = p.heads / p.kv_heads, most = std::max<long>(1, (by_tiles ? TILE_QUERIES : QUERY_ROWS) / group);
+  long group = p.heads / p.kv_heads;
+  auto by_terms = [&](long row) { return HAS_PAIRS && has_tiles && std::is_same<T, float>::value && p.query_lens[row] > ALIKE; };
   std::vector<Piece> pieces;
   for (long row = 0; row < p.rows; row++) {
     // Rows of few queries read memory, so a thread takes all of their heads, where there are rows for all threads; those that are left
     // over when all threads have had as many are shared by heads.
     long heads = row < p.rows / std::max(1, threads) * threads && p.query_lens[row] * group <= TOGETHER ? p.kv_heads : 1;
+    long at_once = by_tiles ? TILE_QUERIES : by_terms(row) ? TERM_QUERIES : QUERY_ROWS, most = std::max<long>(1, at_once / group);
     long seen = p.window ? std::min<long>(p.seq_lens[row], p.window + p.query_lens[row]) : p.seq_lens[row];
     for (long head = 0; head < p.kv_heads; head += heads)
       for (long first = 0; first < p.query_lens[row]; first += most) {
@@ -668,7 +864,8 @@ template <class T, class KV> static void attend(const Attention& p, int threads)
     for (long i = from; i < to; i++) {
       const Piece& piece = pieces[i];
       bool is_few = (piece.last - piece.first) * group <= FEW;
-      if (!by_tiles) attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      if (by_terms(piece.row)) attend_terms<KV>(p, piece.row, piece.head, piece.first, piece.last);
+      else if (!by_tiles) attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
       else if (is_few) attend_few<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
       else attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
     }

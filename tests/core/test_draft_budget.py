@@ -15,7 +15,13 @@ import pytest
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import policy as policies
 from dflash_backend.core.speculation.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.speculation.budget import COST_OF_ONE, MOST_BETWEEN_LOOKS, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
+from dflash_backend.core.speculation.budget import (
+    COST_OF_ONE,
+    MOST_BETWEEN_LOOKS,
+    STEPS_BETWEEN_LOOKS,
+    UnevenDrafts,
+    optimal_budget,
+)
 from dflash_backend.core.speculation.costs import CostTable, Floats, StepShape
 from dflash_backend.core.speculation.policy import (
     FIRST_STEPS,
