@@ -103,8 +103,8 @@ class EngineConfig:
     prompt_lookup_min: int | None = setting(
         None,
         f"with draft_model={NGRAM}, tokens of the shortest n-gram that is looked up; auto: 2. Beside a drafter: rows "
-        "whose last tokens, at least as many as this, occurred before draft what followed then; auto: none is looked "
-        "up, with prompt_lookup_max 4",
+        "whose last tokens, at least as many as this, occurred before may draft what followed then; auto: none is "
+        "looked up, with prompt_lookup_max 2",
         low=1,
         high=64,
     )
@@ -208,7 +208,10 @@ class EngineConfig:
     )
     kv_disk_gb: float = setting(16.0, "GiB of files at kv_disk_path of each engine at most", low=0.0, low_open=True)
     kv_move_mb_s: float = setting(
-        0.0, "megabytes of KV a second, at most, that go to host memory and disk and come back; 0: no bound", low=0.0
+        0.0,
+        "megabytes of KV a second, at most, that go to host memory and disk and come back; 0: no "
+        "bound, but 100 to them where a CPU computes",
+        low=0.0,
     )
     kv_role: str = setting(
         "none",

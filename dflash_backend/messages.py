@@ -357,7 +357,8 @@ class TransferStats(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges after a step and counters since the engine started."""
+    """Gauges after a step and counters since the engine started. lookup: of `spec_decoding` the blocks that prompt
+    lookup had in place of the drafter's model, those past a stop string included."""
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
@@ -367,6 +368,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_hits: int = 0
     spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
     speculation: AdaptiveSpeculationStats = msgspec.field(default_factory=AdaptiveSpeculationStats)
+    lookup: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_steps: int = 0

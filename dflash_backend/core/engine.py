@@ -223,6 +223,11 @@ class EngineCore:
         for row, request in rows if drafts.num_kept else ():
             if row.request_id in drafts.num_kept:
                 request.num_pending_drafts = drafts.num_kept[row.request_id]
+        for row, request in rows if drafts.num_looked_up else ():
+            if row.num_next_draft:
+                request.looks_up = drafts.num_looked_up[row.request_id] > 0
+                if request.looks_up:
+                    request.speculation.confidences = ()  # they are lookup's, and tell nothing of the drafter's
         self._outputs.phase_seconds.update(drafts.phase_seconds)
         if self._overlap:
             # Behind another step in flight, this one began when that one had run.
@@ -312,6 +317,7 @@ class EngineCore:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             spec_decoding=spec_decoding,
+            lookup=self._spec_counts.looked_up.copy(),
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_steps=self._num_steps,
@@ -535,7 +541,9 @@ class EngineCore:
             if result.num_verified:
                 request.spec_stats.observe_draft(result.num_verified, len(token_ids))
                 self._spec_counts.delivered.observe_draft(result.num_verified, len(token_ids))
-                if request.drafter_epoch == self.scheduler.kv.drafter_epoch:
+                if request.looks_up:
+                    self._spec_counts.looked_up.observe_draft(result.num_verified, len(token_ids))
+                elif request.drafter_epoch == self.scheduler.kv.drafter_epoch:
                     num_output = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
                     self._acceptance.note(num_output, result.num_verified, len(token_ids) - 1)
             if request.yields is not None:

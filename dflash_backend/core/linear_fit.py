@@ -37,18 +37,20 @@ class LinearFit:
 
     def at(self, features: Sequence[float]) -> float:
         """The predicted value."""
-        return sum(map(mul, self.coefficients, features))
+        return float(sum(map(mul, self.coefficients, features)))
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Take in a measured value, above 0."""
         coefficients, kept = self.coefficients, self._forgetting
-        expected = self.at(features)
+        expected = sum(map(mul, coefficients, features))
         value = min(value, MAX_RATIO * expected) if expected > 0 else value
         weight = 1 / max(expected, value / MAX_RATIO) ** 2
         equations = []
         for i, x in enumerate(features):
             weighted = weight * x
-            row = self._products[i] = [kept * a + weighted * y for a, y in zip(self._products[i], features, strict=True)]
+            row = self._products[i] = [
+                kept * a + weighted * y for a, y in zip(self._products[i], features, strict=True)
+            ]
             self._values[i] = kept * self._values[i] + weighted * value
             prior = self._prior_weights[i]
             equations.append((i, row, row[i], self._values[i] + prior * self._prior[i], row[i] + prior))

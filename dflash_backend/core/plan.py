@@ -209,6 +209,8 @@ class DraftOutput:
     errors: by request id, why a request cannot go on, and a gRPC status name. phase_seconds: wall time of verify,
     accept, inject and draft, where it was measured. next_error: why the step that was submitted after this one, and
     waited for its drafts, cannot go on; as if its `submit` had raised it, that step is not in flight any more.
+    num_looked_up: by request id, where prompt lookup drafts beside a model, how many drafts the row looked up in place
+    of the model's.
     """
 
     step_id: int
@@ -217,6 +219,7 @@ class DraftOutput:
     errors: dict[str, tuple[str, ErrorStatus]] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     next_error: StepFailed | StepOutOfMemory | None = None
+    num_looked_up: dict[str, int] = field(default_factory=dict)
 
 
 class StepOutOfMemory(Exception):

@@ -80,6 +80,8 @@ class Request:
 
     num_computed: int = 0
     num_pending_drafts: int = 0
+    looks_up: bool = False
+    """Whether its pending drafts are those of prompt lookup, beside a drafter that is a model."""
     block_ids: list[int] = field(default_factory=list)
     # Those of the target's layers with a window, parallel to `block_ids` (`kv/groups.py`), and how many of the
     # first were given back. Empty where such layers have no blocks of their own.

@@ -306,7 +306,9 @@ class Scheduler:
                 builder.num_decode_tokens, builder.num_positions
             )
         if self.speculation is not None:
-            num_beginning = min(len(waiting), self._config.max_num_seqs - len(self.running))
+            num_beginning = 0
+            if waiting:
+                num_beginning = self._num_beginning(len(waiting), len(in_prefill), builder.num_prompt_tokens)
             self.speculation.choose_draft_lengths(self.running.values(), builder.num_prompt_tokens, num_beginning)
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
@@ -325,6 +327,16 @@ class Scheduler:
             )
         self._waits_since = None
         return self._finished_plan(builder)
+
+    def _num_beginning(self, num_waiting: int, num_in_prefill: int, num_prompt_tokens: int) -> int:
+        """Waiting requests that there are rows for, and free blocks if their prompts are as long as the mean of those
+        that are left; one at least, where there is a row."""
+        num_rows = min(num_waiting, self._config.max_num_seqs - len(self.running))
+        if num_rows <= 1:
+            return num_rows
+        mean = -(-num_prompt_tokens // (num_waiting + num_in_prefill))
+        num_blocks = blocks_for(mean + 1 + self._config.num_speculative_tokens, self._config.block_size)
+        return min(num_rows, max(1, self.kv.pool.num_free // num_blocks))
 
     def _advance_tiers(self, tiers: KVTiers, in_flight: bool) -> None:
         """Let the requests whose KV has come back to their places; where there is nothing else to do, wait a little."""

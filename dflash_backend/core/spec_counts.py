@@ -52,6 +52,8 @@ class SpecDecodingCounts:
         """k: the most drafts of a block."""
         self.delivered = SpecDecodingStats.zeros(k)
         """Every verified block so far, but for those that were taken back."""
+        self.looked_up = SpecDecodingStats.zeros(k)
+        """Those of them that prompt lookup had in place of the drafter's model, without what was taken back."""
         # The yields of requests with stop strings that have ended lately, and their steps.
         self._ended: deque[tuple[str, RequestYields]] = deque()
         self._num_ended_steps = 0

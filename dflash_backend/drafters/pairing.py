@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
+from dflash_backend.config import NGRAM
 from dflash_backend.drafters.layer_ids import to_boundary_ids
 from dflash_backend.drafters.spec import DraftModelSpec
 
@@ -14,14 +15,15 @@ def check_pair(target: TargetSpec, draft: DraftModelSpec) -> None:
         raise CheckpointError(f"the drafter in {draft.path} does not fit the target in {target.path}: {reason}")
 
 
-def short_reach(draft: DraftModelSpec | None, max_model_len: int) -> str | None:
+def short_reach(draft: DraftModelSpec | None, max_model_len: int, looks_up: bool = False) -> str | None:
     """A sentence for the log where the drafter addresses fewer positions than requests of `max_model_len` tokens have;
-    None where it reaches as far, or there is none."""
+    None where it reaches as far, or there is none. looks_up: prompt lookup drafts beside it."""
     if draft is None or draft.decoder.max_len >= max_model_len:
         return None
     return (
         f"the drafter in {draft.path} addresses {draft.decoder.max_len} positions (max_position_embeddings and its "
         f"rotary scaling), and requests may have {max_model_len}: from there on they are decoded without drafts"
+        + (f", also of prompt lookup, which drafts to the end with draft_model={NGRAM}" if looks_up else "")
     )
 
 

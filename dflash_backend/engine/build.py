@@ -167,7 +167,7 @@ def build_engine(
         ) from None
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
-    if (warning := short_reach(pair.draft_model, sizes.max_model_len)) is not None:
+    if (warning := short_reach(pair.draft_model, sizes.max_model_len, pair.lookup is not None)) is not None:
         report(f"warning: {warning}", 0.95)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
     own, of_windows = own_part(config, models.pair), sizes.num_window_blocks
@@ -324,6 +324,7 @@ def _runner(
             target.spec.vocab_size,
             device,
             has_window_blocks=kv.num_window_blocks > 0,
+            has_lookup=pair.lookup is not None,
         ),
         draft_temperature_ratio=config.draft_temperature_ratio,
         dtype=models.dtype,

@@ -35,8 +35,12 @@ class ActivityLog:
         None."""
         if self._has_warned or self._num_finished < MANY_REQUESTS:
             return None
-        drafts = sum(stats.spec_decoding.num_drafts for stats in self._latest.values())
-        accepted = sum(stats.spec_decoding.num_accepted_tokens for stats in self._latest.values())
+        # What was looked up in place of the drafter's blocks is not its own.
+        drafts = sum(stats.spec_decoding.num_drafts - stats.lookup.num_drafts for stats in self._latest.values())
+        accepted = sum(
+            max(stats.spec_decoding.num_accepted_tokens - stats.lookup.num_accepted_tokens, 0)
+            for stats in self._latest.values()
+        )
         length = acceptance_length(drafts, accepted)
         if drafts < MANY_DRAFTS or length is None or length > NEXT_TO_NOTHING:
             return None

@@ -115,6 +115,16 @@ METRICS: tuple[MetricSpec, ...] = (
         "Steps that verified only the likeliest of their drafts, with adaptive_speculation",
         "speculation.num_budgeted_steps",
     ),
+    _counter(
+        "dflash:spec_decode_num_lookup_draft_tokens_total",
+        "Draft tokens that were verified and that prompt lookup had in place of the drafter's model",
+        "lookup.num_draft_tokens",
+    ),
+    _counter(
+        "dflash:spec_decode_num_lookup_accepted_tokens_total",
+        "Those of them that were accepted",
+        "lookup.num_accepted_tokens",
+    ),
     _gauge(
         "dflash:spec_decode_confidence_weight",
         "How much the drafter's confidence in a draft counts, 0 for nothing, with adaptive_speculation",

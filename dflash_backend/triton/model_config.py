@@ -225,6 +225,9 @@ def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
         )
     if method == NGRAM or (method is None and model in _NGRAM_MODELS):
         settings["draft_model"] = NGRAM
+    elif method is not None or model is not None:
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):  # which vLLM reads with n-grams alone
+            settings.pop(name, None)
     return settings
 
 

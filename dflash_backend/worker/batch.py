@@ -157,9 +157,10 @@ class Step:
     `accept` fills in `results`, int64 `[R, k + 3]`: of each row its accepted drafts, its verified ones, then its new
     tokens: the accepted drafts and the token that follows, then 0, all 0 for a row that does not sample.
 
-    `draft` fills in `draft_report`, int64 `[NUM_TIMESTAMPS + R * k]`: `timestamps` (ns), then how sure the drafter is
-    of the drafts of each row (the bits of float32). On a CPU the latter are left out where the step does not ask for
-    them.
+    `draft` fills in `num_looked_up`, int32 `[R]`, how many of its next drafts each row looked up in place of the
+    model's (None where nothing is looked up); and `draft_report`, int64 `[NUM_TIMESTAMPS + R + R * k]`: `timestamps`
+    (ns), `num_looked_up` if it is there, then how sure the drafter is of the drafts of each row (the bits of float32).
+    On a CPU the latter are left out where the step does not ask for them.
     """
 
     batch: DeviceBatch
@@ -188,6 +189,7 @@ class Step:
     target_tokens: torch.Tensor = field(init=False)
     states: StateRows | None = field(init=False, default=None)
     results: torch.Tensor = field(init=False)
+    num_looked_up: torch.Tensor | None = field(init=False, default=None)
     draft_report: torch.Tensor = field(init=False)
 
     @property

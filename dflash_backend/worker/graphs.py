@@ -130,6 +130,7 @@ class CapturedStep:
         self._step = replace(inputs)
         self._step.logits, self._step.target_tokens = borrowed(step.logits), step.target_tokens
         self._step.results, self._step.draft_report = step.results, step.draft_report
+        self._step.num_looked_up = step.num_looked_up
 
     def verify(self, *_: object) -> Step:
         self._replay(0)
@@ -480,7 +481,8 @@ def measured_padded_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequen
         times = []
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-            times.append(step.unpacked_report(each.run().draft_report.cpu().numpy())[0])
+            ran = each.run()
+            times.append(step.unpacked_report(ran, ran.draft_report.cpu().numpy())[0])
         target_s = min(sum(seconds[:-1]) for seconds in times)
         draft_s = min(seconds[-1] for seconds in times)
         found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, inputs.draft_width, target_s, draft_s))

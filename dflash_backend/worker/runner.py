@@ -288,6 +288,7 @@ class ModelRunner:
         confidences: dict[str, list[float]] = {}
         num_kept: dict[str, int] = {}
         errors: dict[str, tuple[str, ErrorStatus]] = {}
+        looked_up: dict[str, int] = {}
         has_confidence = batch.plan.wants_confidence and self.step.wants_confidence and batch.plan.drafts
         with step_errors(batch.plan, self.device), torch.inference_mode():
             if not self.overlaps and batch.parts:
@@ -299,7 +300,8 @@ class ModelRunner:
                 self.threads.run(self._draft_part, batch.parts, batch.plan.num_tokens, drafts=True)
             for part in batch.parts:
                 assert part.draft_report is not None
-                seconds, numbers = self.step.unpacked_report(part.draft_report.wait())
+                seconds, num_looked_up, numbers = self.step.unpacked_report(part.step, part.draft_report.wait())
+                looked_up |= zip((row.request_id for row in part.rows), num_looked_up.tolist(), strict=False)
                 # Parts run side by side: the phases of the slowest one add up to no more than the step.
                 if sum(seconds) > sum(phases.values()):
                     phases = dict(zip(PHASES, seconds, strict=True))
@@ -317,7 +319,7 @@ class ModelRunner:
                     confidences[row.request_id] = values
         next_error = self._resume_masked_step(self._in_flight[0]) if self._in_flight else None
         ordered = [confidences.get(row.request_id, []) for row in batch.plan.rows] if has_confidence else []
-        return DraftOutput(batch.plan.step_id, ordered, num_kept, errors, phases, next_error)
+        return DraftOutput(batch.plan.step_id, ordered, num_kept, errors, phases, next_error, looked_up)
 
     def _with_grammar(
         self, row: ScheduledRequest, answer: GrammarAnswer, proposed: list[int], confidences: list[float]

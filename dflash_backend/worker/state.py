@@ -37,6 +37,9 @@ class StateTensors:
     top_k (0: all tokens), seeds: int64 `[S]`. penalties: float32 `[S, 3]`, repetition, frequency, presence.
     token_counts: int32 `[S, vocab]`, as of `dflash_kernels.penalties`, of the first `num_counted` (int32 `[S]`) tokens;
     up to date for requests with penalties only. block_size: tokens in a block. k: the most drafts of a request.
+
+    Where prompt lookup drafts beside a drafter's model, else None, as of `dflash_kernels.draft_choice`: other_drafts,
+    int64 `[S, k]`, the drafts that were not taken; num_other, int32 `[S]`, their number; lookup_gain, float32 `[S]`.
     """
 
     tokens: torch.Tensor
@@ -55,6 +58,9 @@ class StateTensors:
     block_size: int
     k: int
     window_blocks: torch.Tensor | None = None
+    other_drafts: torch.Tensor | None = None
+    num_other: torch.Tensor | None = None
+    lookup_gain: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -66,6 +72,7 @@ class StateTensors:
         vocab_size: int,
         device: torch.device,
         has_window_blocks: bool = False,
+        has_lookup: bool = False,
     ) -> StateTensors:
         """For `num_requests` requests of at most `max_model_len` tokens, each with k drafts and one token behind."""
         max_len = max_positions(max_model_len, k)
@@ -91,6 +98,9 @@ class StateTensors:
             block_size=block_size,
             k=k,
             window_blocks=full(0, torch.int32, max_blocks) if has_window_blocks else None,
+            other_drafts=full(0, torch.int64, k) if has_lookup else None,
+            num_other=full(0, torch.int32) if has_lookup else None,
+            lookup_gain=full(0.0, torch.float32) if has_lookup else None,
         )
 
     @property
@@ -208,6 +218,8 @@ class RequestStates:
             for name, value in zip(PARAMETERS, values, strict=True):
                 target = getattr(state, name)
                 target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
+            if state.num_other is not None:
+                state.num_other.index_fill_(0, where, 0)
             if len(penalised) > 0:
                 state.token_counts.index_fill_(0, penalised, 0)
                 state.num_counted.index_fill_(0, penalised, 0)

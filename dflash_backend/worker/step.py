@@ -176,11 +176,14 @@ class ModelStep:
             self.ops.store_drafts(drafter.propose(draft, sampler), batch, state)
             if self.lookup is not None:
                 found, num_found = self.lookup.propose_matched(draft, asked)
-                self.ops.store_drafts(found, batch, state, num_found)
+                step.num_looked_up = self.ops.choose_drafts(step, state, found.token_ids, num_found)
+                self.ops.store_drafts(found, batch, state, step.num_looked_up)
         if step.states is not None:
             self._commit(step.states, batch.num_new + step.num_accepted.int(), copies)
         record(step.timestamps, 5)
         step.draft_report = torch.as_tensor(step.timestamps)
+        if step.num_looked_up is not None:
+            step.draft_report = torch.cat([step.draft_report, step.num_looked_up.long()])
         # A captured step has the same numbers each time.
         if (asked and step.traits.drafts) or not self.ops.on_host:
             confidence = state.confidence.index_select(0, batch.req_idx.clamp(min=0))
@@ -198,16 +201,20 @@ class ModelStep:
 
     def result_sizes(self, num_rows: int) -> tuple[int, int]:
         """Numbers in `Step.results` and in `Step.draft_report` of that many rows, padding rows included, at most."""
-        return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * self.state.k
+        of_row = self.state.k + (self.lookup is not None)
+        return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * of_row
 
-    def unpacked_report(self, numbers: np.ndarray) -> tuple[list[float], np.ndarray]:
-        """The parts of `Step.draft_report` on the host: seconds of each of `PHASES`, and confidences, float32 `[R, k]`;
-        none of a step on a CPU that drafts nothing."""
+    def unpacked_report(self, step: Step, numbers: np.ndarray) -> tuple[list[float], np.ndarray, np.ndarray]:
+        """The parts of `step.draft_report` on the host: seconds of each of `PHASES`; how many of its next drafts each
+        row looked up, int64 `[R]`, none where nothing is; and confidences, float32 `[R, k]`, none of a step on a CPU
+        that drafts nothing."""
         times = numbers[:NUM_TIMESTAMPS].tolist()
         seconds = [(times[end] - times[end - 1]) / 1e9 for end in (1, 2, 4, 5)]
-        if len(numbers) == NUM_TIMESTAMPS:
-            return seconds, np.empty((0, 0), np.float32)
-        return seconds, numbers[NUM_TIMESTAMPS:].astype(np.int32).view(np.float32).reshape(-1, max(1, self.state.k))
+        num_header = NUM_TIMESTAMPS + (0 if step.num_looked_up is None else step.num_rows)
+        looked_up, sure = numbers[NUM_TIMESTAMPS:num_header], numbers[num_header:]
+        if not len(sure):
+            return seconds, looked_up, np.empty((0, 0), np.float32)
+        return seconds, looked_up, sure.astype(np.int32).view(np.float32).reshape(-1, max(1, self.state.k))
 
 
 def record(timestamps: torch.Tensor | np.ndarray, index: int) -> None:

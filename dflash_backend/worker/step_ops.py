@@ -41,6 +41,7 @@ from dflash_kernels import (
     argmax,
     cpu_ops,
     cpu_step,
+    draft_choice,
     log_odds,
     logits_filter,
     logprobs,
@@ -178,6 +179,19 @@ class CommonStepOps:
     _store_drafts: Callable[..., None] = staticmethod(
         cpu_step.store_drafts if cpu_ops.HAS_CPU_OPS else prepare_draft.store_drafts_reference
     )
+
+    _choose_drafts: Callable[..., torch.Tensor] = staticmethod(draft_choice.choose_drafts_reference)
+
+    def choose_drafts(
+        self, step: Step, state: StateTensors, found: torch.Tensor, num_found: torch.Tensor
+    ) -> torch.Tensor:
+        """How many of the drafts that were looked up each row verifies next, int32 `[R]`; 0: those of the model, which
+        are in the state. found: int64 `[R, k]`, of which a row has num_found, int32 `[R]`."""
+        batch = step.batch
+        return self._choose_drafts(
+            state.tokens, state.computed, state.other_drafts, state.num_other, state.lookup_gain,
+            batch.req_idx, batch.num_draft, batch.num_next_draft, step.results, found, num_found,
+        )  # fmt: skip
 
     def apply_budget(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
@@ -505,6 +519,7 @@ class GpuStepOps(PaddedStepOps):
     _inject_slots = staticmethod(prepare_draft.inject_slots)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft)
     _store_drafts = staticmethod(prepare_draft.store_drafts)
+    _choose_drafts = staticmethod(draft_choice.choose_drafts)
 
 
 StepOps = CpuStepOps | PaddedStepOps

@@ -59,6 +59,8 @@ class FrontendMetrics:
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = frozenset(paths)
+        # Routes that end with a parameter, by what they begin with.
+        self._routes = {path.partition("{")[0]: path for path in self._paths if "{" in path}
         self.running: set[asyncio.Task[Any]] = set()
         # Whether those that still run are cancelled: the server stops.
         self.stopping = False
@@ -67,8 +69,10 @@ class FrontendMetrics:
         self._duration: dict[str, Histogram] = defaultdict(Histogram)
 
     def label(self, path: str) -> str:
-        """The path as a label."""
-        return path if path in self._paths else OTHER
+        """The path as a label: of its route, where that has a parameter."""
+        if path in self._paths:
+            return path
+        return next((route for begin, route in self._routes.items() if path.startswith(begin) and path != begin), OTHER)
 
     def first_event(self, path: str, seconds: float) -> None:
         """A stream has sent its first event."""

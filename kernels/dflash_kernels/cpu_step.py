@@ -12,7 +12,12 @@ from dflash_kernels import cpu_library
 
 _library: Any = cpu_library.load()
 _NOWHERE = np.zeros(4, np.int64)
-_NO_CONTEXT = (torch.empty(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+_NO_CONTEXT = (
+    torch.empty(0, 0),
+    torch.empty(0, dtype=torch.int64),
+    torch.empty(0, dtype=torch.int64),
+    torch.empty(0, dtype=torch.int32),
+)
 
 
 def _state(

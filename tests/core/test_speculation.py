@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from dflash_backend.core.speculation.policy import (
 )
 from tests.core.policies import K, accepted_of, policy_with, step_s
 from tests.core.step_shapes import BLOCKS, PASSES, decode_shape
+from tests.core.toy_engine import Engine, make_config, make_request
 
 # Acceptance
 
@@ -312,6 +314,32 @@ def test_first_blocks_of_requests_that_wait_are_decided_once_until_the_next_deci
     policy._decide([row], 100.0, 0)
     policy._choose_first_length(16, 1000)
     assert calls[0] == 2
+
+
+def test_a_first_block_while_drafting_rests_is_followed_by_a_decision() -> None:
+    policy = measured_policy(1e-4)
+    policy.rests, policy._lengths, policy._num_running = True, {0: 0}, 8
+    policy._first_length = 2
+    assert policy.first_block(SpeculatingRow(K)) == 2
+    assert not policy.goes_on_resting(8)
+
+
+def test_requests_that_wait_for_blocks_do_not_count_as_beginning() -> None:
+    """Prompts of 12 tokens, of which each takes 4 blocks with its first drafts: 12 blocks are for three of them."""
+    engine = Engine(make_config(num_blocks=12, max_num_seqs=16, adaptive_speculation=True))
+    speculation = engine.core.scheduler.speculation
+    assert speculation is not None
+    choose, beginning = speculation.choose_draft_lengths, list[int]()
+
+    def chosen(running: Collection[Any], num_prompt_tokens: int, num_beginning: int) -> None:
+        beginning.append(num_beginning)
+        choose(running, num_prompt_tokens, num_beginning)
+
+    speculation.choose_draft_lengths = chosen  # type: ignore[method-assign]
+    engine.run(*(make_request(str(i), [20 + i] * 12, max_tokens=4) for i in range(10)))
+    assert beginning[0] == 3
+    assert max(beginning) <= 3
+    assert 1 in beginning, "the last ones"
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_backend.drafters.base import DraftBatch
+from dflash_backend.drafters.base import DraftBatch, Drafts, DraftSampler
 from dflash_backend.drafters.ngram.config import DEFAULT_MAX_BESIDE, DEFAULT_MIN_BESIDE, NgramSpec
 from dflash_backend.drafters.ngram.drafter import UNSURE_MATCH, NgramDrafter
 from dflash_backend.drafters.resolve import resolve_pair
@@ -85,6 +85,55 @@ def test_a_row_that_repeats_drafts_what_followed_and_others_what_the_model_says(
     assert drafts(phrase * 4, 11) != looked_up
     assert drafts(phrase, 11, prompt_lookup_min=4) == drafts(phrase, 11), "one token alone occurred before"
     assert drafts(phrase, 11, prompt_lookup_min=1) == [*phrase[1:], *phrase, *phrase][: len(looked_up)]
+
+
+class Wrong(NgramDrafter):
+    """Says that something matched where nothing did."""
+
+    def propose_matched(self, batch: DraftBatch, wants_confidence: bool) -> tuple[Drafts, torch.Tensor]:
+        drafts, _ = super().propose_matched(batch, wants_confidence)
+        return drafts, batch.num_drafts
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_blocks_that_were_looked_up_are_counted_and_do_not_judge_the_drafter(
+    pair: dict[str, Any], on_device: bool
+) -> None:
+    """The target repeats its prompt: what is looked up is accepted."""
+    each = built(pair, prompt_lookup_min=2, num_speculative_tokens=3)
+    each = on_device_runner(each) if on_device else each
+    outputs = outputs_of(each, [[11, 12, 13, 14] * 6], [{"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}])
+    stats = each.core.stats()
+    assert len(outputs.tokens["0"]) == 24
+    assert 0 < stats.lookup.num_drafts <= stats.spec_decoding.num_drafts
+    assert stats.lookup.num_draft_tokens <= stats.spec_decoding.num_draft_tokens
+    own = stats.spec_decoding.num_drafts - stats.lookup.num_drafts
+    assert each.core._acceptance.total == own
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_row_whose_looked_up_drafts_are_worse_verifies_the_models(pair: dict[str, Any], on_device: bool) -> None:
+    """The drafter is the target's own answer: it is always right, and lookup, which always proposes, hardly ever."""
+    each = built(pair, prompt_lookup_min=2, num_speculative_tokens=3, adaptive_speculation=False)
+    assert each.runner.step.lookup is not None
+    each.runner.step.lookup = Wrong(each.runner.step.lookup.spec, LayerOps())
+    each = on_device_runner(each) if on_device else each
+    sampling = [{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}]
+    answer = outputs_of(built(pair | {"draft_model": ""}), PROMPTS[3:], sampling).tokens["0"]
+    step, prompt = each.runner.step, PROMPTS[3]
+    text = torch.tensor([*prompt, *answer, *[0] * 8])
+
+    def right(batch: DraftBatch, sampler: DraftSampler) -> Drafts:
+        places = batch.computed[batch.req_idx.clamp(min=0).long()].long()[:, None] + torch.arange(1, 4)
+        drafts = text[places.clamp(max=len(text) - 1)]
+        return Drafts(drafts if on_device else drafts[:, : int(batch.num_drafts[0])].flatten())
+
+    assert step.drafter is not None
+    step.drafter.propose = right  # type: ignore[method-assign]
+    assert outputs_of(each, PROMPTS[3:], sampling).tokens["0"] == answer
+    stats = each.core.stats()
+    assert stats.lookup.num_drafts <= 2
+    assert stats.spec_decoding.num_drafts >= 9
 
 
 def test_how_sure_a_match_is_grows_with_its_length() -> None:

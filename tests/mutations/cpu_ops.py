@@ -178,8 +178,8 @@ CPU_OPS_MUTANTS = (
         ),
         (
             "in tiles a row's blocks are its neighbour's",
-            "set_tiles(16, 16);\n  const int32_t* table = p.tables + row * p.table_step;",
-            "set_tiles(16, 16);\n  const int32_t* table = p.tables;",
+            "if (has_tiles) set_tiles(16, 16);\n  const int32_t* table = p.tables + row * p.table_step;",
+            "if (has_tiles) set_tiles(16, 16);\n  const int32_t* table = p.tables;",
         ),
         (
             "of few a row's blocks are its neighbour's",
@@ -194,7 +194,7 @@ CPU_OPS_MUTANTS = (
         ("of few all queries are weighed as the first four", "weigh_four(p, scores + q,", "weigh_four(p, scores,"),
         (
             "in tiles outputs are not scaled as larger scores come",
-            "load(out + c * LANES) * keep",
+            "load(out + c * LANES) * softmax.keep",
             "load(out + c * LANES)",
         ),
     ),
@@ -398,7 +398,32 @@ CPU_OPS_MUTANTS = (
     *mutants_of(
         f"{KERNELS}/cpu_attention.h",
         ATTENTION,
-        ("what came before a larger maximum keeps its weight", "if (any(changed)) for", "if (0) for"),
+        (
+            "what came before a larger maximum keeps its weight",
+            "if (any(changed)) for (long c = 0; c < dim; c++) store(out",
+            "if (0) for (long c = 0; c < dim; c++) store(out",
+        ),
+        (
+            "by terms what came before a larger maximum keeps its weight",
+            "if (any(changed)) for (long c = 0; c < dim; c++) store(lot",
+            "if (0) for (long c = 0; c < dim; c++) store(lot",
+        ),
+        ("float32 is the sum of two terms", "of(2, 0, 5) of(1, 1, 6) of(0, 2, 7) of(1, 0, 5)", "of(1, 0, 5)"),
+        (
+            "by terms a block that a window has given back is read",
+            "unseen = std::min(std::max<long>(0, begin - base), count);",
+            "unseen = 0;",
+        ),
+        (
+            "by terms the first queries of a chunk are left out",
+            "std::max<long>(0, (base - start) * group / LANES)",
+            "std::max<long>(0, (base - start) * group / LANES + 1)",
+        ),
+        (
+            "verified drafts in float32 have other bits than decoded tokens",
+            "constexpr int ALIKE = 512;",
+            "constexpr int ALIKE = 8;",
+        ),
         (
             "a block that a window has given back is read",
             "long unseen = std::max<long>(0, begin - base);",

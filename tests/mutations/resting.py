@@ -27,7 +27,12 @@ RESTING_MUTANTS = (
             "True:",
         ),
         ("many rows begin with all of k after a rest", "RESUMED_DRAFTS = 4", "RESUMED_DRAFTS = 400"),
-        ("few rows begin with few drafts after a rest", "not self.pays and len(rows) > FEW_ROWS", "not self.pays"),
+        ("few rows begin with few drafts after a rest", "if rested and len(rows) > FEW_ROWS:", "if rested:"),
+        (
+            "a decision after a rest holds as long as the rest did",
+            "STEPS_BETWEEN_DECISIONS if rested else min(",
+            "min(",
+        ),
         ("a first block is followed by others", "self._has_first_block |= row.is_tried", "pass"),
         (
             "requests that ask for no drafts count as failed first blocks",

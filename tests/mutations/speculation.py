@@ -68,8 +68,8 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a first block has more drafts than its request asks for",
-            "return min(row.k, self._first_length)",
-            "return self._first_length",
+            "length = min(row.k, self._first_length)",
+            "length = self._first_length",
         ),
         (
             "what was chosen for many stays for one",
@@ -118,8 +118,18 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a rest is ended by the time that its steps take",
-            "SECONDS_BETWEEN_DECISIONS and not self.rests",
+            "return self._age_s >= most and not self.rests",
+            "return self._age_s >= most",
+        ),
+        (
+            "few rows are decided for as often as many",
+            "SECONDS_OF_FEW if self._interval == MOST_STEPS_OF_FEW else SECONDS_BETWEEN_DECISIONS",
             "SECONDS_BETWEEN_DECISIONS",
+        ),
+        (
+            "a first block while drafting rests is followed by others",
+            "self._has_first_block |= length > 0",
+            "pass",
         ),
         (
             "the number of drafts that pays is not remembered",
@@ -211,7 +221,8 @@ SPECULATION_MUTANTS = (
         BUDGET_TESTS,
         ("the likeliest drafts come last", "np.sort(chances)[::-1]", "np.sort(chances)"),
         ("drafts without confidences get a budget", "return has_confidence", "return True"),
-        ("budgets that did not pay are never tried again", " or self._since_look >= STEPS_BETWEEN_LOOKS", ""),
+        ("budgets that did not pay are never tried again", " or self._since_look >= self._wait", ""),
+        ("looks that find nothing stay as frequent", "min(2 * self._wait, MOST_BETWEEN_LOOKS)", "self._wait"),
         ("what budgets gain is not taken in", "self._gain += GAIN_WEIGHT * (gain - self._gain)", "pass"),
     ),
     *mutants_of(

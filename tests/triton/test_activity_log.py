@@ -113,6 +113,15 @@ def test_a_drafter_of_which_next_to_nothing_is_accepted_is_said_once():
     assert activity.warning() is None
 
 
+def test_what_was_looked_up_does_not_hide_a_drafter_that_is_of_no_use():
+    own, looked_up = SpecDecodingStats(500, 7500, 10, []), SpecDecodingStats(300, 4500, 4000, [])
+    activity = spoken(20)
+    activity.follow(EngineStats(spec_decoding=own + looked_up, lookup=looked_up))
+    said = activity.warning()
+    assert said is not None
+    assert "acceptance length 1.02 over 500 steps" in said
+
+
 def test_few_requests_few_steps_and_drafts_that_are_accepted_are_no_reason_to_warn():
     bad = SpecDecodingStats(500, 2000, 0)
     assert spoken(19, bad).warning() is None

@@ -186,6 +186,16 @@ def test_prompt_lookup_is_asked_for_as_in_vllm(tmp_path: Path, speculation: dict
     assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == (4, 6, 3)
 
 
+@pytest.mark.parametrize("speculation", [{"method": "eagle3", "model": "a/drafter"}, {"model": "a/drafter"}])
+def test_prompt_lookup_is_of_no_drafter_as_in_vllm(tmp_path: Path, speculation: dict[str, Any]) -> None:
+    path = tmp_path / "model.json"
+    lookup = {"num_speculative_tokens": 4, "prompt_lookup_max": 6, "prompt_lookup_min": 3}
+    path.write_text(json.dumps({"model": "Qwen/Qwen3-8B", "speculative_config": speculation | lookup}))
+    config = EngineConfig.load({}, {}, model_json=read_model_json(path))
+    assert (config.draft_model, config.num_speculative_tokens) == ("a/drafter", 4)
+    assert (config.prompt_lookup_max, config.prompt_lookup_min) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("parameter", "log_stats", "expected"),
     [

@@ -52,7 +52,7 @@ def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], lis
     """Of each row of a step that has run: accepted and verified drafts, k + 1 tokens and confidences."""
     numbers = step.results.tolist()
     results = [each[0] for each in numbers], [each[1] for each in numbers], [each[2:] for each in numbers]
-    return *results, runner.step.unpacked_report(step.draft_report.cpu().numpy())[1]
+    return *results, runner.step.unpacked_report(step, step.draft_report.cpu().numpy())[2]
 
 
 def engine(**settings: Any) -> BuiltEngine:

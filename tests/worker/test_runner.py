@@ -284,7 +284,9 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
 ) -> None:
     """Parts run side by side."""
     seconds = [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0], [2.0, 1.0, 1.0, 1.0]]
-    monkeypatch.setattr(runner.step, "unpacked_report", lambda part: (seconds[part], np.zeros((0, K))), raising=False)
+    monkeypatch.setattr(
+        runner.step, "unpacked_report", lambda step, part: (seconds[part], np.zeros(0), np.zeros((0, K))), raising=False
+    )
     parts: Any = [
         SimpleNamespace(
             draft_report=SimpleNamespace(wait=lambda number=number: number),

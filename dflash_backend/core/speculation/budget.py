@@ -18,9 +18,9 @@ GAIN_WEIGHT = 0.25
 # Weight of a step in the average of how much longer those with a budget take, the part of it that each step without one
 # takes off, so that budgets are tried again, and the most that a step counts for.
 EXCESS_WEIGHT, EXCESS_LOSS, MAX_EXCESS = 0.2, 0.004, 1.0
-# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes, and of twice
-# as many after each that found none that pays, to the second number: a look takes time. While they do pay, the third
-# number of steps in a row have one, and then one has none, whose time tells what steps without them take.
+# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes, and of
+# twice as many after each that found none that pays, to the second number: a look takes time. While they do pay, the
+# third number of steps in a row have one, and then one has none, whose time tells what steps without them take.
 STEPS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS, MOST_IN_A_ROW = 8, 32, 12
 
 

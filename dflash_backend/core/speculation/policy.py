@@ -298,7 +298,9 @@ class AdaptiveSpeculation:
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
         is_undecided = not self._lengths and not self._is_measured
         if self._first_length is not None:
-            return min(row.k, self._first_length)
+            length = min(row.k, self._first_length)
+            self._has_first_block |= length > 0
+            return length
         length = self.decided_length(row)
         if not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):
             return length

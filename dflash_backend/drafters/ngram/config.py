@@ -10,9 +10,8 @@ from dflash_backend.drafters.spec import DraftSpec
 
 DEFAULT_MAX = 5
 DEFAULT_MIN = 2
-DEFAULT_MIN_BESIDE, DEFAULT_MAX_BESIDE = 4, 16
-"""Beside a drafter's model, whose own drafts are better than what follows a chance match. docs/dflash.md has the
-measurement."""
+DEFAULT_MIN_BESIDE, DEFAULT_MAX_BESIDE = 2, 16
+"""Beside a drafter's model. docs/dflash.md has the measurement."""
 DEFAULT_SPECULATIVE_TOKENS = 5
 """k: docs/dflash.md has the measurement."""
 

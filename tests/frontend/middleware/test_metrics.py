@@ -89,3 +89,10 @@ def test_counts_and_times_are_those_of_the_answers(monkeypatch: pytest.MonkeyPat
     assert histogram("request_duration_seconds", CHAT) == (3, 1.875 + 2.0625 + 0.5, {"0.5": 1, "2.5": 3})
     assert histogram("request_duration_seconds", "/v1/completions") == (2, 4.0, {"0.005": 1, "5.0": 2})
     assert histogram("request_duration_seconds", "other") == (1, 0.25, {"0.25": 1})
+
+
+def test_a_route_with_a_parameter_is_one_label() -> None:
+    counted = FrontendMetrics([CHAT, "/v1/models", "/v1/models/{name:path}"])
+    assert counted.label("/v1/models/org/model") == "/v1/models/{name:path}"
+    assert counted.label("/v1/models") == "/v1/models"
+    assert {counted.label(path) for path in ("/v1/models/", "/v1/model", "/")} == {"other"}
