@@ -114,6 +114,23 @@ PANELS: tuple[Panel, ...] = (
         most=1,
     ),
     Panel(
+        "Drafts of prompt lookup beside a drafter",
+        "percentunit",
+        (
+            (
+                "of all {{model}}",
+                f"{rate('spec_decode_num_lookup_draft_tokens_total')} / {rate('spec_decode_num_draft_tokens_total')}",
+            ),
+            (
+                "accepted {{model}}",
+                f"{rate('spec_decode_num_lookup_accepted_tokens_total')}"
+                f" / {rate('spec_decode_num_lookup_draft_tokens_total')}",
+            ),
+        ),
+        "Share of the verified draft tokens that were looked up in place of the drafter's, and of these the accepted.",
+        most=1,
+    ),
+    Panel(
         "Weight of the drafter's confidence",
         "short",
         (("{{model}} {{engine}}", f"dflash:spec_decode_confidence_weight{{{WHERE}}}"),),

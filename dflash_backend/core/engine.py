@@ -175,7 +175,7 @@ class EngineCore:
         if self._failed_step is not None:
             failed_plan, reason = self._failed_step
             if self._swap is not None and self._swap.exchange is not None and not self._in_flight:
-                self._take_out(self._swap, f"a step failed ({reason})", outputs)
+                self._roll_back_drafter(self._swap, f"a step failed ({reason})", outputs)
             self._isolate(failed_plan, reason, outputs)
         elif self._due_swap is not None:
             self._exchange_drafters(self._due_swap, outputs)
@@ -345,15 +345,15 @@ class EngineCore:
     def _take_error(
         self, error: StepFailed | StepOutOfMemory, plan: SchedulerOutput, outputs: EngineCoreOutputs
     ) -> None:
-        """Have the requests of a step isolated; where memory lacked, make the next one smaller, or end a request that
-        was alone in it. For lack of memory nothing may be in flight."""
+        """After a step that failed, its requests run alone. After one for which memory lacked, the next one is smaller,
+        or its only request fails; nothing may be in flight then."""
         if isinstance(error, StepFailed):
             self._failed_step = plan, str(error)
         elif len(plan.rows) > 1:
             if self.scheduler.running:
                 self.scheduler.shrink(plan)
         elif (request := self._requests.get(plan.rows[0].request_id)) is not None:
-            self._fail(request, out_of_memory(str(error)), outputs)
+            self._fail(request, out_of_memory_message(str(error)), outputs)
 
     def _drop_in_flight(self) -> None:
         """Drop the steps in flight: what they yield would follow from a step that failed."""
@@ -369,7 +369,7 @@ class EngineCore:
         if self._failed_step is not None:
             return  # the next step does it, or has taken the drafter out
         if swap is self._swap:
-            self._take_out(swap, swap.comparison(), outputs)
+            self._roll_back_drafter(swap, swap.comparison(), outputs)
             return
         self._due_swap = None
         assert swap.exchange is not None
@@ -386,7 +386,7 @@ class EngineCore:
         if not swap.wanted.window:
             swap.exchange = None
 
-    def _take_out(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
+    def _roll_back_drafter(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
         """Put the drafter before this one back, with nothing in flight."""
         assert swap.exchange is not None
         drafting = swap.exchange()
@@ -447,7 +447,7 @@ class EngineCore:
             for request in suspects:
                 request.num_unexplained_failures += 1
                 if request.num_unexplained_failures == MAX_UNEXPLAINED_FAILURES and self._is_in_progress(request):
-                    self._fail(request, failed(message), outputs, queued=False)
+                    self._fail(request, failure_message(message), outputs, queued=False)
         for request in queued:
             if self._is_in_progress(request):
                 self.scheduler.queue.add(request)
@@ -462,7 +462,7 @@ class EngineCore:
             self.beat()
             self.finish_step()
             if self._failed_step is not None:
-                self._fail(request, failed(self._failed_step[1]), alone)
+                self._fail(request, failure_message(self._failed_step[1]), alone)
                 break
             now = self._clock()
             plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
@@ -621,7 +621,7 @@ class Deadlines:
         return request if request is not None and request.arrival == arrival else None
 
 
-def out_of_memory(message: str) -> str:
+def out_of_memory_message(message: str) -> str:
     """Of a request that does not fit the device's memory even alone."""
     return (
         f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
@@ -629,6 +629,6 @@ def out_of_memory(message: str) -> str:
     )
 
 
-def failed(message: str) -> str:
+def failure_message(message: str) -> str:
     """Of a request that fails alone, or whose steps fail again and again."""
     return f"a step with this request failed ({message}); the server's log has the whole error"

@@ -75,7 +75,7 @@ class PlanBuilder:
     max_prefill_tokens: prompt tokens that the step's time allows; None: no bound.
     num_tokens_like_decoding: prompt tokens that take as long as the decode rows, by the steps so far; 0: not known.
     prefills: the running requests in prefill, in the order of their tenants' turns.
-    chunks: how many tokens those of them have at least that have a row in this step, by id.
+    chunks: by request id, the fewest tokens of the chunks that this step has of their prefills.
     unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
     num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
     num_prompt_tokens: to be computed, of all requests that run or wait; those that are cached count too.
@@ -319,14 +319,14 @@ class Scheduler:
             self._lengthen_chunks(builder)
         self._must_drain = waits_for_preemption or not has_blocks
         if not builder.rows:
-            if in_flight or (self.kv.tiers is not None and self._waits_for(self.kv.tiers, now)):
+            if in_flight or (self.kv.tiers is not None and self._wait_for_loads(self.kv.tiers, now)):
                 return None
             raise RuntimeError(
                 f"the scheduler found nothing to run for {len(self.running)} running and {len(waiting)} waiting "
                 f"requests with {self.kv.pool.num_free} free KV blocks; this is a defect of the scheduler"
             )
         self._waits_since = None
-        return self._finished_plan(builder)
+        return self._make_output(builder)
 
     def _num_beginning(self, num_waiting: int, num_in_prefill: int, num_prompt_tokens: int) -> int:
         """Waiting requests that there are rows for, and free blocks if their prompts are as long as the mean of those
@@ -352,15 +352,15 @@ class Scheduler:
                 self.queue.take_back(request)
                 self.queue.add(request)
 
-    def _waits_for(self, tiers: KVTiers, now: float) -> bool:
-        """Whether nothing runs since KV is being loaded, or since what is loaded takes the blocks of who is to start:
-        those are given back then, after some time also those of loads under way."""
+    def _wait_for_loads(self, tiers: KVTiers, now: float) -> bool:
+        """True if the plan is empty only because of KV loads. Waits a little for those under way; after
+        `MAX_LOAD_WAIT_S`, or where none is, it gives back the blocks that loads hold."""
         if self._waits_since is None:
             self._waits_since = now
         if tiers.is_loading and now - self._waits_since < MAX_LOAD_WAIT_S:
             tiers.wait(LOAD_WAIT_S)
             return True
-        return tiers.give_way()
+        return tiers.cancel_loads()
 
     def _begin_load(self, tiers: KVTiers, request: Request, hit: list[int], builder: PlanBuilder) -> bool:
         """Let a request that could start wait for KV from a tier instead, where that is quicker."""
@@ -375,7 +375,7 @@ class Scheduler:
         self.loading[request.request_id] = request
         return True
 
-    def _finished_plan(self, builder: PlanBuilder) -> SchedulerOutput:
+    def _make_output(self, builder: PlanBuilder) -> SchedulerOutput:
         """The step with these rows, whose tokens are charged to their tenants; those of new requests are already."""
         self._step_id += 1
         self.queue.was_charged = True
@@ -453,7 +453,7 @@ class Scheduler:
         """Take every request out, in order of arrival, and free all blocks: the worker has lost what it held of them.
         Nothing may be in flight. A request goes on where it was when it is added again."""
         for request in list(self.running.values()):
-            self._put_back(request)
+            self._requeue(request)
         taken = sorted((*self.waiting.values(), *self.loading.values()), key=lambda request: request.arrival)
         for request in taken:
             self.remove(request, comes_back=True)
@@ -487,7 +487,7 @@ class Scheduler:
             while (lacks := self._lacks(request)) is not None:
                 others = running_tenants if lacks else with_several
                 victim = request_to_make_way(tenant, lacks, others, oldest, self._min_lag)
-                if victim is not None and lacks and self.kv.let_go_of_kept():
+                if victim is not None and lacks and self.kv.evict_kept():
                     continue  # what is kept for other servers goes before a running request
                 must_drain = victim is not None and in_flight
                 if victim is None or in_flight:
@@ -577,9 +577,9 @@ class Scheduler:
         """Take the blocks of a running request for others; it waits again."""
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._put_back(request)
+        self._requeue(request)
 
-    def _put_back(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         """Put a running request back to where it waited."""
         del self.running[request.request_id]
         self._release(request)
@@ -620,7 +620,7 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             num_positions = positions_to_start(request, config)
             has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
-            if not has_tokens or not self.kv.can_admit(request, num_positions, hit, promised):
+            if not has_tokens or not self.kv.make_admissible(request, num_positions, hit, promised):
                 passed_over.append(tenant)  # It waits for blocks or tokens, and so do all others: the loop ends.
                 break
             if self.kv.tiers is not None:
@@ -650,7 +650,7 @@ class Scheduler:
             is_first = request.first_scheduled_s is None
             request.num_loaded_tokens = self.kv.tiers.count_hit(load, len(hit)) if is_first else {}
         if self.speculation is not None:
-            request.draft_length = self.speculation.first_block(request.speculation)
+            request.draft_length = self.speculation.choose_first_block(request.speculation)
         row = self._prefill_row(request, request.num_computed, builder.prefill_budget)
         row.new_block_ids.extend(request.block_ids)
         row.new_window_block_ids.extend(request.window_block_ids)

@@ -61,7 +61,7 @@ _ALIGNMENT = 4
 # In the order in which `DeviceBatch.over` finds them.
 _ROW_FIELDS = (
     "req_idx",
-    "start",
+    "start_bound",
     "num_unverified_drafts",
     "num_new",
     "num_draft",
@@ -76,9 +76,9 @@ _ROW_FIELDS = (
 class DeviceBatch:
     """The layout of a step as its operations read it: R rows with T tokens.
 
-    int32 `[R]`: req_idx (index of the request's state, -1 for padding), start (where `num_unverified_drafts`, the
-    drafts in flight, is not 0, an upper bound of `StateTensors.computed`, the real one), num_new (known tokens),
-    num_draft (drafts behind them), num_next_draft (drafts to propose), query_start (index of the first token),
+    int32 `[R]`: req_idx (index of the request's state, -1 for padding), start_bound (an upper bound of
+    `StateTensors.computed`, and that itself where `num_unverified_drafts`, the drafts in flight, is 0), num_new (known
+    tokens), num_draft (drafts behind them), num_next_draft (drafts to propose), query_start (index of the first token),
     query_lens (`num_new + num_draft`), logits_start (index of the first of the row's `num_draft + 1` logits, -1 for a
     row that does not sample). token_row: int32 `[T]`, the row of each token, -1 for padding tokens.
 
@@ -86,7 +86,7 @@ class DeviceBatch:
     """
 
     req_idx: torch.Tensor
-    start: torch.Tensor
+    start_bound: torch.Tensor
     num_unverified_drafts: torch.Tensor
     num_new: torch.Tensor
     num_draft: torch.Tensor
@@ -212,9 +212,9 @@ class Step:
 class HostBatch:
     """A plan's rows on the host.
 
-    rows: int64 `[n, 7]`: req_idx, start, num_unverified_drafts, num_new, num_draft and num_next_draft as `DeviceBatch`
-    has them, and `sample`, whether a row yields tokens. budget: which of the drafts are verified, to be decided on the
-    device; None: all. shared: rows that share the beginning of their KV.
+    rows: int64 `[n, 7]`: req_idx, start_bound, num_unverified_drafts, num_new, num_draft and num_next_draft as
+    `DeviceBatch` has them, and `sample`, whether a row yields tokens. budget: which of the drafts are verified, to be
+    decided on the device; None: all. shared: rows that share the beginning of their KV.
     """
 
     request_ids: list[str]
@@ -256,7 +256,7 @@ class HostBatch:
         return self.rows[:, 0]
 
     @property
-    def start(self) -> np.ndarray:
+    def start_bound(self) -> np.ndarray:
         return self.rows[:, 1]
 
     @property
@@ -315,7 +315,7 @@ class HostBatch:
     def bounds(self, num_rows: int) -> LengthBounds:
         """The bounds for these rows and the padding rows behind them, `num_rows` in all."""
         lens = self.query_lens
-        ends = self.start + lens
+        ends = self.start_bound + lens
         # The anchor of the drafts follows the last draft of now if all of these are accepted.
         drafts = (ends + 1 + self.num_next_draft) * (self.num_next_draft > 0)
         unknown = self.num_unverified_drafts + self.num_draft
@@ -383,7 +383,7 @@ class HostBatch:
         # Ascending, also where padding rows come last.
         query_start[:] = len(token_row)
         query_start[:count] = first
-        req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified_drafts
+        req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start_bound, self.num_unverified_drafts
         num_new[:count], num_draft[:count], num_next_draft[:count] = self.num_new, self.num_draft, self.num_next_draft
         lens[:count], logits[:count] = self.query_lens, logits_start
         numbers[num_fields:] = token_row

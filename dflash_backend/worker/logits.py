@@ -51,7 +51,7 @@ class SpecialRows:
         self.first = np.cumsum(sizes) - sizes
         num_logits = batch.num_logits
         _, flat = spans((np.cumsum(num_logits) - num_logits)[rows], sizes)
-        start, num_new, unverified = batch.start[rows], batch.num_new[rows], batch.num_unverified_drafts[rows]
+        start, num_new, unverified = batch.start_bound[rows], batch.num_new[rows], batch.num_unverified_drafts[rows]
         self.lowest = start + num_new - unverified
         row, number = spans(np.zeros_like(sizes), sizes)
         self.flat, of_row, number, self._req_idx = to_device(
@@ -181,7 +181,7 @@ def hides_stops(requests: RequestStates, req_idx: np.ndarray, lowest: np.ndarray
 def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     """The rows that sample and whose requests change their logits or want log-probabilities: int64 `[n]`."""
     index = batch.req_idx
-    hides = hides_stops(requests, index, batch.start + batch.num_new - batch.num_unverified_drafts)
+    hides = hides_stops(requests, index, batch.start_bound + batch.num_new - batch.num_unverified_drafts)
     changes = hides | requests.biased[index] | requests.masked[index] | requests.penalised[index]
     asks = changes | (requests.num_logprobs[index] >= 0)
     rows: np.ndarray = (batch.sample & asks).nonzero()[0]
@@ -275,7 +275,7 @@ class PromptLogprobs:
         self.rows = rows
         self.entries: dict[int, list[TokenLogprobs]] = {}
         self._first = (np.cumsum(lens) - lens)[rows]
-        self._start = batch.start[rows]
+        self._start = batch.start_bound[rows]
         self._counts = counts[rows]
         self._req_idx = batch.req_idx[rows]
         self._num_top = requests.num_prompt_logprobs[self._req_idx]
@@ -285,7 +285,7 @@ class PromptLogprobs:
         """Those of a step; None where no row asks for any."""
         index = batch.req_idx
         # The last token of the prompt predicts the first of the output.
-        counts = np.minimum(batch.num_new, requests.num_prompt_tokens[index] - 1 - batch.start)
+        counts = np.minimum(batch.num_new, requests.num_prompt_tokens[index] - 1 - batch.start_bound)
         rows = ((requests.num_prompt_logprobs[index] >= 0) & (counts > 0)).nonzero()[0]
         return cls(batch, rows, counts, requests) if len(rows) else None
 

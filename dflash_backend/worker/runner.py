@@ -216,7 +216,7 @@ class ModelRunner:
                 parts = [self._run_part(plan, plan.rows)]
             elif plan.rows:
                 # Until drafts are accepted; the rest waits for `finish_step`.
-                rows = plan.rows if plan.budget is None else self._verified_rows(plan.rows, plan.budget)
+                rows = plan.rows if plan.budget is None else self._apply_budget(plan.rows, plan.budget)
                 of_threads = self.threads.split(rows, self.grammars.answers)
                 parts = self.threads.run(lambda rows: self._run_part(plan, rows), of_threads, plan.num_tokens)
         self._in_flight.append(BatchInFlight(plan, parts))
@@ -355,7 +355,7 @@ class ModelRunner:
             if (slot := plan.snapshot_slots.get(row.request_id)) is not None
         ]
 
-    def _verified_rows(self, rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
+    def _apply_budget(self, rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
         """Rows with the drafts that a budget has for them, on a CPU."""
         req_idx = np.array([self.requests.records[row.request_id].index for row in rows])
         num_draft = np.array([row.num_draft for row in rows])

@@ -40,8 +40,8 @@ class ModelStep:
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
     wants_confidence: whether the drafter says how sure it is of its drafts. draft_backend: what runs the drafter's
     attention, None where `backend` does. pool: the states of recurrent layers, in the slots of the requests' indices;
-    None where the target has none. shares_prefixes: whether plans may have rows that read a prefix together. lookup: of
-    rows whose last tokens occurred before it drafts in the drafter's place.
+    None where the target has none. shares_prefixes: whether plans may have rows that read a prefix together. lookup:
+    prompt lookup beside the drafter, whose block a row may verify in place of the drafter's.
     """
 
     target: TargetModel

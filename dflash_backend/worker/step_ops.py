@@ -216,7 +216,7 @@ class CommonStepOps:
         batch = step.batch
         step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.start, batch.num_unverified_drafts, batch.query_start, batch.query_lens,
+            batch.req_idx, batch.start_bound, batch.num_unverified_drafts, batch.query_start, batch.query_lens,
             batch.token_row,
         )  # fmt: skip
         step.attention, step.padded = self._attention(step, state)

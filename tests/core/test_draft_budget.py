@@ -286,10 +286,10 @@ def test_a_budget_that_gains_less_than_it_costs_is_not_taken() -> None:
 
 def test_drafts_have_confidences_while_budgets_pay_and_now_and_then_where_they_do_not() -> None:
     uneven = UnevenDrafts(0.1)
-    assert all(uneven.next_step(2) and uneven.takes(0.11, 2) for _ in range(50))
+    assert all(uneven.advance(2) and uneven.takes(0.11, 2) for _ in range(50))
     looks = []
     for step in range(1000):
-        if uneven.next_step(2):
+        if uneven.advance(2):
             assert not uneven.takes(0.0, 2)
             looks.append(step)
     late = [step for step in looks if step > 500]
@@ -301,17 +301,17 @@ def test_drafts_have_confidences_while_budgets_pay_and_now_and_then_where_they_d
         MOST_BETWEEN_LOOKS,
     ]
     for _ in range(10 * MOST_BETWEEN_LOOKS):
-        if uneven.next_step(2):
+        if uneven.advance(2):
             uneven.takes(0.5, 2)
     assert uneven.budgets_pay(2)
-    assert uneven.next_step(2), "it was seen that they pay again"
+    assert uneven.advance(2), "it was seen that they pay again"
 
 
 def test_one_row_pays_for_the_choice_alone_and_nothing_costs_nothing() -> None:
     assert UnevenDrafts(0.1).pays(0.1 * COST_OF_ONE, 1)
     assert not UnevenDrafts(0.1).pays(0.1 * COST_OF_ONE, 2)
     uneven = UnevenDrafts()
-    assert all(uneven.next_step(8) and uneven.takes(0.0, 8) for _ in range(50))
+    assert all(uneven.advance(8) and uneven.takes(0.0, 8) for _ in range(50))
 
 
 def test_a_budget_is_only_chosen_for_drafts_with_confidences() -> None:

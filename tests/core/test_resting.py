@@ -40,7 +40,7 @@ def simulate(
         [],
     )
     for good in accepts:
-        goes_on = rests and policy.goes_on_resting(num_rows)
+        goes_on = rests and policy.skip_decision(num_rows)
         lengths = [0] * num_rows if goes_on else policy.choose(rows, 100.0, 0)
         for row, length in zip(rows, pending, strict=True):
             if length:
@@ -89,11 +89,11 @@ def test_steps_that_rest_are_what_would_have_been_chosen(seed: int, num_rows: in
 def test_what_runs_is_looked_at_again_when_it_changes() -> None:
     policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
     rows = [SpeculatingRow(K) for _ in range(8)]
-    while policy.goes_on_resting(8) or any(policy.choose(rows, 100.0, 0)):
+    while policy.skip_decision(8) or any(policy.choose(rows, 100.0, 0)):
         pass
-    assert policy.goes_on_resting(8)
-    assert policy.goes_on_resting(9)
-    assert not policy.goes_on_resting(11)
+    assert policy.skip_decision(8)
+    assert policy.skip_decision(9)
+    assert not policy.skip_decision(11)
 
 
 @pytest.mark.parametrize("cost", [0.0, 1.0, 40.0])
@@ -108,7 +108,7 @@ def test_while_drafting_rests_decisions_come_with_the_probes(
     for _ in range(20):
         policy.costs.observe(decode_shape(num_rows, 0, 100), float(num_rows), 0.0)
     for step in range(400):
-        if not policy.goes_on_resting(num_rows) and any(policy.choose(rows, 100.0, 0)):
+        if not policy.skip_decision(num_rows) and any(policy.choose(rows, 100.0, 0)):
             tried.append(step)
     assert len(tried) > 2
     assert [step for step in decided if step > tried[1]] == tried[2:], "one for each probe"
@@ -124,19 +124,19 @@ def test_while_the_time_of_steps_without_drafts_is_not_known_decisions_come_soon
     rested = []
     for _ in range(2):
         policy.choose(rows, 100.0, 0)
-        rested.append(sum(1 for _ in iter(lambda: policy.goes_on_resting(1), False)))
+        rested.append(sum(1 for _ in iter(lambda: policy.skip_decision(1), False)))
     assert (rested[1] >= STEPS_BETWEEN_DECISIONS) == is_known
 
 
 def test_a_probe_of_which_a_draft_is_accepted_is_followed_by_a_decision_at_once() -> None:
     policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
     rows = [SpeculatingRow(K) for _ in range(8)]
-    while policy.goes_on_resting(8) or any(policy.choose(rows, 100.0, 0)):
+    while policy.skip_decision(8) or any(policy.choose(rows, 100.0, 0)):
         pass
     policy.observe_draft(rows[0], 2, 0)
-    assert policy.goes_on_resting(8)
+    assert policy.skip_decision(8)
     policy.observe_draft(rows[0], 2, 1)
-    assert not policy.goes_on_resting(8)
+    assert not policy.skip_decision(8)
 
 
 @pytest.mark.parametrize("draft_s", [0.0, 100.0])
@@ -144,7 +144,7 @@ def test_a_request_that_rests_becomes_less_certain_with_the_steps_that_pass(draf
     policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=draft_s)
     rows = [SpeculatingRow(K, RequestEffect(variance=0.0)) for _ in range(8)]
     for _ in range(MAX_STEPS_BETWEEN_PROBES + 64):
-        if not policy.goes_on_resting(8):
+        if not policy.skip_decision(8):
             policy.choose(rows, 100.0, 0)
     # However often it was decided meanwhile.
     assert 32 <= rows[-1].effect.variance / EFFECT_DRIFT <= 48
@@ -256,16 +256,16 @@ def test_a_request_that_begins_while_drafting_rests_is_tried_where_few_run(num_r
     """Its answer may be over before the next probe."""
     policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=40.0)
     rows = [SpeculatingRow(K) for _ in range(num_rows)]
-    while policy.goes_on_resting(num_rows) or any(policy.choose(rows, 100.0, 0)):
+    while policy.skip_decision(num_rows) or any(policy.choose(rows, 100.0, 0)):
         pass
-    assert policy.goes_on_resting(num_rows)
+    assert policy.skip_decision(num_rows)
     rows[-1] = new = SpeculatingRow(K)
-    assert policy.first_block(new) == expected
-    assert policy.first_block(SpeculatingRow(1)) == min(expected, 1)
-    assert policy.goes_on_resting(num_rows) == (expected == 0), "the block is not followed by another one"
+    assert policy.choose_first_block(new) == expected
+    assert policy.choose_first_block(SpeculatingRow(1)) == min(expected, 1)
+    assert policy.skip_decision(num_rows) == (expected == 0), "the block is not followed by another one"
     if expected:
         assert not any(policy.choose(rows, 100.0, 0))
-        assert policy.goes_on_resting(num_rows)
+        assert policy.skip_decision(num_rows)
 
 
 def test_after_first_blocks_of_which_nothing_is_accepted_fewer_requests_are_tried() -> None:
@@ -277,7 +277,7 @@ def test_after_first_blocks_of_which_nothing_is_accepted_fewer_requests_are_trie
     def tried(num_requests: int) -> list[bool]:
         rows = [SpeculatingRow(K) for _ in range(num_requests)]
         # A prompt of several steps asks in each.
-        return [[policy.first_block(row) > 0 for _ in range(3)][2] for row in rows]
+        return [[policy.choose_first_block(row) > 0 for _ in range(3)][2] for row in rows]
 
     for wait in range(1, MOST_REQUESTS_BETWEEN):
         assert tried(FAILED_FIRST_BLOCKS * wait) == ([False] * (wait - 1) + [True]) * FAILED_FIRST_BLOCKS
@@ -287,7 +287,7 @@ def test_after_first_blocks_of_which_nothing_is_accepted_fewer_requests_are_trie
     policy.observe_draft(row, 2, 1)
     assert all(tried(FAILED_FIRST_BLOCKS)), "one was accepted"
     policy.observe_draft(row, 2, 1)
-    assert not any(policy.first_block(SpeculatingRow(0)) for _ in range(50))
+    assert not any(policy.choose_first_block(SpeculatingRow(0)) for _ in range(50))
     assert all(tried(FAILED_FIRST_BLOCKS)), "requests that ask for no drafts do not count"
 
 

@@ -247,11 +247,11 @@ def test_of_many_rows_some_draft_before_the_first_decision(num_rows: int, drafti
 def test_of_many_prompts_some_draft_a_first_block_before_the_first_decision() -> None:
     policy = AdaptiveSpeculation(K, BLOCKS)
     rows = [SpeculatingRow(K) for _ in range(4 * K)]
-    first = [policy.first_block(row) for row in rows]
+    first = [policy.choose_first_block(row) for row in rows]
     assert first[:4] == [K] * 4
     assert first[4:].count(K) == 4, "of more one in k"
-    assert [policy.first_block(row) for row in rows] == first, "asked again, while its prompt goes on"
-    assert policy.first_block(SpeculatingRow(0)) == 0
+    assert [policy.choose_first_block(row) for row in rows] == first, "asked again, while its prompt goes on"
+    assert policy.choose_first_block(SpeculatingRow(0)) == 0
 
 
 def measured_policy(token_s: float) -> AdaptiveSpeculation:
@@ -274,7 +274,7 @@ def test_the_first_decision_of_a_policy_that_knows_the_costs_needs_no_steps(
     """And so do the first blocks of requests that come together."""
     policy = measured_policy(token_s)
     policy.choose_draft_lengths([], 100, num_rows)
-    assert {policy.first_block(SpeculatingRow(K)) for _ in range(num_rows)} == {length}
+    assert {policy.choose_first_block(SpeculatingRow(K)) for _ in range(num_rows)} == {length}
     lengths = policy.choose([SpeculatingRow(K) for _ in range(num_rows)], 100.0, 0)
     assert lengths.count(length) >= num_rows - 2, "but for those that probe"
 
@@ -285,15 +285,15 @@ def test_a_decision_for_one_row_is_not_that_of_many_that_come_after_it() -> None
     assert policy.choose([row], 100.0, 0) == [K]
     running = [Decoding(row)]
     policy.choose_draft_lengths(running, 50, 1)
-    assert policy.first_block(SpeculatingRow(K)) == K, "one more"
+    assert policy.choose_first_block(SpeculatingRow(K)) == K, "one more"
     policy.choose_draft_lengths(running, 1000, 15)
-    assert policy.first_block(SpeculatingRow(K)) < K
-    assert policy.first_block(SpeculatingRow(0)) == 0
+    assert policy.choose_first_block(SpeculatingRow(K)) < K
+    assert policy.choose_first_block(SpeculatingRow(0)) == 0
     policy.choose_draft_lengths(running, 0, 0)
-    assert policy.first_block(SpeculatingRow(K)) == K
+    assert policy.choose_first_block(SpeculatingRow(K)) == K
     unknown = AdaptiveSpeculation(K, BLOCKS)
     unknown.choose_draft_lengths([], 1000, 16)
-    assert unknown.first_block(SpeculatingRow(K)) == K, "the costs are not known"
+    assert unknown.choose_first_block(SpeculatingRow(K)) == K, "the costs are not known"
 
 
 def test_first_blocks_of_requests_that_wait_are_decided_once_until_the_next_decision(
@@ -320,8 +320,8 @@ def test_a_first_block_while_drafting_rests_is_followed_by_a_decision() -> None:
     policy = measured_policy(1e-4)
     policy.rests, policy._lengths, policy._num_running = True, {0: 0}, 8
     policy._first_length = 2
-    assert policy.first_block(SpeculatingRow(K)) == 2
-    assert not policy.goes_on_resting(8)
+    assert policy.choose_first_block(SpeculatingRow(K)) == 2
+    assert not policy.skip_decision(8)
 
 
 def test_requests_that_wait_for_blocks_do_not_count_as_beginning() -> None:

@@ -21,7 +21,7 @@ VOCAB, ROWS, K = 5008, 4, 7
 def launches() -> None:
     """A step with sampled rows, and drafts with noise, in a vocabulary of their own; then prompt lookup."""
     ops = GpuStepOps()
-    state = StateTensors.allocate(ROWS, 100, K, 16, VOCAB, torch.device("cpu"))
+    state = StateTensors.allocate(ROWS, 100, K, 16, VOCAB, torch.device("cpu"), has_lookup=True)
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     ends = np.full(ROWS, 100)
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
@@ -44,4 +44,5 @@ def launches() -> None:
     ops.noisy_scores(logits[: len(positions)], temperature, seeds, positions)
     ops.log_odds(logits[: len(positions)], positions)
     ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)
-    prompt_lookup(state.tokens, state.computed, rows.req_idx, rows.num_next_draft, K, 2, 5)
+    found, _ = prompt_lookup(state.tokens, state.computed, rows.req_idx, rows.num_next_draft, K, 2, 5)
+    ops.choose_drafts(inputs, state, found, rows.num_next_draft)

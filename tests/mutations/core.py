@@ -108,7 +108,7 @@ CORE_MUTANTS = (
     Mutant(
         "a step that fails counts as preemptions",
         f"{CORE}/scheduler.py",
-        "self._put_back(request)\n        taken",
+        "self._requeue(request)\n        taken",
         "self._preempt(request)\n        taken",
         ("tests/core/test_failed_steps.py",),
     ),
@@ -193,7 +193,7 @@ CORE_MUTANTS = (
         FAILED_STEPS,
         (
             "a request that fails alone is tried for ever",
-            "self._fail(request, failed(self._failed_step[1]), alone)\n                break",
+            "self._fail(request, failure_message(self._failed_step[1]), alone)\n                break",
             "self._failed_step = None",
         ),
         (

@@ -134,7 +134,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what is kept for another server stays when requests need its blocks",
-            "return self.kept is not None and self.kept.give_way()",
+            "return self.kept is not None and self.kept.evict_oldest()",
             "return False",
         ),
     ),
@@ -250,7 +250,7 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "nothing runs while what was loaded takes all blocks",
-            "        return tiers.give_way()\n\n    def _begin_load",
+            "        return tiers.cancel_loads()\n\n    def _begin_load",
             "        return True\n\n    def _begin_load",
         ),
     ),
@@ -259,16 +259,16 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         (*OF_CORE, *OF_TRANSFER),
         (
             "a running request is preempted before loads give way",
-            "            if self.tiers is None or not self.tiers.give_way():\n                return False\n",
+            "            if self.tiers is None or not self.tiers.cancel_loads():\n                return False\n",
             "            return False\n",
         ),
         (
             "a running request gets the blocks of one prompt that is kept, and no more",
             "        while not self.reserve(request, row):\n"
-            "            if self.tiers is None or not self.tiers.give_way():\n                return False\n"
+            "            if self.tiers is None or not self.tiers.cancel_loads():\n                return False\n"
             "        return True\n",
             "        if self.reserve(request, row):\n            return True\n"
-            "        return self.tiers is not None and self.tiers.give_way() and self.reserve(request, row)\n",
+            "        return self.tiers is not None and self.tiers.cancel_loads() and self.reserve(request, row)\n",
         ),
     ),
     *mutants_of(
@@ -276,13 +276,13 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_TRANSFER,
         (
             "kept KV that no server fetches holds up a waiting request as long as another runs",
-            "            if not self.let_go_of_kept(FETCH_S):\n                return False\n",
+            "            if not self.evict_kept(FETCH_S):\n                return False\n",
             "            return False\n",
         ),
         (
             "KV that was kept just now gives way to a waiting request",
-            "self.let_go_of_kept(FETCH_S)",
-            "self.let_go_of_kept()",
+            "self.evict_kept(FETCH_S)",
+            "self.evict_kept()",
         ),
     ),
     *mutants_of(
@@ -290,8 +290,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_TRANSFER,
         (
             "a running request is preempted for another tenant before what is kept goes",
-            "if victim is not None and lacks and self.kv.let_go_of_kept():",
-            "if victim is not None and lacks and self.kv.let_go_of_kept(1e9):",
+            "if victim is not None and lacks and self.kv.evict_kept():",
+            "if victim is not None and lacks and self.kv.evict_kept(1e9):",
         ),
     ),
     *mutants_of(

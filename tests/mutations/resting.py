@@ -98,7 +98,7 @@ RESTING_MUTANTS = (
         TESTS,
         (
             "a prompt goes on to draft though drafting rests by now",
-            "                request.draft_length = self.first_block(request.speculation)\n",
+            "                request.draft_length = self.choose_first_block(request.speculation)\n",
             "                pass\n",
         ),
         (

@@ -457,7 +457,7 @@ SPECULATION_MUTANTS = (
         TESTS,
         (
             "new requests draft k tokens whatever was decided",
-            "            request.draft_length = self.speculation.first_block(request.speculation)\n",
+            "            request.draft_length = self.speculation.choose_first_block(request.speculation)\n",
             "            pass\n",
         ),
     ),

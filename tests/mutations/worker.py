@@ -89,8 +89,8 @@ WORKER_MUTANTS = (
         ),
         (
             "a prompt's last position has log-probabilities too",
-            "requests.num_prompt_tokens[index] - 1 - batch.start",
-            "requests.num_prompt_tokens[index] - batch.start",
+            "requests.num_prompt_tokens[index] - 1 - batch.start_bound",
+            "requests.num_prompt_tokens[index] - batch.start_bound",
         ),
     ),
     Mutant(

@@ -29,7 +29,7 @@ class RandomStep:
     def inputs(self) -> Step:
         """With bounds that hold for the rows that go on."""
         rows = self.rows
-        lens, starts = rows.query_lens.cpu().numpy(), rows.start.cpu().numpy()
+        lens, starts = rows.query_lens.cpu().numpy(), rows.start_bound.cpu().numpy()
         ends = (starts + lens).astype(np.int64)
         bounds = LengthBounds(lens.astype(np.int64), ends, ends + 2 * self.state.k + 2, self.state.max_len)
         # Padding rows of logits, and the `num_draft + 1` of each row that samples.
@@ -141,16 +141,16 @@ def _random_row(
         return _below(generator, bound)
 
     decodes = decodes or below(2) == 0
-    row = {"req_idx": req_idx, "start": below(max_start), "num_new": 1 if decodes else 1 + below(5)}
+    row = {"req_idx": req_idx, "start_bound": below(max_start), "num_new": 1 if decodes else 1 + below(5)}
     row["num_draft"] = below(state.k + 1) if decodes else 0
     row["num_next_draft"] = below(state.k + 1)
     row["query_lens"] = row["num_new"] + row["num_draft"]
     row["logits_start"] = 0 if decodes or below(2) == 0 else -1
-    computed = row["start"]
-    if decodes and row["start"] > 0 and below(2) == 0:
-        row["num_unverified_drafts"] = 1 + below(row["start"])
+    computed = row["start_bound"]
+    if decodes and row["start_bound"] > 0 and below(2) == 0:
+        row["num_unverified_drafts"] = 1 + below(row["start_bound"])
         computed -= below(row["num_unverified_drafts"] + 1)
-    end = row["start"] + row["query_lens"] + row["num_next_draft"] + 1
+    end = row["start_bound"] + row["query_lens"] + row["num_next_draft"] + 1
     state.num_blocks[req_idx] = min(-(-end // state.block_size) + below(2), state.blocks.shape[1])
     if zombies and "num_unverified_drafts" in row and below(2) == 0:
         computed = below(state.max_len + 2 * state.block_size)
@@ -168,7 +168,7 @@ def random_target(step: RandomStep, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + 1000)
     state, rows = step.copy_of_state(), step.rows
     tokens = torch.randint(VOCAB, (step.num_logits,), generator=generator)
-    starts = torch.where(rows.num_unverified_drafts > 0, state.computed[rows.req_idx.clamp(min=0)], rows.start)
+    starts = torch.where(rows.num_unverified_drafts > 0, state.computed[rows.req_idx.clamp(min=0)], rows.start_bound)
     for r in range(len(rows.req_idx)):
         for j in range(int(rows.num_draft[r]) if rows.logits_start[r] >= 0 else 0):
             position = int(starts[r] + rows.num_new[r]) + j

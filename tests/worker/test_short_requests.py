@@ -49,7 +49,7 @@ def test_a_short_request_beside_one_with_a_bias_is_not_special() -> None:
     """Its lowest start is below 0 with a block of drafts in flight; it has no `min_tokens` to hide stop tokens for."""
     batch = SimpleNamespace(
         req_idx=np.arange(2),
-        start=np.array([1, 9]),
+        start_bound=np.array([1, 9]),
         num_new=np.ones(2, np.int64),
         num_unverified_drafts=np.array([K, 0]),
         sample=np.ones(2, bool),

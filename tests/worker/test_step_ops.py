@@ -51,7 +51,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 def real_starts(step: RandomStep) -> np.ndarray:
     rows = step.rows
     computed = host(step.state.computed)[host(rows.req_idx).clip(min=0)]
-    return np.where(host(rows.num_unverified_drafts) > 0, computed, host(rows.start))
+    return np.where(host(rows.num_unverified_drafts) > 0, computed, host(rows.start_bound))
 
 
 @pytest.mark.parametrize(("seed", "k"), GRID)

@@ -55,7 +55,7 @@ class Watched:
             choose_budgets(scheduler, self._budget)
         if (speculation := scheduler.speculation) is not None:
             # Not by the times of steps, which interpreted kernels take.
-            speculation.goes_on_resting = lambda num_running: False  # type: ignore[method-assign]
+            speculation.skip_decision = lambda num_running: False  # type: ignore[method-assign]
             speculation.choose = self._lengths  # type: ignore[method-assign]
         submit, collect, finish_step = runner.submit, runner.collect, runner.finish_step
 

@@ -113,18 +113,18 @@ class KVManager:
         num_blocks = blocks_for(num_positions, self._block_size)
         return all(group.fits(request, num_blocks, hit, num_promised) for group in self.groups)
 
-    def can_admit(self, request: Request, num_positions: int, hit: Sequence[int], num_promised: int) -> bool:
+    def make_admissible(self, request: Request, num_positions: int, hit: Sequence[int], num_promised: int) -> bool:
         """As `fits`, for a request that waits: of what is kept for other servers as much gives way as it takes, the
         oldest first. What is kept for less than `FETCH_S` stays, since its decode server may just ask for it."""
         while not self.fits(request, num_positions, hit, num_promised):
-            if not self.let_go_of_kept(FETCH_S):
+            if not self.evict_kept(FETCH_S):
                 return False
         return True
 
-    def let_go_of_kept(self, least_age_s: float = 0.0) -> bool:
+    def evict_kept(self, least_age_s: float = 0.0) -> bool:
         """Let go of the prompt that is kept for another server for longest, if for at least `least_age_s`; False where
         there is none."""
-        return self.tiers is not None and self.tiers.kept is not None and self.tiers.kept.give_way(least_age_s)
+        return self.tiers is not None and self.tiers.kept is not None and self.tiers.kept.evict_oldest(least_age_s)
 
     def start(self, request: Request, hit: list[int]) -> None:
         """Hold the hit; the request counts as computed up to its end."""
@@ -150,7 +150,7 @@ class KVManager:
         """As `reserve`, for a request that runs: loads give way to it, and of what is kept for other servers as much as
         it takes, the oldest first."""
         while not self.reserve(request, row):
-            if self.tiers is None or not self.tiers.give_way():
+            if self.tiers is None or not self.tiers.cancel_loads():
                 return False
         return True
 

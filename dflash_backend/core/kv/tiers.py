@@ -507,11 +507,11 @@ class KVTiers:
             self.stats[name].num_hit_tokens += count
         return counts
 
-    def give_way(self) -> bool:
+    def cancel_loads(self) -> bool:
         """Let go of all that loads hold, and stop those under way, or of some of what is kept for other servers; False
         where there is neither. Requests that load need not wait any more."""
         if not self._loads and not self._load_of:
-            return self.kept is not None and self.kept.give_way()
+            return self.kept is not None and self.kept.evict_oldest()
         if self._load_of:
             self._mover.cancel(frozenset(self._load_of))
             self._take_finished()

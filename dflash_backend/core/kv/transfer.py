@@ -122,7 +122,7 @@ class KeptForOthers:
             self._sender.withdraw(number)
             self._broken.append(number)
 
-    def give_way(self, least_age_s: float = 0.0) -> bool:
+    def evict_oldest(self, least_age_s: float = 0.0) -> bool:
         """Let go of the oldest, if it is kept for at least `least_age_s`; False where there is none. Its decode server
         computes it."""
         if not self._keeping:

@@ -65,7 +65,7 @@ class UnevenDrafts:
         self._gain += GAIN_WEIGHT * (gain - self._gain)
         return self.pays(gain, num_rows) and self._num_in_a_row < MOST_IN_A_ROW
 
-    def next_step(self, num_rows: int) -> bool:
+    def advance(self, num_rows: int) -> bool:
         """Go on to the step that is planned now, and say whether its drafts have confidences. Its own next drafts get
         them while budgets pay, and now and then."""
         has_confidence = self.wants_confidence

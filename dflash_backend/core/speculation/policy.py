@@ -293,7 +293,7 @@ class AdaptiveSpeculation:
         nearest = min(self._lengths, key=lambda group: abs(group - row.effect.hopeful_group))
         return min(row.k, self._lengths[nearest])
 
-    def first_block(self, row: SpeculatingRow) -> int:
+    def choose_first_block(self, row: SpeculatingRow) -> int:
         """Drafts of the first block of a request whose prompt is computed. While drafting rests with few rows they are
         those of a probe: the next request may fare better, and its answer may be over before a probe comes."""
         is_undecided = not self._lengths and not self._is_measured
@@ -305,7 +305,7 @@ class AdaptiveSpeculation:
         if not row.k or not (is_undecided or (length == 0 and self._num_rows <= FEW_ROWS)):
             return length
         if row.is_tried is None:
-            row.is_tried = self._tries_undecided() if is_undecided else self._tries_resting()
+            row.is_tried = self._take_undecided_trial() if is_undecided else self._take_resting_trial()
         if is_undecided:
             return length if row.is_tried else 0
         self._has_first_block |= row.is_tried
@@ -330,13 +330,13 @@ class AdaptiveSpeculation:
             group = fresh.effect.hopeful_group
             self._first_length = self._optimal_lengths(Counter({group: num_rows}), line)[group]
 
-    def _tries_undecided(self) -> bool:
-        """Whether the first block of a request that comes before the first decision is drafted."""
+    def _take_undecided_trial(self) -> bool:
+        """Count a request that comes before the first decision, and say whether its first block is drafted."""
         self._num_first += 1
         return self._num_first <= FIRST_ROWS or self._num_first % self.k == 0
 
-    def _tries_resting(self) -> bool:
-        """Whether that of one that comes while drafting rests is tried."""
+    def _take_resting_trial(self) -> bool:
+        """Count a request that comes while drafting rests, and say whether its first block is tried."""
         self._num_untried += 1
         wait = min(1 + self._num_failed_first // FAILED_FIRST_BLOCKS, MOST_REQUESTS_BETWEEN)
         if self._num_untried < wait:
@@ -350,9 +350,9 @@ class AdaptiveSpeculation:
         """Whether drafting pays, by the last decision, or before the first one."""
         return not self._lengths or any(self._lengths.values())
 
-    def goes_on_resting(self, num_running: int) -> bool:
-        """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
-        not called for it. num_running: requests that run."""
+    def skip_decision(self, num_running: int) -> bool:
+        """True if the step that is planned drafts nothing, like the one before, and needs no decision. Then it is
+        counted here, and `choose` is not called for it. num_running: requests that run."""
         changed = abs(num_running - self._num_running) > MAX_CHANGE * self._num_running
         is_due = self._is_due or self._has_first_block or self._age + 1 >= self._interval
         if changed or is_due or not self.rests:
@@ -371,11 +371,11 @@ class AdaptiveSpeculation:
         num_prompt_tokens: those left of the prompts of running and of waiting requests. num_beginning: waiting requests
         that there are rows for."""
         self._choose_first_length(len(running) + num_beginning, num_prompt_tokens)
-        if self.goes_on_resting(len(running)):
+        if self.skip_decision(len(running)):
             return  # none of them drafts, by the last decision, and each has been told so
         for request in running:
             if request.in_prefill:
-                request.draft_length = self.first_block(request.speculation)
+                request.draft_length = self.choose_first_block(request.speculation)
         decoding = [request for request in running if not request.in_prefill]
         drafting = [request for request in decoding if request.num_speculative_tokens]
         if not drafting:
@@ -462,13 +462,14 @@ class AdaptiveSpeculation:
     def choose_budget(
         self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow]
     ) -> DraftBudget | None:
-        """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps, in those that
-        try whether drafting pays again, and where leaving some out gains little.
+        """Which of the drafts of a step's rows are verified. None: all of them, as in the first steps, in probes, and
+        where a budget gains too little.
 
-        Called once for each step. `uneven.wants_confidence` then says whether the drafter reports confidences for
-        the drafts that the step proposes. speculating: of each row; empty where no row has drafts.
+        To be called once for each step, which it counts. `uneven.wants_confidence` then says whether the drafter
+        reports confidences for the drafts that the step proposes. speculating: of each row; empty where no row has
+        drafts.
         """
-        if not self.uneven.next_step(len(rows)) or not speculating:
+        if not self.uneven.advance(len(rows)) or not speculating:
             return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
         if not drafting or self.stats.num_steps <= len(FIRST_STEPS):
