@@ -22,7 +22,7 @@ class Script:
     def __init__(self, num_resting: int) -> None:
         self._num_left = num_resting
 
-    def first_block(self, row: SpeculatingRow) -> int:
+    def choose_first_block(self, row: SpeculatingRow) -> int:
         return 0 if self._num_left else row.k
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, prompt: list[int], num_resting: int, nu
     speculation, script = built.core.scheduler.speculation, Script(num_resting)
     assert isinstance(speculation, AdaptiveSpeculation)
     monkeypatch.setattr(speculation, "choose", script.choose)
-    monkeypatch.setattr(speculation, "first_block", script.first_block)
+    monkeypatch.setattr(speculation, "choose_first_block", script.choose_first_block)
     outputs = Outputs(built)
     outputs.add("a", prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     outputs.finish()
