@@ -218,8 +218,6 @@ class RequestStates:
             for name, value in zip(PARAMETERS, values, strict=True):
                 target = getattr(state, name)
                 target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
-            if state.num_other is not None:
-                state.num_other.index_fill_(0, where, 0)
             if len(penalised) > 0:
                 state.token_counts.index_fill_(0, penalised, 0)
                 state.num_counted.index_fill_(0, penalised, 0)

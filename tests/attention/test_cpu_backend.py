@@ -131,6 +131,18 @@ def test_blocks_before_the_window_are_not_read(
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
+def test_blocks_before_the_window_of_a_long_prompt_are_not_read() -> None:
+    layer, query = paged(torch.float32, 2, 64), torch.randn(520, 4, 64, generator=torch.Generator().manual_seed(1))
+    layer.data[0] = torch.nan
+    table, pattern, results = torch.arange(1, 45).view(1, 44).int(), AttentionPattern(True, 100, False), []
+    for given_back in (0, 5):  # the window begins at position 81
+        tables = table.clone()
+        tables[:, :given_back] = 0
+        layout, cpu = AttentionBatch(np.array([520]), np.array([700]), tables), CpuBackend(BLOCK)
+        results.append(cpu.attend(query, layer, cpu.prepare(layout, pattern, torch.float32), None))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_that_some_queries_see_whole_hides_from_the_others(causal: bool, dtype: torch.dtype) -> None:

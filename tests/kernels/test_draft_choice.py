@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_kernels.draft_choice import GAIN_WEIGHT, choose_drafts, choose_drafts_reference
+from dflash_kernels.draft_choice import GAIN_WEIGHT, MOST_GAIN, choose_drafts, choose_drafts_reference
 
 K, MAX_LEN = 5, 40
 FORMS = [choose_drafts] if torch.cuda.is_available() else [choose_drafts_reference, choose_drafts]
@@ -79,6 +79,18 @@ def test_lookup_is_taken_again_when_it_would_have_had_more(form: object) -> None
     assert taken == 5
     assert state.step([9, 10, 11, 30], 5, model=[1], found=[], num_found=0) == 0
     assert state.gain[1].item() > 0.3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gain", [MOST_GAIN, -MOST_GAIN])
+def test_a_gain_has_a_bound_either_way(form: object, gain: float) -> None:
+    state = State(form, gain)
+    right, wrong = [1, 2, 3, 4, 5], [9, 9, 9, 9, 9]
+    for _ in range(3):
+        model, found = (wrong, right) if gain > 0 else (right, wrong)
+        state.step([7], 0, model, found)
+        state.step([*right, 6], 5, [], [], num_found=0)
+        assert state.gain[1].item() == gain
 
 
 @pytest.mark.parametrize("form", FORMS)

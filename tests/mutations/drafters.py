@@ -78,13 +78,6 @@ DRAFTERS_MUTANTS = (
         BESIDE,
     ),
     Mutant(
-        "a request begins with the contest of the one before",
-        "dflash_backend/worker/state.py",
-        "state.num_other.index_fill_(0, where, 0)",
-        "pass",
-        BESIDE,
-    ),
-    Mutant(
         "what was looked up hides a drafter that is of no use",
         "dflash_backend/triton/activity_log.py",
         "stats.spec_decoding.num_drafts - stats.lookup.num_drafts",
