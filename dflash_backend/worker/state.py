@@ -232,8 +232,10 @@ class RequestStates:
         self.num_sampled -= bool(self.temperature[record.index])
 
     def clear(self) -> None:
-        """Drop every request."""
+        """Drop every request, and what rows have learned of them."""
         self.records.clear()
+        if self.state.lookup_gain is not None:
+            self.state.lookup_gain.zero_()
         self.num_processed = self.num_sampled = 0
         self._free = list(range(len(self.temperature) - 1, -1, -1))
 

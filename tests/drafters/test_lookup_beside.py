@@ -87,6 +87,13 @@ def test_a_row_that_repeats_drafts_what_followed_and_others_what_the_model_says(
     assert drafts(phrase, 11, prompt_lookup_min=1) == [*phrase[1:], *phrase, *phrase][: len(looked_up)]
 
 
+def test_steps_that_are_measured_at_the_start_teach_nothing_about_lookup(pair: dict[str, Any]) -> None:
+    each = built(pair, prompt_lookup_min=1, adaptive_speculation=True)
+    assert each.core.config.measured_steps
+    assert each.runner.step.state.lookup_gain is not None
+    assert not each.runner.step.state.lookup_gain.any()
+
+
 class Wrong(NgramDrafter):
     """Says that something matched where nothing did."""
 
