@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     parameters = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     built = build_engine(EngineConfig.from_values(values))
-    target = built.runner.step.target
+    target = built.runner.model.target
     if not isinstance(target, LayeredTarget) or (head := target.coarse_head) is None:
         print("this target has no codes here: its head is too small, or multiplied in another way")
         return 1

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("the target has no recurrent layers", file=sys.stderr)
         return 2
     slots = built.core.config.num_state_snapshots or 0
-    size = pool_bytes(net, slots, built.runner.step.dtype) / 1024**2
+    size = pool_bytes(net, slots, built.runner.model.dtype) / 1024**2
     ratios = sorted(hit / miss for hit, miss in zip(hits, misses, strict=True))
     ratio = statistics.median(ratios)
     rows = [

@@ -73,7 +73,7 @@ class _TimedWorker:
     def reset(self) -> None:
         """Nothing to remove."""
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         """A random result for each row of the plan."""
         plan = self._plan
         assert plan is not None
@@ -86,7 +86,7 @@ class _TimedWorker:
         self.returned_s = time.thread_time()
         return ModelRunnerOutput(plan.step_id, results)
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """No confidences."""
         assert self._plan is not None
         return DraftOutput(self._plan.step_id)

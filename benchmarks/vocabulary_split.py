@@ -64,7 +64,7 @@ class Run:
 
 def group_of(built: BuiltEngine) -> RankGroup:
     """The other ranks of an engine."""
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     return target.ranks
@@ -112,9 +112,9 @@ def rows_of(target: Path, vocab_size: int, options: argparse.Namespace) -> tuple
     engines = [engine(target, split) for split in (False, True)]
     held = []
     for built in engines:
-        shared = built.runner.step.target
+        shared = built.runner.model.target
         assert isinstance(shared, TensorParallelTarget)
-        held.append(vocabulary_bytes(shared.local.spec, built.runner.step.dtype) / MIB)
+        held.append(vocabulary_bytes(shared.local.spec, built.runner.model.dtype) / MIB)
     rows, same = [], True
     for name, sampling in SAMPLING.items():
         pairs = []

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if group is None:
         print("no layer of the target has KV blocks of its own", file=sys.stderr)
         return 2
-    decoder, dtype = built.pair.target.decoder, built.runner.step.dtype
+    decoder, dtype = built.pair.target.decoder, built.runner.model.dtype
     whole, of_windows = bytes_per_block(decoder, None, size, dtype), window_bytes_per_block(decoder, size, dtype)
     rows = []
     for num_tokens, (most, most_of_windows) in held.items():

@@ -52,7 +52,7 @@ def engine(num_positions: int, **settings: Any) -> LLM:
     pair's."""
     models = {name: settings[name] for name in ("target", "draft") if name in settings}
     llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=4, kv_cache_gb=0.1, **models)
-    size = sum(part[0].nbytes // part.shape[1] * part.shape[0] for part in llm.engine.runner.step.kv.records[0])
+    size = sum(part[0].nbytes // part.shape[1] * part.shape[0] for part in llm.engine.runner.model.kv.records[0])
     del llm
     gib = (num_positions // BLOCK + 0.5) * size / 1024**3
     longest = min(2048, num_positions // BLOCK * BLOCK)
@@ -101,7 +101,7 @@ class _Traffic:
     that no request has."""
 
     def __init__(self, llm: LLM, num_blocks: int, max_bytes_s: float, max_stored_bytes_s: float) -> None:
-        step = llm.engine.runner.step
+        step = llm.engine.runner.model
         device = DeviceRecords([(tensors, 0) for tensors in step.kv.records])
         stores = {HOST: HostRecords(device.sizes, [num_blocks], False)}
         self._mover = BackgroundMover(device, stores, max_bytes_s, max_stored_bytes_s)
@@ -144,12 +144,12 @@ def steps(llm: LLM, num_tokens: int) -> list[float]:
     for index, prompt in enumerate(prompts(4, 64)):
         core.add_request(GenerationRequest(str(index), prompt, params))
     core.step()
-    core.finish_step()
+    core.collect_drafts()
     found = []
     while core.has_unfinished():
         began = time.perf_counter()
         core.step()
-        core.finish_step()
+        core.collect_drafts()
         found.append(time.perf_counter() - began)
     return found
 

@@ -62,7 +62,7 @@ def run(llm: LLM, prompts: list[list[int]], max_tokens: int, sampling: dict[str,
 
 def _sent(llm: LLM) -> tuple[int, int, int]:
     """Passes over all ranks, bytes of rank 0's terms of sums, and bytes of its messages."""
-    target = llm.engine.runner.step.target
+    target = llm.engine.runner.model.target
     if not isinstance(target, TensorParallelTarget):
         return 0, 0, 0
     assert isinstance(target.ranks, RankGroup)
@@ -72,7 +72,7 @@ def _sent(llm: LLM) -> tuple[int, int, int]:
 
 def vocabulary_kib(llm: LLM) -> float:
     """What embedding and head take on rank 0."""
-    target = llm.engine.runner.step.target
+    target = llm.engine.runner.model.target
     assert isinstance(target, TensorParallelTarget)
     spec = target.local.spec
     return vocabulary_bytes(spec, target.local.lm_head.dtype) / 1024

@@ -27,7 +27,7 @@ def engine_of(**settings: Any) -> LLM:
     """An engine that has all the memory of its KV cache, as a server's: pages that the system gives while a slice runs
     would count against it, seconds for a pool on a machine whose own memory was never touched."""
     llm = LLM(**settings, **SETTINGS)
-    llm.engine.runner.step.kv.claim()
+    llm.engine.runner.model.kv.claim()
     return llm
 
 

@@ -19,11 +19,11 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter, DFlashModel, D
 from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.models.ops import select_ops
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_backend.worker.step_ops import select_step_ops
 
 BLOCK_SIZE = 16
@@ -101,8 +101,10 @@ class RandomEngine:
         state = StateTensors.allocate(
             sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, target.spec.vocab_size, self.device
         )
-        step = ModelStep(target, drafter, self.kv, backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype)
-        runner = ModelRunner(step, max_tokens=max(sizes.num_rows * (k + 1), prompt_tokens or 0))
+        model = SpecDecodeModel(
+            target, drafter, self.kv, backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype
+        )
+        runner = ModelRunner(model, max_tokens=max(sizes.num_rows * (k + 1), prompt_tokens or 0))
         runner.prepare(
             use_graphs=True,
             progress=lambda message, fraction: None,
@@ -148,7 +150,7 @@ def drawn_by_place(acceptance: SyntheticAcceptance, device: torch.device) -> For
     table = torch.tensor(acceptance.draw(TABLE_SIZE, seed=0), dtype=torch.int32, device=device)
     multipliers = [random.Random(seed).randrange(1, TABLE_SIZE, 2) for seed in (1, 2)]
 
-    def accepted(step: Step) -> torch.Tensor:
+    def accepted(step: ForwardBatch) -> torch.Tensor:
         place = step.starts.long() * multipliers[0] + step.batch.req_idx.long() * multipliers[1]
         return torch.minimum(table[place % TABLE_SIZE], step.batch.num_draft)
 

@@ -47,7 +47,7 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_kernels.dispatch import use_triton
 from dflash_kernels.measured_linear import describe_measured, use_measured_products
@@ -423,11 +423,11 @@ def run_start(context: Context) -> None:
     state = StateTensors.allocate(rows, positions, k, engine.kv.block_size, shape.target.vocab_size, device)
     drafter = DFlashDrafter(engine.draft, engine.target, engine.kv.draft, engine.backend)
     ops, shared = select_step_ops(device), engine.backend.capabilities.shares_prefixes
-    step = ModelStep(
+    model = SpecDecodeModel(
         engine.target, drafter, engine.kv, engine.backend, ops, state, draft_temperature_ratio=0.0,
         dtype=context.dtype, wants_confidence=True, shares_prefixes=shared,
     )  # fmt: skip
-    runner = ModelRunner(step, max_tokens=tokens)
+    runner = ModelRunner(model, max_tokens=tokens)
     cached, before = traffic.has_compiled_kernels(), _free_memory(device)
     started, begun = time.monotonic(), count()
 

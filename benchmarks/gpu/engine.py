@@ -70,8 +70,8 @@ class SkippedPrefill:
     """A worker that takes all but the last position of a prefill chunk as computed: its KV is what lies in memory.
 
     To the core it does what the worker behind it does, so a request of 32k tokens is ready to decode after one step.
-    computes_prompts: it does not skip them for now. waited_s: seconds that `collect` has taken, in which the host had
-    nothing to do.
+    computes_prompts: it does not skip them for now. waited_s: seconds that `collect_results` has taken, in which
+    the host had nothing to do.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -95,17 +95,17 @@ class SkippedPrefill:
         ]
         self._worker.submit(replace(plan, rows=rows))
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         """The result of the oldest step."""
         started = time.perf_counter()
-        result = self._worker.collect()
+        result = self._worker.collect_results()
         self.waited_s += time.perf_counter() - started
         return result
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         """The drafts of the step that was collected last."""
         started = time.perf_counter()
-        drafts = self._worker.finish_step(ended)
+        drafts = self._worker.collect_drafts(ended)
         self.waited_s += time.perf_counter() - started
         return drafts
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import StepOps
 
-ForcedAcceptance = Callable[[Step], torch.Tensor]
+ForcedAcceptance = Callable[[ForwardBatch], torch.Tensor]
 """How many drafts of each row are accepted: int32 `[R]` on the device, 0 to k, no more than the row has. It is captured
 in graphs, so it must follow from its arguments: from the rows and where they start."""
 
@@ -23,7 +23,7 @@ def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
     """`ops` itself, whose accept sees other tokens of the target from now on: `forced_tokens`."""
     accept = ops.accept
 
-    def forced(step: Step, state: StateTensors) -> None:
+    def forced(step: ForwardBatch, state: StateTensors) -> None:
         step.target_tokens = forced_tokens(acceptance(step), step, state)
         accept(step, state)
 
@@ -31,7 +31,7 @@ def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
     return ops
 
 
-def forced_tokens(counts: torch.Tensor, step: Step, state: StateTensors) -> torch.Tensor:
+def forced_tokens(counts: torch.Tensor, step: ForwardBatch, state: StateTensors) -> torch.Tensor:
     """What takes the place of `step.target_tokens` (int64 `[D]`), so that rows accept `counts` (int32 `[R]`) of their
     drafts: the drafts themselves, and then another token than the next draft."""
     rows, target_tokens = step.batch, step.target_tokens

@@ -57,7 +57,7 @@ from dflash_backend.worker.graphs import capture_shapes, warm_up
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_kernels import scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT4, MXFP4
@@ -158,7 +158,7 @@ def shape_of(case: Case) -> Shape:
     return Shape(case.name, target, draft)
 
 
-def model_step(case: Case) -> ModelStep:
+def model_step(case: Case) -> SpecDecodeModel:
     """The models with kernels in place of references, on the CPU."""
     shape = shape_of(case)
     positions = max_positions(MAX_MODEL_LEN, case.k)
@@ -170,7 +170,7 @@ def model_step(case: Case) -> ModelStep:
     with mock.patch.object(scaled_linear, "trial", return_value=None):
         target = DecoderTarget(shape.target, weights, positions, ops)
     kv = PagedKVCache.allocate(shape.target.decoder, shape.draft.decoder, NUM_BLOCKS, BLOCK_SIZE, DTYPE, CPU)
-    return ModelStep(
+    return SpecDecodeModel(
         target,
         _drafter(case, shape, target, kv, plain),
         kv,

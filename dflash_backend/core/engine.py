@@ -1,7 +1,7 @@
 """The step loop: requests in, `EngineCoreOutputs` out. Plan, run on the worker, apply; no threads, no queues.
 
-A step's tokens are there before its drafts. `step` returns them, and `finish_step`, called once they are sent, takes in
-the drafts; a worker on a CPU drafts only then.
+A step's tokens are there before its drafts. `step` returns them, and `collect_drafts`, called once they are sent, takes
+in the drafts; a worker on a CPU drafts only then.
 
 `EngineCore` runs in the engine process behind ZeroMQ, and in-process behind `dflash_backend.LLM`.
 
@@ -165,7 +165,7 @@ class EngineCore:
 
         With overlap the deltas are those of the step before the one submitted now; the first call yields none.
         """
-        self.finish_step()
+        self.collect_drafts()
         started = self._clock()
         outputs, self._outputs = self._outputs, EngineCoreOutputs()
         if self._deadlines.heap and self._deadlines.heap[0][0] <= started:
@@ -192,7 +192,7 @@ class EngineCore:
         self._stats_sent_at = ended
         return msgspec.structs.replace(outputs, stats=self.stats())
 
-    def finish_step(self) -> None:
+    def collect_drafts(self) -> None:
         """Take in the drafts of the step whose tokens `step` returned last, where that has not been done. To be called
         once those are sent, which then does not wait for drafting; `step` calls it too."""
         step, self._drafting = self._drafting, None
@@ -202,7 +202,7 @@ class EngineCore:
         rows, result = list(zip(step.plan.rows, step.requests, strict=True)), step.result
         assert result is not None
         try:
-            drafts = self._worker.finish_step(
+            drafts = self._worker.collect_drafts(
                 [row.request_id for row, request in rows if self._requests.get(row.request_id) is not request]
             )
         except StepFailed as error:
@@ -365,7 +365,7 @@ class EngineCore:
     def _exchange_drafters(self, swap: DrafterSwap, outputs: EngineCoreOutputs) -> None:
         """Put a drafter in the worker, or the one before back, once nothing is in flight."""
         self._collect_down_to(0, outputs)
-        self.finish_step()
+        self.collect_drafts()
         if self._failed_step is not None:
             return  # the next step does it, or has taken the drafter out
         if swap is self._swap:
@@ -460,7 +460,7 @@ class EngineCore:
         num_decodes = 0
         while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
             self.beat()
-            self.finish_step()
+            self.collect_drafts()
             if self._failed_step is not None:
                 self._fail(request, failure_message(self._failed_step[1]), alone)
                 break
@@ -471,7 +471,7 @@ class EngineCore:
             num_decodes += submitted and decodes
             self._collect_down_to(1 if self._overlap and submitted else 0, alone)
         self._collect_down_to(0, alone)
-        self.finish_step()
+        self.collect_drafts()
         self._failed_step = None
         self.scheduler.take_all()
         self._worker.reset()
@@ -484,13 +484,13 @@ class EngineCore:
     def _collect_down_to(self, num_left: int, outputs: EngineCoreOutputs) -> None:
         """Wait for the oldest steps in flight and apply their results, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
-            self.finish_step()
+            self.collect_drafts()
             if not self._in_flight:
                 return  # a step that waited for those drafts did not run
             step = self._in_flight[0]
             step.times.waited = self._clock()
             try:
-                step.result = result = self._worker.collect()
+                step.result = result = self._worker.collect_results()
             except StepFailed as error:
                 self._drop_in_flight()
                 self._failed_step = step.plan, str(error)

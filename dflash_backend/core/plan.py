@@ -254,13 +254,13 @@ class Worker(Protocol):
         """Remove every request, as if none had ever been in a plan. Steps in flight are dropped. The KV stays."""
         ...
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         """The result of the oldest step that was submitted and not collected; waits for it. There must be one. Raises
         `StepFailed`."""
         ...
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        """What the step that was collected last proposed; waits for it. Called once after each `collect`, before the
-        next `submit` or `collect`. ended: the requests of its rows that have ended: their drafts are of no use. Raises
-        `StepFailed`."""
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        """What the step that was collected last proposed; waits for it. Called once after each `collect_results`,
+        before the next `submit` or `collect_results`. ended: the requests of its rows that have ended: their drafts
+        are of no use. Raises `StepFailed`."""
         ...

@@ -80,7 +80,7 @@ from dflash_backend.worker.graphs import capture_shapes, measured_padded_steps
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_backend.worker.step_ops import select_step_ops
 
 # Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
@@ -108,7 +108,7 @@ class BuiltEngine:
 
     def check(self) -> None:
         """Raises `RankLostError` when a process that shares the target is lost, and a step would fail."""
-        if isinstance(target := self.runner.step.target, TensorParallelTarget):
+        if isinstance(target := self.runner.model.target, TensorParallelTarget):
             target.check()
 
 
@@ -175,7 +175,7 @@ def build_engine(
     kv = allocate_kv(config, own, sizes.num_blocks, dtype, device, of_windows)
     runner = _runner(config, models, sizes, kv, grammars)
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
-    shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
+    shapes = capture_shapes(runner.model.state.k) if config.adaptive_speculation else []
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     trace = _trace(config)
     scheduler_config = _with_measured_steps(_scheduler_config(config, models, sizes), runner, shapes)
@@ -280,7 +280,7 @@ def _measured_sizes(
 
         def run(plan: SchedulerOutput) -> ModelRunnerOutput:
             runner.submit(plan)
-            return runner.collect()
+            return runner.collect_results()
 
         return run
 
@@ -310,7 +310,7 @@ def _runner(
     make_drafter = models.make_drafter
     drafter = None if make_drafter is None else make_drafter(target, kv.draft, models.draft_backend)
     decoder = own_part(config, pair).target.decoder
-    step = ModelStep(
+    model = SpecDecodeModel(
         target,
         drafter,
         kv,
@@ -339,7 +339,7 @@ def _runner(
         threads = BatchThreads(num_batch_threads(size, num_cores(config)), config.batch_invariant, size)
     else:  # passes over all ranks come one after the other
         threads = BatchThreads(1, op_threads=num_rank_0_threads(target))
-    return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
+    return ModelRunner(model, config.max_num_batched_tokens, threads, grammars)
 
 
 def _lookup_beside(models: LoadedModels) -> NgramDrafter | None:
@@ -413,16 +413,16 @@ def _with_measured_steps(
 ) -> SchedulerConfig:
     """The settings with the shapes of the padded steps, where there are any that the number of drafts follows, and with
     the times of steps, where they are run as they will be."""
-    if runner.step.ops.on_host:
+    if runner.model.ops.on_host:
         if not config.adaptive_speculation or not config.num_speculative_tokens:
             return config
-        vocab_size = runner.step.target.spec.vocab_size
+        vocab_size = runner.model.target.spec.vocab_size
         return dataclasses.replace(config, measured_steps=measured_steps(config, runner, vocab_size))
     steps = runner.graphs.steps(sampled=False)
     draft_shapes = tuple(shape for shape in shapes if shape[0]) if steps else ()
     if not draft_shapes or runner.device.type != "cuda":
         return dataclasses.replace(config, draft_shapes=draft_shapes)
-    measured = tuple(measured_padded_steps(runner.step, runner.layouts, steps))
+    measured = tuple(measured_padded_steps(runner.model, runner.layouts, steps))
     return dataclasses.replace(config, draft_shapes=draft_shapes, measured_steps=measured)
 
 

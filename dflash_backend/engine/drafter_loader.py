@@ -64,7 +64,7 @@ class DrafterLoader:
         """What gives the drafter to the thread that steps, and what it is in words."""
         present = self.pair.draft_model
         assert present is not None, "there is no loader without a drafter that is a model"
-        assert self.runner.step.drafter is not None
+        assert self.runner.model.drafter is not None
         if self.runner.mover is not None:
             raise ConfigError(
                 "KV tiers and other servers (kv_host_gb, kv_disk_path, kv_role) hold the context KV of the present "
@@ -86,11 +86,11 @@ class DrafterLoader:
 
     def _made(self, make: DrafterFactory, directory: Path) -> Drafter[Any]:
         """The drafter over the engine's KV. Raises `ConfigError` where captured graphs cannot run it."""
-        step = self.runner.step
-        drafter = make(step.target, step.kv.draft, step.draft_backend or step.backend)
+        model = self.runner.model
+        drafter = make(model.target, model.kv.draft, model.draft_backend or model.backend)
         if self.runner.captured:
             try:
-                paired_tensors(step.drafter, drafter)
+                paired_tensors(model.drafter, drafter)
             except ValueError as error:
                 raise ConfigError(
                     f"the drafter in {directory} differs from the one that CUDA graphs were captured with ({error}); "

@@ -63,7 +63,7 @@ def with_tiers(
     if not wants_tiers(config) or not scheduler.enable_prefix_caching:
         return scheduler, None
     device, num_slots = _device_records(scheduler, runner)
-    computed_by = f"{device.device.type} {runner.step.backend.name} {runner.step.dtype}"
+    computed_by = f"{device.device.type} {runner.model.backend.name} {runner.model.dtype}"
     tiers, stores = _tiers(config, scheduler, pair, device, num_slots, computed_by)
     sends, receives = config.kv_role in ("prefill", "both"), config.kv_role in ("decode", "both")
     transfer = sender = None
@@ -149,11 +149,11 @@ def _tiers(
 
 def _device_records(scheduler: SchedulerConfig, runner: ModelRunner) -> tuple[DeviceRecords, list[int]]:
     """The device's records, and how many of each group there are, in the order of `core.kv.KVManager.groups`."""
-    step = runner.step
-    groups: list[tuple[tuple[torch.Tensor, ...], int]] = [(tensors, 0) for tensors in step.kv.records]
+    model = runner.model
+    groups: list[tuple[tuple[torch.Tensor, ...], int]] = [(tensors, 0) for tensors in model.kv.records]
     num_slots = [scheduler.num_blocks, scheduler.num_window_blocks][: len(groups)]
-    if step.pool is not None and scheduler.num_state_snapshots is not None:
-        groups.append((step.pool.tensors, len(step.state.tokens)))
+    if model.pool is not None and scheduler.num_state_snapshots is not None:
+        groups.append((model.pool.tensors, len(model.state.tokens)))
         num_slots.append(scheduler.num_state_snapshots)
     return DeviceRecords(groups), num_slots
 

@@ -241,7 +241,7 @@ class LLM:
         finally:
             with whole:
                 core.abort(list(running))
-                core.finish_step()
+                core.collect_drafts()
                 if core.is_moving:
                     core.advance_moves()  # what was kept for another engine can be read
 

@@ -53,11 +53,11 @@ class TimedWorker:
     def reset(self) -> None:
         self._worker.reset()
 
-    def collect(self) -> ModelRunnerOutput:
-        return self._worker.collect()
+    def collect_results(self) -> ModelRunnerOutput:
+        return self._worker.collect_results()
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        drafts = self._worker.finish_step(ended)
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        drafts = self._worker.collect_drafts(ended)
         self.last_s = time.perf_counter() - self._begun
         rows = [] if self._plan is None else self._plan.rows
         kinds = {(row.num_draft, row.num_next_draft) for row in rows}
@@ -110,7 +110,7 @@ def _steps(config: SchedulerConfig, timed: TimedWorker, vocab_size: int) -> Iter
             for _ in range(1 + NUM_STEPS):
                 if core.has_unfinished():
                     core.step()
-                    core.finish_step()
+                    core.collect_drafts()
                     yield
             core.abort(names)
             while core.has_unfinished():

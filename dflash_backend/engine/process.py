@@ -152,7 +152,7 @@ class EngineLoop:
                     self._say(outputs)
                 if self._trace is not None:
                     self._trace.messages("send", started, len(outputs.deltas))
-                self._core.finish_step()
+                self._core.collect_drafts()
             elif busy:
                 self._say(self._core.idle_outputs())
             elif moves:
@@ -376,7 +376,7 @@ def build_claimed(config: EngineConfig, progress: Callable[[str, float], None]) 
     from dflash_backend.engine.build import build_engine  # loads torch
 
     built = build_engine(config, progress)
-    built.runner.step.kv.claim()
+    built.runner.model.kv.claim()
     return built
 
 

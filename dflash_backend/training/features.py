@@ -21,11 +21,11 @@ class Teacher:
     """A target that an engine has loaded, over KV of its own."""
 
     def __init__(self, llm: LLM) -> None:
-        step = llm.engine.runner.step
-        self.target: TargetModel = step.target
-        self.device, self.dtype = step.device, step.dtype
-        self._backend: AttentionBackend = step.backend
-        self._block_size = step.kv.block_size
+        model = llm.engine.runner.model
+        self.target: TargetModel = model.target
+        self.device, self.dtype = model.device, model.dtype
+        self._backend: AttentionBackend = model.backend
+        self._block_size = model.kv.block_size
         self._kv: PagedKVCache | None = None
 
     @torch.no_grad()

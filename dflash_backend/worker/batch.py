@@ -110,7 +110,7 @@ class DeviceBatch:
         return cls(**dict(zip(_ROW_FIELDS, fields.unbind(0), strict=True)), token_row=buffer[num_fields:])
 
 
-class LaidOutBatch(DeviceBatch):
+class CpuBatch(DeviceBatch):
     """The layout that C++ has written. A field becomes a tensor when it is asked for: to make all of them takes longer
     than most of what reads them."""
 
@@ -134,8 +134,8 @@ class LaidOutBatch(DeviceBatch):
 
 
 @dataclass
-class Step:
-    """A step of R rows, T tokens and D rows of logits, on the device: its layout, and what `ModelStep` finds.
+class ForwardBatch:
+    """A step of R rows, T tokens and D rows of logits, on the device: its layout, and what `SpecDecodeModel` finds.
 
     Layout. logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in
     order. logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. bounds: None where the host
@@ -287,7 +287,7 @@ class HostBatch:
         return num_draft if self.budget is None else min(num_draft, self.budget.num_drafts)
 
     def budget_numbers(self, k: int, num_rows: int, num_drafts: int) -> np.ndarray:
-        """What `Step.budget` is, for `num_drafts` drafts."""
+        """What `ForwardBatch.budget` is, for `num_drafts` drafts."""
         numbers = np.zeros(2 + k + num_rows, dtype=np.float32)
         numbers[0] = num_drafts
         if self.budget is not None:
@@ -333,7 +333,7 @@ class HostBatch:
         k: int,
         row_multiple: int = 1,
         block_size: int = 0,
-    ) -> Step:
+    ) -> ForwardBatch:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
         most drafts of a row. block_size: positions of a block, for prefixes that rows share."""
         num_verified = self.num_draft if self.budget is None else first_drafts(self.num_draft, self.num_verified)
@@ -367,7 +367,7 @@ class HostBatch:
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
         budget = more[0] if more else None
-        return Step(batch, logits, rows, self.bounds(num_rows), self.traits, k, budget, shared=shared)
+        return ForwardBatch(batch, logits, rows, self.bounds(num_rows), self.traits, k, budget, shared=shared)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
@@ -440,7 +440,7 @@ def shared_rows(numbers: torch.Tensor) -> SharedRows:
     return SharedRows(leader, num_rows, positions, numbers[_NUM_GROUP_NUMBERS:])
 
 
-def window_slots(step: Step, window_blocks: torch.Tensor, block_size: int) -> WindowSlots:
+def window_slots(step: ForwardBatch, window_blocks: torch.Tensor, block_size: int) -> WindowSlots:
     """The tokens and rows of a step by the block table of these layers, `StateTensors.window_blocks`. A token whose
     slot in the other layers is below 0 has none here either. Waits for nothing, so that graphs can capture it."""
     batch, positions, slots, layout = step.batch, step.positions, step.slots, step.attention
@@ -507,6 +507,6 @@ class LayoutBuffer:
         batch = HostBatch([], np.zeros((0, 7), dtype=np.int64), BatchTraits(False, False))
         self.send_padded(batch, num_rows, num_tokens)
 
-    def send_ragged(self, batch: HostBatch) -> Step:
+    def send_ragged(self, batch: HostBatch) -> ForwardBatch:
         """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
         return batch.ragged(self._uploader.send, self.k, ROW_MULTIPLE, self.block_size)

@@ -32,10 +32,10 @@ import torch
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.core.plan import MIN_SHARING_ROWS, MeasuredStep
 from dflash_backend.models.peers import ALONE
-from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, Step
+from dflash_backend.worker.batch import BatchTraits, ForwardBatch, HostBatch, LayoutBuffer, LengthBounds
 from dflash_backend.worker.kv_cache import WriteGuard
 from dflash_backend.worker.logits import PromptLogprobs
-from dflash_backend.worker.step import ModelStep, StateCopies
+from dflash_backend.worker.step import SpecDecodeModel, StateCopies
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
@@ -67,31 +67,31 @@ GraphPool = Any
 """torch's handle for memory that graphs share; it has no public name."""
 
 
-class StepRunner(Protocol):
-    """What runs a step in three parts: `ModelStep`, operation by operation, or `CapturedStep`. Between the parts no
-    other step is run."""
+class ForwardRunner(Protocol):
+    """What runs a step in three parts: `SpecDecodeModel`, operation by operation, or `CudaGraphRunner`. Between the
+    parts no other step is run."""
 
     def verify(
-        self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
-    ) -> Step:
+        self, step: ForwardBatch, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
+    ) -> ForwardBatch:
         """Queue the target's forward and its own tokens. Returns the step that the other parts go on with, whose tokens
         may be changed until `accept`; that of a graph is valid on the device until the next one is run."""
 
-    def accept(self, step: Step) -> None:
-        """Queue the acceptance of drafts: `Step.results` is valid on the device from here on."""
+    def accept(self, step: ForwardBatch) -> None:
+        """Queue the acceptance of drafts: `ForwardBatch.results` is valid on the device from here on."""
 
-    def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
-        """Queue injecting and drafting: `Step.draft_report` is valid on the device from here on."""
+    def draft(self, step: ForwardBatch, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
+        """Queue injecting and drafting: `ForwardBatch.draft_report` is valid on the device from here on."""
 
 
 @dataclass(frozen=True)
-class PaddedStep:
+class PaddedBatch:
     """A step of a fixed shape, for the rows whose layout was sent last, and what runs it."""
 
-    inputs: Step
-    runner: StepRunner
+    inputs: ForwardBatch
+    runner: ForwardRunner
 
-    def run(self) -> Step:
+    def run(self) -> ForwardBatch:
         """Queue all parts."""
         step = self.runner.verify(replace(self.inputs))
         self.runner.accept(step)
@@ -99,14 +99,16 @@ class PaddedStep:
         return step
 
 
-MakeRunner = Callable[[Step], StepRunner | None]
+MakeRunner = Callable[[ForwardBatch], ForwardRunner | None]
 """Makes what runs the padded step over these inputs; None when memory does not suffice."""
 
 
-class CapturedStep:
+class CudaGraphRunner:
     """A padded step in three CUDA graphs, which is always the same, whatever step it is given."""
 
-    def __init__(self, model: ModelStep, inputs: Step, pool: GraphPool, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, model: SpecDecodeModel, inputs: ForwardBatch, pool: GraphPool, stream: torch.cuda.Stream
+    ) -> None:
         """Runs the step once on `stream`, for what is made at first use (compiled kernels, library handles), then
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
         with torch.cuda.stream(stream):
@@ -132,7 +134,7 @@ class CapturedStep:
         self._step.results, self._step.draft_report = step.results, step.draft_report
         self._step.num_looked_up = step.num_looked_up
 
-    def verify(self, *_: object) -> Step:
+    def verify(self, *_: object) -> ForwardBatch:
         self._replay(0)
         return self._step
 
@@ -191,15 +193,15 @@ class CaptureError(RuntimeError):
 class GraphCapturer:
     """Captures padded steps, all with their memory in one pool: they run one at a time. Between `no_collection`."""
 
-    def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
-        self._step = step
+    def __init__(self, model: SpecDecodeModel, layouts: LayoutBuffer) -> None:
+        self._model = model
         self._layouts = layouts
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, inputs: Step) -> CapturedStep | None:
+    def __call__(self, inputs: ForwardBatch) -> CudaGraphRunner | None:
         """Capture a step; None when memory does not suffice. Raises `CaptureError`."""
-        alone = self._step.target.peers is ALONE
+        alone = self._model.target.peers is ALONE
         if not self._has_memory():
             return None
         for again in (alone, False):
@@ -221,18 +223,18 @@ class GraphCapturer:
 
     def _has_memory(self) -> bool:
         """Whether enough is free for a step, if need be without what torch keeps of other steps."""
-        peers = self._step.target.peers
+        peers = self._model.target.peers
         if peers.least_free(torch.cuda.mem_get_info()[0]) >= RESERVED_BYTES:
             return True
         torch.cuda.empty_cache()
         return peers.least_free(torch.cuda.mem_get_info()[0]) >= RESERVED_BYTES
 
-    def _captured(self, inputs: Step) -> CapturedStep:
+    def _captured(self, inputs: ForwardBatch) -> CudaGraphRunner:
         current = torch.cuda.current_stream()
         self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
         current.synchronize()
         try:
-            return CapturedStep(self._step, inputs, self._pool, self._stream)
+            return CudaGraphRunner(self._model, inputs, self._pool, self._stream)
         finally:
             torch.cuda.set_stream(current)  # a capture that fails as it ends leaves its own
             # The step may still run: what comes next must not change its layout before it has ended.
@@ -276,17 +278,17 @@ def capture_shapes(k: int) -> list[tuple[int, int]]:
 class GraphDispatcher:
     """The padded steps that there are, by kind: whether there are sampled requests, and whether rows share prefixes."""
 
-    def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
-        self._step = step
+    def __init__(self, model: SpecDecodeModel, layouts: LayoutBuffer) -> None:
+        self._model = model
         self._layouts = layouts
-        self._steps: dict[tuple[bool, bool], list[PaddedStep]] = {}
-        self._mixed: dict[bool, list[PaddedStep]] = {}
+        self._steps: dict[tuple[bool, bool], list[PaddedBatch]] = {}
+        self._mixed: dict[bool, list[PaddedBatch]] = {}
 
-    def steps(self, sampled: bool, shared: bool = False) -> list[PaddedStep]:
+    def steps(self, sampled: bool, shared: bool = False) -> list[PaddedBatch]:
         """Those of a kind."""
         return list(self._steps.get((sampled, shared), []))
 
-    def mixed(self, sampled: bool) -> list[PaddedStep]:
+    def mixed(self, sampled: bool) -> list[PaddedBatch]:
         """Those for rows of any length."""
         return list(self._mixed.get(sampled, []))
 
@@ -295,7 +297,7 @@ class GraphDispatcher:
         """Padded steps of all kinds."""
         return sum(map(len, [*self._steps.values(), *self._mixed.values()]))
 
-    def find(self, batch: HostBatch) -> PaddedStep | None:
+    def find(self, batch: HostBatch) -> PaddedBatch | None:
         """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding.
         Where none of them shares prefixes, one that reads them for each row by itself will do."""
         if not self._steps and not self._mixed:
@@ -307,7 +309,7 @@ class GraphDispatcher:
         found = self._find(batch, shared=True) if batch.shared else None
         return found or self._find(batch, shared=False)
 
-    def _find(self, batch: HostBatch, shared: bool) -> PaddedStep | None:
+    def _find(self, batch: HostBatch, shared: bool) -> PaddedBatch | None:
         steps = self.steps(batch.traits.sampled, shared)
         if not steps:
             return None
@@ -348,7 +350,7 @@ class GraphDispatcher:
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.
         """
-        k = self._step.state.k
+        k = self._model.state.k
         shapes = shapes or [(k, k)]
         kinds = (True, False) if sampled else (False,)
         of_decode_rows = [
@@ -358,10 +360,10 @@ class GraphDispatcher:
             if size in (finest if finest and shape == max(shapes) else sizes)
             for kind in kinds
             for shared in (True, False)
-            if not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS)
+            if not shared or (self._model.shares_prefixes and size >= MIN_SHARING_ROWS)
         ]
         self.clear()
-        wanted: list[tuple[list[PaddedStep], str, Step]] = []
+        wanted: list[tuple[list[PaddedBatch], str, ForwardBatch]] = []
         for size, (num_verified, draft_width), kind, shared in of_decode_rows:
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows{' with a shared prefix' if shared else ''}"
             if len(shapes) > 1:
@@ -378,7 +380,7 @@ class GraphDispatcher:
             if (runner := make(inputs)) is None:
                 missing.append(name)
             else:
-                steps.append(PaddedStep(inputs, runner))
+                steps.append(PaddedBatch(inputs, runner))
         if missing:
             logger.warning(
                 "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
@@ -390,24 +392,24 @@ class GraphDispatcher:
 
     def _inputs(
         self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False, mixed: bool = False
-    ) -> Step:
+    ) -> ForwardBatch:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
         any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
         did not pay, or come before such. mixed: any row may have any of the tokens, and those that sample have up to
         k + 1 logits."""
-        step, state = self._step, self._step.state
+        model, state = self._model, self._model.state
         longest = np.full(num_rows, state.max_len)
         most = num_tokens if mixed else 1 if num_tokens == num_rows else 1 + state.k
         batch, budget = self._layouts.padded(num_rows, num_tokens)
         nowhere: torch.Tensor | None = None
         if mixed:  # where logits lie is decided on the device; this says how many there may be
-            nowhere = torch.zeros(num_rows * step.decode_query_len, dtype=torch.int32, device=step.device)
-        return Step(
+            nowhere = torch.zeros(num_rows * model.decode_query_len, dtype=torch.int32, device=model.device)
+        return ForwardBatch(
             batch=batch,
             logits_token=nowhere,
             logits_row=batch.token_row if nowhere is None else nowhere,
             bounds=LengthBounds(np.full(num_rows, most), longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, step.drafter is not None and draft_width > 0),
+            traits=BatchTraits(sampled, model.drafter is not None and draft_width > 0),
             budget=budget,
             draft_width=draft_width,
             shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
@@ -448,7 +450,7 @@ def mixed_shapes(max_rows: int, max_tokens: int, decode_query_len: int) -> list[
     ]
 
 
-def smallest_mixed(steps: Sequence[Step], batch: HostBatch) -> int | None:
+def smallest_mixed(steps: Sequence[ForwardBatch], batch: HostBatch) -> int | None:
     """The index of the smallest of these steps that can run `batch`, not of decode rows alone; None when there is none,
     or none that is worth its padding."""
     count = len(batch.req_idx)
@@ -472,7 +474,9 @@ REPEATS = 3
 
 
 @torch.inference_mode()
-def measured_padded_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[PaddedStep]) -> list[MeasuredStep]:
+def measured_padded_steps(
+    model: SpecDecodeModel, layouts: LayoutBuffer, padded: Sequence[PaddedBatch]
+) -> list[MeasuredStep]:
     """The times of padded steps, the shortest of a few runs each. Their rows are padding, so their contexts are empty:
     what is left of a step's time is mostly reading weights and multiplying."""
     found = []
@@ -482,7 +486,7 @@ def measured_padded_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequen
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
             ran = each.run()
-            times.append(step.unpacked_report(ran, ran.draft_report.cpu().numpy())[0])
+            times.append(model.unpacked_report(ran, ran.draft_report.cpu().numpy())[0])
         target_s = min(sum(seconds[:-1]) for seconds in times)
         draft_s = min(seconds[-1] for seconds in times)
         found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, inputs.draft_width, target_s, draft_s))
@@ -495,28 +499,28 @@ CHUNK = 256
 NUM_ROWS = 4
 
 
-def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_widths: Sequence[int] = ()) -> None:
+def warm_up(model: SpecDecodeModel, layouts: LayoutBuffer, max_tokens: int, draft_widths: Sequence[int] = ()) -> None:
     """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
     row where that is not always k."""
-    longest, peers = min(CHUNK, max_tokens), step.target.peers
-    backends = step.backend, step.draft_backend or step.backend
+    longest, peers = min(CHUNK, max_tokens), model.target.peers
+    backends = model.backend, model.draft_backend or model.backend
     with peers.every_variant(), every_kernel(*backends, max_tokens=max_tokens):
-        step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
-        if step.shares_prefixes:
-            inputs = _padding_under_bounds(step, layouts, longest, sampled=False)
-            shared = layouts.padded_shared(inputs.num_rows, inputs.num_tokens, step.state.max_len)
-            step.run(replace(inputs, shared=shared))
-    for num_tokens in _token_counts(step, max_tokens):
-        step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
+        model.run(_padding_under_bounds(model, layouts, longest, sampled=False))
+        if model.shares_prefixes:
+            inputs = _padding_under_bounds(model, layouts, longest, sampled=False)
+            shared = layouts.padded_shared(inputs.num_rows, inputs.num_tokens, model.state.max_len)
+            model.run(replace(inputs, shared=shared))
+    for num_tokens in _token_counts(model, max_tokens):
+        model.run(_padding_under_bounds(model, layouts, num_tokens, sampled=False))
     with peers.every_variant(), every_kernel(*backends):
-        for width, sampled in product({step.state.k, *draft_widths}, (False, True)):
-            step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
+        for width, sampled in product({model.state.k, *draft_widths}, (False, True)):
+            model.run(_padding_under_bounds(model, layouts, 1, sampled, width))
     # The powers of two, and the most.
     for num_rows in {min(1 << i, layouts.max_rows) for i in range(layouts.max_rows.bit_length() + 1)}:
-        padding = _padding_under_bounds(step, layouts, 1, num_rows=num_rows)
+        padding = _padding_under_bounds(model, layouts, 1, num_rows=num_rows)
         assert padding.budget is not None
-        step.ops.apply_budget(padding, padding.budget, step.state)
-    _choose_tokens(step, layouts)
+        model.ops.apply_budget(padding, padding.budget, model.state)
+    _choose_tokens(model, layouts)
 
 
 @contextmanager
@@ -530,30 +534,30 @@ def every_kernel(*backends: AttentionBackend, max_tokens: int = 0) -> Iterator[N
         yield
 
 
-def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
+def _choose_tokens(model: SpecDecodeModel, layouts: LayoutBuffer) -> None:
     """Masks and samples logits of the target's dtype, and of float32, which logits processors give."""
-    padding = _padding_under_bounds(step, layouts, 1, sampled=True)
-    step.ops.prepare(padding, step.state)
-    vocab_size, device = step.target.spec.vocab_size, step.device
+    padding = _padding_under_bounds(model, layouts, 1, sampled=True)
+    model.ops.prepare(padding, model.state)
+    vocab_size, device = model.target.spec.vocab_size, model.device
     bitmask = torch.full((1, num_words(vocab_size)), -1, dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int32, device=device)
-    for dtype in (step.dtype, torch.float32):
+    for dtype in (model.dtype, torch.float32):
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
-        step.ops.apply_token_bitmask(logits, bitmask, row)
-        step.ops.argmax(logits)
+        model.ops.apply_token_bitmask(logits, bitmask, row)
+        model.ops.argmax(logits)
         padding.logits = logits
-        step.ops.target_tokens(padding, step.state)
+        model.ops.target_tokens(padding, model.state)
     # Logits before the first token of request 0, which has no penalties yet.
     numbers = torch.zeros(NUMBERS, 1, dtype=torch.int64, device=device)
     rows = PenalisedRows(numbers, torch.zeros(1, dtype=torch.int64, device=device), 0)
-    step.ops.penalise(torch.zeros(1, vocab_size, device=device), rows, step.state)
+    model.ops.penalise(torch.zeros(1, vocab_size, device=device), rows, model.state)
 
 
-def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
+def _token_counts(model: SpecDecodeModel, max_tokens: int) -> list[int]:
     """Numbers of tokens that together take every tile of the experts, every form of their grouping, and the form of
     the delta rule for blocks of more tokens than a row of few drafts has."""
-    counts = {min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()
-    moe = step.target.spec.decoder.moe
+    counts = {min(DELTA_CHUNK, max_tokens)} if model.pool is not None else set()
+    moe = model.target.spec.decoder.moe
     if moe is None:
         return sorted(counts)
     entries = [tile.rows * moe.num_experts for tile in TILES] + [FEW_ENTRIES]
@@ -563,27 +567,27 @@ def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
 
 
 def _padding_under_bounds(
-    step: ModelStep,
+    model: SpecDecodeModel,
     layouts: LayoutBuffer,
     num_tokens: int,
     sampled: bool = False,
     draft_width: int | None = None,
     num_rows: int = NUM_ROWS,
-) -> Step:
+) -> ForwardBatch:
     """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens of a long context."""
-    device, longest = step.device, step.state.max_len
-    draft_width = step.state.k if draft_width is None else draft_width
+    device, longest = model.device, model.state.max_len
+    draft_width = model.state.k if draft_width is None else draft_width
     size = num_rows * -(-num_tokens // num_rows)
     layouts.send_nothing(num_rows, size)
     batch, budget = layouts.padded(num_rows, size)
     lens, ends = np.zeros((2, num_rows), dtype=np.int64)
     lens[0], ends[0] = num_tokens, longest
-    return Step(
+    return ForwardBatch(
         batch=batch,
         logits_token=torch.zeros(1, dtype=torch.int32, device=device),
         logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
         bounds=LengthBounds(lens, ends, ends, max_overestimate=longest),
-        traits=BatchTraits(sampled, drafts=step.drafter is not None and draft_width > 0),
+        traits=BatchTraits(sampled, drafts=model.drafter is not None and draft_width > 0),
         budget=budget,
         draft_width=draft_width,
     )

@@ -20,7 +20,7 @@ import torch
 from dflash_backend.attention.packed_queries import to_device
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.worker.batch import HostBatch, Step, spans
+from dflash_backend.worker.batch import ForwardBatch, HostBatch, spans
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step_ops import StepOps
@@ -83,7 +83,7 @@ class SpecialRows:
             rows = np.union1d(rows, with_grammar[batch.sample[with_grammar]])
         return cls(batch, requests, grammars, rows) if len(rows) else None
 
-    def choose(self, step: Step, ops: StepOps) -> None:
+    def choose(self, step: ForwardBatch, ops: StepOps) -> None:
         """Put the tokens of these rows in their places among `step.target_tokens`, once the masks of grammars are
         filled. Nothing else is changed but these rows' logits."""
         if step.logits is None:
@@ -148,7 +148,7 @@ class SpecialRows:
         rows = PenalisedRows(numbers, self.position, int(num_draft.max()))
         ops.penalise(logits, rows, self._requests.state)
 
-    def logprobs(self, step: Step, ops: StepOps) -> PendingLogprobs | None:
+    def logprobs(self, step: ForwardBatch, ops: StepOps) -> PendingLogprobs | None:
         """What the rows that asked get; None where none asked. On a CPU after `accept`. On a GPU nothing waits for the
         device: all drafts of the rows have log-probabilities, of which `PendingLogprobs.entries` leaves out those of
         rejected ones. Accepted drafts are the target's own tokens, and so is the one that follows them."""

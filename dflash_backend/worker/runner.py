@@ -1,8 +1,8 @@
 """Executes step plans: on a GPU one behind the other, without waiting for any; on a CPU at once.
 
 `submit` brings the plan's changes and its layout to the device, queues the step and the copy of its results, and
-returns. What depends on a value is decided on the device (`step`). `collect` waits for the oldest results. On a CPU
-there is nothing to overlap with, and the rows of a step are shared among the cores instead (`batch_parallel`).
+returns. What depends on a value is decided on the device (`step`). `collect_results` waits for the oldest results. On
+a CPU there is nothing to overlap with, and the rows of a step are shared among the cores instead (`batch_parallel`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dflash_backend.drafters.exchange import exchange_weights
 from dflash_backend.messages import ErrorStatus
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.worker.batch import HostBatch, LayoutBuffer, Step
+from dflash_backend.worker.batch import ForwardBatch, HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
     CaptureError,
+    ForwardRunner,
     GraphCapturer,
     GraphDispatcher,
     MakeRunner,
     Progress,
-    StepRunner,
     capture_sizes,
     mixed_shapes,
     no_collection,
@@ -51,7 +51,7 @@ from dflash_backend.worker.kv_cache import KVWriteError, WriteGuard
 from dflash_backend.worker.kv_mover import BackgroundMover
 from dflash_backend.worker.logits import PendingLogprobs, PromptLogprobs, SpecialRows
 from dflash_backend.worker.state import RequestStates
-from dflash_backend.worker.step import PHASES, ModelStep, StateCopies
+from dflash_backend.worker.step import PHASES, SpecDecodeModel, StateCopies
 from dflash_backend.worker.step_ops import StateSnapshot
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, fetch
 from dflash_kernels.log_odds import MAX_LOG_ODDS
@@ -65,14 +65,14 @@ _log = logging.getLogger(__name__)
 class PartInFlight:
     """Rows of a step that run together: `step`, padding included, run by `runner`.
 
-    copies: as of `ModelStep.draft`. waits: the rest of the step follows the target's forward only when the step before
-    it has drafted. results: on their way once drafts are accepted; draft_report, once they are proposed. proposed:
-    int64 `[R, k]`, the drafts themselves, where a grammar asks for them.
+    copies: as of `SpecDecodeModel.draft`. waits: the rest of the step follows the target's forward only when the step
+    before it has drafted. results: on their way once drafts are accepted; draft_report, once they are proposed.
+    proposed: int64 `[R, k]`, the drafts themselves, where a grammar asks for them.
     """
 
     rows: Sequence[ScheduledRequest]
-    runner: StepRunner
-    step: Step
+    runner: ForwardRunner
+    step: ForwardBatch
     guard: WriteGuard | None = None
     copies: StateCopies = ()
     special: SpecialRows | None = None
@@ -87,48 +87,52 @@ class PartInFlight:
 
 @dataclass(frozen=True)
 class BatchInFlight:
-    """A step that was submitted: all that `collect` and `finish_step` need, since its requests may be gone by
-    then."""
+    """A step that was submitted: all that `collect_results` and `collect_drafts` need, since its requests may be gone
+    by then."""
 
     plan: SchedulerOutput
     parts: list[PartInFlight]
 
 
 class ModelRunner:
-    """Runs the steps of plans, on the device that the models, the KV and the requests' state of `step` are on."""
+    """Runs the steps of plans, on the device that the models, the KV and the requests' state of `model` are on."""
 
     def __init__(
         self,
-        step: ModelStep,
+        model: SpecDecodeModel,
         max_tokens: int,
         threads: BatchThreads | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """max_tokens: the most tokens of one step. threads: those that share the rows of a step, with `CpuStepOps`; by
         default the caller's alone. grammars: where requests with structured output find theirs."""
-        self.step = step
-        self.device = step.device
-        self.overlaps = not step.ops.on_host
-        self.requests = RequestStates(step.state, step.target.spec.vocab_size)
+        self.model = model
+        self.device = model.device
+        self.overlaps = not model.ops.on_host
+        self.requests = RequestStates(model.state, model.target.spec.vocab_size)
         self.threads = threads or BatchThreads(1)
         beside = self.threads.num_workers == 1
-        self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
-        num_rows = len(step.state.tokens)
+        self.grammars = GrammarStates(grammars, model.target.spec.vocab_size, self.device, beside)
+        num_rows = len(model.state.tokens)
         self.layouts = LayoutBuffer(
-            num_rows, max(max_tokens, num_rows * step.decode_query_len), step.state.k, self.device, step.kv.block_size
+            num_rows,
+            max(max_tokens, num_rows * model.decode_query_len),
+            model.state.k,
+            self.device,
+            model.kv.block_size,
         )
-        self.graphs = GraphDispatcher(step, self.layouts)
+        self.graphs = GraphDispatcher(model, self.layouts)
         self.captured = False
         """Whether steps are captured in graphs."""
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
-        self._max_padded_rows = max(1, min(num_rows, max_tokens // step.decode_query_len))
+        self._max_padded_rows = max(1, min(num_rows, max_tokens // model.decode_query_len))
         self._results, self._draft_reports = (
-            Downloader(size, self.device) for size in step.result_sizes(self.layouts.max_rows)
+            Downloader(size, self.device) for size in model.result_sizes(self.layouts.max_rows)
         )
         self._in_flight: deque[BatchInFlight] = deque()
         # The step that was collected last, until its drafts are.
-        self._collected: BatchInFlight | None = None
+        self._awaiting_drafts: BatchInFlight | None = None
         self.mover: BackgroundMover | None = None
         """What moves KV to tiers and back; None without them."""
 
@@ -151,23 +155,23 @@ class ModelRunner:
         only what greedy decode rows need: no padded steps for sampled requests, and on a GPU the kernels of other steps
         are compiled when they come.
         """
-        if self.step.ops.on_host:
+        if self.model.ops.on_host:
             return
         # With many shapes for each number of rows, their numbers of tokens lie close enough, but for the largest.
-        finest = capture_sizes(self._max_padded_rows, self.step.decode_query_len) if shapes and sizes is None else ()
-        sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.step.decode_query_len)
+        finest = capture_sizes(self._max_padded_rows, self.model.decode_query_len) if shapes and sizes is None else ()
+        sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.model.decode_query_len)
         if self.device.type == "cuda" and serves:
             progress("compiling kernels", 0.0)
-            warm_up(self.step, self.layouts, self._max_tokens, [width for _, width in shapes])
-        if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
+            warm_up(self.model, self.layouts, self._max_tokens, [width for _, width in shapes])
+        if not self.model.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         captures = use_graphs and self.device.type == "cuda"
         if captures:
-            make: MakeRunner = GraphCapturer(self.step, self.layouts)
+            make: MakeRunner = GraphCapturer(self.model, self.layouts)
             mixed = self._mixed_shapes() if mixed is None and serves else mixed or ()
         else:
             # Without graphs a step with prompts gains nothing by padding.
-            make, progress, mixed = lambda inputs: self.step, lambda message, done: None, mixed or ()
+            make, progress, mixed = lambda inputs: self.model, lambda message, done: None, mixed or ()
         try:
             with no_collection() if captures else nullcontext(), measuring() if captures else nullcontext():
                 self.graphs.make(make, sizes, serves, progress, shapes, finest, mixed)
@@ -185,9 +189,9 @@ class ModelRunner:
     def _mixed_shapes(self) -> list[tuple[int, int]]:
         """As `graphs.mixed_shapes`; none where a row's bound costs more than empty tiles: recurrent layers, and
         attention in pieces of fixed positions."""
-        if self.step.pool is not None or not self.step.backend.capabilities.shares_work:
+        if self.model.pool is not None or not self.model.backend.capabilities.shares_work:
             return []
-        return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.decode_query_len)
+        return mixed_shapes(len(self.model.state.tokens), self._max_tokens, self.model.decode_query_len)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
@@ -196,18 +200,18 @@ class ModelRunner:
         if plan.writable_block_ids is not None and self.mover is not None:
             self.mover.check(plan)
         with step_errors(plan, self.device), torch.inference_mode():
-            if self.step.pending is not None:
+            if self.model.pending is not None:
                 # From now on the blocks where it would be written may be another request's.
                 for request_id in plan.finished_req_ids:
-                    self.step.pending.drop(self.requests.records[request_id].index)
+                    self.model.pending.drop(self.requests.records[request_id].index)
             self.requests.update(plan)
             if plan.new_requests or plan.finished_req_ids:
                 self.grammars.update(plan)
-            if self.step.pool is not None:
+            if self.model.pool is not None:
                 # What the steps before have yet to write is written first.
-                first = len(self.step.state.tokens)
+                first = len(self.model.state.tokens)
                 starts = [(new.snapshot_slot, new.request_id) for new in plan.new_requests]
-                self.step.pool.copy(
+                self.model.pool.copy(
                     [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
                 )
         parts: list[PartInFlight] = []
@@ -215,7 +219,7 @@ class ModelRunner:
             if self.overlaps and plan.rows:
                 parts = [self._run_part(plan, plan.rows)]
             elif plan.rows:
-                # Until drafts are accepted; the rest waits for `finish_step`.
+                # Until drafts are accepted; the rest waits for `collect_drafts`.
                 rows = plan.rows if plan.budget is None else self._apply_budget(plan.rows, plan.budget)
                 of_threads = self.threads.split(rows, self.grammars.answers)
                 parts = self.threads.run(lambda rows: self._run_part(plan, rows), of_threads, plan.num_tokens)
@@ -223,43 +227,43 @@ class ModelRunner:
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
-        self._collected = None
+        self._awaiting_drafts = None
         self._in_flight.clear()
         self.requests.clear()
-        if self.step.pending is not None:
-            self.step.pending.clear()
+        if self.model.pending is not None:
+            self.model.pending.clear()
         self.grammars.answers.clear()
 
     def use_drafter(self, drafter: Drafter) -> Drafter:
         """Draft with another drafter, which writes its context KV where the one before did; with no step in flight.
         Returns the drafter that it took the place of. Raises `ValueError` where graphs were captured and the two differ
         in more than their weights."""
-        before = self.step.drafter
+        before = self.model.drafter
         assert before is not None
         assert not self._in_flight, "a step is in flight"
-        assert self._collected is None, "a step has not drafted"
+        assert self._awaiting_drafts is None, "a step has not drafted"
         with torch.inference_mode():
-            self.step.inject_waiting()
+            self.model.inject_waiting()
         if self.captured:
             exchange_weights(before, drafter)  # a graph reads them where they are
             before, drafter = drafter, before
-        self.step.drafter = drafter
-        self.step.pending = self.step.ops.pending_context(self.step.state)
+        self.model.drafter = drafter
+        self.model.pending = self.model.ops.pending_context(self.model.state)
         return before
 
-    def collect(self) -> ModelRunnerOutput:
-        """As `core.plan.Worker.collect`."""
-        if self._collected is not None:
-            self.finish_step(())
-        self._collected = batch = self._in_flight.popleft()
+    def collect_results(self) -> ModelRunnerOutput:
+        """As `core.plan.Worker.collect_results`."""
+        if self._awaiting_drafts is not None:
+            self.collect_drafts(())
+        self._awaiting_drafts = batch = self._in_flight.popleft()
         results: dict[str, RequestResult] = {}
         mask_seconds = 0.0
         with step_errors(batch.plan, self.device):
             for part in batch.parts:
                 assert part.results is not None, "the step before completes this one"
                 # Lists, since after a step's products each call of numpy takes some microseconds.
-                numbers = part.results.wait().reshape(-1, self.step.state.k + 3).tolist()[: len(part.rows)]
-                self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
+                numbers = part.results.wait().reshape(-1, self.model.state.k + 3).tolist()[: len(part.rows)]
+                self.model.target.peers.check()  # a step whose rank is lost ends too, with any numbers
                 new_tokens = [
                     ids[: num_accepted + 1] if row.sample else []
                     for row, (num_accepted, _, *ids) in zip(part.rows, numbers, strict=True)
@@ -280,16 +284,16 @@ class ModelRunner:
                     mask_seconds += part.grammars.mask_seconds
         return ModelRunnerOutput(batch.plan.step_id, [results[row.request_id] for row in batch.plan.rows], mask_seconds)
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        """As `core.plan.Worker.finish_step`. On a CPU it injects and drafts."""
-        batch, self._collected = self._collected, None
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        """As `core.plan.Worker.collect_drafts`. On a CPU it injects and drafts."""
+        batch, self._awaiting_drafts = self._awaiting_drafts, None
         assert batch is not None
         phases: dict[str, float] = {}
         confidences: dict[str, list[float]] = {}
         num_kept: dict[str, int] = {}
         errors: dict[str, tuple[str, ErrorStatus]] = {}
         looked_up: dict[str, int] = {}
-        has_confidence = batch.plan.wants_confidence and self.step.wants_confidence and batch.plan.drafts
+        has_confidence = batch.plan.wants_confidence and self.model.wants_confidence and batch.plan.drafts
         with step_errors(batch.plan, self.device), torch.inference_mode():
             if not self.overlaps and batch.parts:
                 # Rows of requests that have ended, which the core knows by now, propose nothing.
@@ -300,7 +304,7 @@ class ModelRunner:
                 self.threads.run(self._draft_part, batch.parts, batch.plan.num_tokens, drafts=True)
             for part in batch.parts:
                 assert part.draft_report is not None
-                seconds, num_looked_up, numbers = self.step.unpacked_report(part.step, part.draft_report.wait())
+                seconds, num_looked_up, numbers = self.model.unpacked_report(part.step, part.draft_report.wait())
                 looked_up |= zip((row.request_id for row in part.rows), num_looked_up.tolist(), strict=False)
                 # Parts run side by side: the phases of the slowest one add up to no more than the step.
                 if sum(seconds) > sum(phases.values()):
@@ -335,8 +339,8 @@ class ModelRunner:
             if self.grammars.answers.get(row.request_id) is answer:
                 first = answer.num_tokens
                 index = self.requests.records[row.request_id].index
-                self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
-                self.step.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
+                self.model.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
+                self.model.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
             # What the grammar has put in place of drafts is certain.
             if confidences:
                 confidences = confidences[:num_own] + [MAX_LOG_ODDS] * (len(kept) - num_own)
@@ -348,7 +352,7 @@ class ModelRunner:
 
     def _copied_states(self, plan: SchedulerOutput, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
         """The slots of the rows' recurrent states that are copied after the rows, and those that they are copied to."""
-        first = len(self.step.state.tokens)
+        first = len(self.model.state.tokens)
         return [
             (self.requests.records[row.request_id].index, first + slot)
             for row in rows
@@ -360,7 +364,7 @@ class ModelRunner:
         req_idx = np.array([self.requests.records[row.request_id].index for row in rows])
         num_draft = np.array([row.num_draft for row in rows])
         lens = verified_lens_reference(
-            self.step.state.confidence.numpy()[req_idx],
+            self.model.state.confidence.numpy()[req_idx],
             num_draft,
             budget.weight,
             np.array(budget.offsets, dtype=np.float32),
@@ -379,14 +383,14 @@ class ModelRunner:
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None
         batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence, plan.shared_prefixes)
-        guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
+        guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.model.kv.block_size)
         of_prompt, grammars, special = None, None, None
         if self.grammars.answers or self.requests.num_processed:
             of_prompt = PromptLogprobs.of(batch, self.requests)
             grammars = self.grammars.of(batch, self._grammars_in_flight())
             special = SpecialRows.of(batch, self.requests, grammars)
-        copies = self._copied_states(plan, rows) if self.step.pool is not None else []
-        runner: StepRunner = self.step
+        copies = self._copied_states(plan, rows) if self.model.pool is not None else []
+        runner: ForwardRunner = self.model
         padded = self.graphs.find(batch) if self.overlaps and not copies and of_prompt is None else None
         if padded is not None and (guard is None or batch.decode_only):
             self.layouts.send_padded(batch, padded.inputs.num_rows, padded.inputs.num_tokens)
@@ -394,7 +398,7 @@ class ModelRunner:
             if guard is None:
                 runner = padded.runner
         else:
-            step = self.step.ops.step_of(batch, self.step.state, self.layouts)
+            step = self.model.ops.step_of(batch, self.model.state, self.layouts)
             step.chosen_later = special is not None and special.replaces_all
             step.needs_logits = special is not None
         step = runner.verify(step, guard, of_prompt)
@@ -406,12 +410,12 @@ class ModelRunner:
 
     def _after_verify(self, part: PartInFlight) -> None:
         """Queue what follows the target's forward, after a wait for the masks of grammars. On a CPU drafting comes
-        later, with `finish_step`. Where memory does not suffice, the requests' state is as it was before."""
+        later, with `collect_drafts`. Where memory does not suffice, the requests' state is as it was before."""
         if part.special is not None:
-            part.special.choose(part.step, self.step.ops)
+            part.special.choose(part.step, self.model.ops)
         if part.special is not None and self.overlaps:
-            part.logprobs = part.special.logprobs(part.step, self.step.ops)  # may lack memory: before anything changes
-        before = StateSnapshot(self.step.state, part.step) if self.overlaps and part.runner is self.step else None
+            part.logprobs = part.special.logprobs(part.step, self.model.ops)  # may lack memory: before anything changes
+        before = StateSnapshot(self.model.state, part.step) if self.overlaps and part.runner is self.model else None
         try:
             part.runner.accept(part.step)
             results = part.step.results
@@ -423,14 +427,14 @@ class ModelRunner:
                 before.restore()
             raise
         if part.special is not None and not self.overlaps:
-            part.logprobs = part.special.logprobs(part.step, self.step.ops)  # of accepted drafts alone
+            part.logprobs = part.special.logprobs(part.step, self.model.ops)  # of accepted drafts alone
 
     def _draft_part(self, part: PartInFlight) -> None:
         part.runner.draft(part.step, part.guard, part.copies)
         report = part.step.draft_report
         part.draft_report = self._draft_reports.begin(report) if self.overlaps else Download(report, None)
         if part.grammars is not None:
-            part.proposed = fetch(self.step.ops.drafts(part.step.batch, self.step.state))
+            part.proposed = fetch(self.model.ops.drafts(part.step.batch, self.model.state))
 
     def _resume_masked_step(self, step: BatchInFlight) -> StepFailed | StepOutOfMemory | None:
         """Queue what follows the forward of a step that waited for the drafts of the one before. The device runs the

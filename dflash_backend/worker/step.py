@@ -1,4 +1,4 @@
-"""One step: verify, accept, inject, draft, each a verb over one `Step`.
+"""One step: verify, accept, inject, draft, each a verb over one `ForwardBatch`.
 
 Without a guard nothing here looks at a value, so the same code runs eagerly and is captured in graphs. `verify` leaves
 the requests' state as it is, the others advance it. A step's tokens are there after `accept`. `draft` injects first:
@@ -20,7 +20,7 @@ from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.kv_cache import PagedKVCache, WriteGuard
 from dflash_backend.worker.logits import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
@@ -34,7 +34,7 @@ StateCopies = Sequence[tuple[int, int]]
 
 
 @dataclass
-class ModelStep:
+class SpecDecodeModel:
     """The models, the KV, the requests' state and the operations that steps are made of.
 
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
@@ -67,7 +67,7 @@ class ModelStep:
         self.decode_query_len = self.state.k + 1
         """Tokens of a decode row: the last known one and k drafts."""
 
-    def run(self, step: Step) -> Step:
+    def run(self, step: ForwardBatch) -> ForwardBatch:
         """A whole step."""
         self.verify(step)
         self.accept(step)
@@ -75,8 +75,8 @@ class ModelStep:
         return step
 
     def verify(
-        self, step: Step, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
-    ) -> Step:
+        self, step: ForwardBatch, guard: WriteGuard | None = None, prompt_logprobs: PromptLogprobs | None = None
+    ) -> ForwardBatch:
         """One target forward over all rows, and the tokens that their drafts are compared with; the same `step`."""
         on_host, size = self.ops.on_host, NUM_TIMESTAMPS
         step.timestamps = (
@@ -118,12 +118,12 @@ class ModelStep:
         record(step.timestamps, 1)
         return step
 
-    def accept(self, step: Step) -> None:
+    def accept(self, step: ForwardBatch) -> None:
         """Which drafts are the target's own tokens, and which token follows them."""
         self.ops.accept(step, self.state)
         record(step.timestamps, 2)
 
-    def inject(self, step: Step, guard: WriteGuard | None = None) -> None:
+    def inject(self, step: ForwardBatch, guard: WriteGuard | None = None) -> None:
         """Write the drafter's context KV of positions that are final."""
         record(step.timestamps, 3)
         drafter, features, context = self.drafter, step.features, None
@@ -153,7 +153,7 @@ class ModelStep:
         """The context with the token behind each position. req_idx: int64 `[n]`, the request of each token."""
         return replace(context, next_token_ids=self.state.tokens[req_idx, context.positions + 1])
 
-    def draft(self, step: Step, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
+    def draft(self, step: ForwardBatch, guard: WriteGuard | None = None, copies: StateCopies = ()) -> None:
         """Inject, propose the next step's drafts and leave them in the state, after the anchor. Then bring the states
         of recurrent layers to the accepted drafts: they come last, so that what fails before leaves them as they were.
         copies: slots of recurrent states that are copied after that, and where to."""
@@ -200,11 +200,11 @@ class ModelStep:
             raise RuntimeError(f"no memory to bring recurrent states up to date: {first_line(error)}") from None
 
     def result_sizes(self, num_rows: int) -> tuple[int, int]:
-        """Numbers in `Step.results` and in `Step.draft_report` of that many rows, padding rows included, at most."""
+        """Numbers in `ForwardBatch.results` and `ForwardBatch.draft_report` of that many rows, padding included."""
         of_row = self.state.k + (self.lookup is not None)
         return num_rows * (self.state.k + 3), NUM_TIMESTAMPS + num_rows * of_row
 
-    def unpacked_report(self, step: Step, numbers: np.ndarray) -> tuple[list[float], np.ndarray, np.ndarray]:
+    def unpacked_report(self, step: ForwardBatch, numbers: np.ndarray) -> tuple[list[float], np.ndarray, np.ndarray]:
         """The parts of `step.draft_report` on the host: seconds of each of `PHASES`; how many of its next drafts each
         row looked up, int64 `[R]`, none where nothing is; and confidences, float32 `[R, k]`, none of a step on a CPU
         that drafts nothing."""

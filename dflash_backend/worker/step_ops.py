@@ -26,11 +26,11 @@ from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.drafters.base import ContextBatch, DraftQueries, Drafts, DraftSampler
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import (
+    CpuBatch,
     DeviceBatch,
+    ForwardBatch,
     HostBatch,
-    LaidOutBatch,
     LayoutBuffer,
-    Step,
     exact_layout,
     window_slots,
 )
@@ -84,7 +84,9 @@ class PendingContext:
         if self._waiting is not None:
             self._waiting.counts[:] = 0
 
-    def take(self, step: Step, batch: LaidOutBatch, features: torch.Tensor, state: StateTensors) -> ContextBatch | None:
+    def take(
+        self, step: ForwardBatch, batch: CpuBatch, features: torch.Tensor, state: StateTensors
+    ) -> ContextBatch | None:
         """The context of a step that is written now, after `accept`: the tokens whose positions are final, without
         those that can wait, and what has waited and is needed now. None where there is nothing to write."""
         features = features.contiguous()
@@ -126,7 +128,7 @@ class StateSnapshot:
     KV needs no such care: a step that failed wrote no final positions, and the next one writes those again.
     """
 
-    def __init__(self, state: StateTensors, step: Step) -> None:
+    def __init__(self, state: StateTensors, step: ForwardBatch) -> None:
         self._state = state
         # The token after the accepted drafts, at most k of them, then the next k drafts.
         first = (step.starts + step.batch.num_new).long()
@@ -183,7 +185,7 @@ class CommonStepOps:
     _choose_drafts: Callable[..., torch.Tensor] = staticmethod(draft_choice.choose_drafts_reference)
 
     def choose_drafts(
-        self, step: Step, state: StateTensors, found: torch.Tensor, num_found: torch.Tensor
+        self, step: ForwardBatch, state: StateTensors, found: torch.Tensor, num_found: torch.Tensor
     ) -> torch.Tensor:
         """How many of the drafts that were looked up each row verifies next, int32 `[R]`; 0: those of the model, which
         are in the state. found: int64 `[R, k]`, of which a row has num_found, int32 `[R]`."""
@@ -193,7 +195,7 @@ class CommonStepOps:
             batch.req_idx, batch.num_draft, batch.num_next_draft, step.results, found, num_found,
         )  # fmt: skip
 
-    def apply_budget(self, step: Step, budget: torch.Tensor, state: StateTensors) -> None:
+    def apply_budget(self, step: ForwardBatch, budget: torch.Tensor, state: StateTensors) -> None:
         """Leave the step the drafts that its budget is for, and put their tokens behind one another."""
         batch = step.batch
         num_draft, query_start, query_lens, logits_start, token_row, logits_token, logits_row = self._lay_out(
@@ -211,7 +213,7 @@ class CommonStepOps:
         step.logits_token = None if step.logits_token is None else logits_token
         step.logits_row, step.budget = logits_row, None
 
-    def prepare(self, step: Step, state: StateTensors) -> None:
+    def prepare(self, step: ForwardBatch, state: StateTensors) -> None:
         """Fill in what the target runs."""
         batch = step.batch
         step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = self._prepare(
@@ -223,7 +225,7 @@ class CommonStepOps:
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
 
-    def target_tokens(self, step: Step, state: StateTensors) -> torch.Tensor:
+    def target_tokens(self, step: ForwardBatch, state: StateTensors) -> torch.Tensor:
         """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
         and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, or all choose
         later, zeros."""
@@ -234,7 +236,7 @@ class CommonStepOps:
         return self.chosen_tokens(step.logits, *self._choices(step), state, sampled=True)
 
     def tokens_without_logits(
-        self, step: Step, state: StateTensors, target: TargetModel, hidden: torch.Tensor
+        self, step: ForwardBatch, state: StateTensors, target: TargetModel, hidden: torch.Tensor
     ) -> torch.Tensor | None:
         """As `target_tokens`, by the coarse codes of the target's head, for `hidden` `[D, hidden_size]`; None where
         they leave too many tokens that may be it."""
@@ -248,7 +250,7 @@ class CommonStepOps:
         return target.likeliest(hidden, temperature, seeds, positions, *filters)
 
     @staticmethod
-    def _choices(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choices(step: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of logits the index of its request, and the position of the token that it decides."""
         # After position p a row of logits decides p + 1.
         positions = step.positions + 1
@@ -270,7 +272,7 @@ class CommonStepOps:
         lowest_kept = self._lowest_kept(logits, temperature, *filters)
         return self.sample(logits, temperature, state.seeds.index_select(0, index), positions, lowest_kept)
 
-    def accept(self, step: Step, state: StateTensors) -> None:
+    def accept(self, step: ForwardBatch, state: StateTensors) -> None:
         """Which drafts are accepted and which token follows, for the rows that sample, by `step.target_tokens`.
         Advances `state.tokens` by that token and `state.computed` of every row to its real start + num_new + accepted
         drafts."""
@@ -281,7 +283,7 @@ class CommonStepOps:
         )  # fmt: skip
 
     def draft_sampler(
-        self, step: Step, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
+        self, step: ForwardBatch, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
     ) -> DraftSampler:
         """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
         its noise."""
@@ -295,7 +297,7 @@ class CommonStepOps:
         """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
         self._penalise(logits, state.token_counts, state.num_counted, state.tokens, state.penalties, rows)
 
-    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+    def _attention(self, step: ForwardBatch, state: StateTensors) -> tuple[AttentionBatch, bool]:
         """The rows as attention runs them, and whether slots may be -1."""
         raise NotImplementedError
 
@@ -309,17 +311,17 @@ class CpuStepOps(CommonStepOps):
 
     on_host = True
 
-    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer | None = None) -> Step:
+    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer | None = None) -> ForwardBatch:
         """As `PaddedStepOps.step_of`; in C++ it is prepared at once."""
         if not cpu_ops.HAS_CPU_OPS:
             return batch.ragged(share, state.k)
         found, query_lens, seq_lens, padded = cpu_step.lay_out(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size, batch.rows
         )
-        laid_out = LaidOutBatch(found.layout, len(query_lens), len(found.slots))
+        laid_out = CpuBatch(found.layout, len(query_lens), len(found.slots))
         every = len(found.logits_token) == len(found.slots) and batch.traits.chooses
         logits_token, logits_row, starts, ends, tables, ids, positions, slots = map(torch.from_numpy, found[1:])
-        step = Step(laid_out, None if every else logits_token, logits_row, None, batch.traits, state.k)
+        step = ForwardBatch(laid_out, None if every else logits_token, logits_row, None, batch.traits, state.k)
         step.token_ids, step.positions, step.slots, step.starts, step.seq_lens = ids, positions, slots, starts, ends
         step.attention = AttentionBatch(query_lens, seq_lens, tables)
         step.padded, step.prepared = padded, True
@@ -327,14 +329,14 @@ class CpuStepOps(CommonStepOps):
             step.windows = window_slots(step, state.window_blocks, state.block_size)
         return step
 
-    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+    def _attention(self, step: ForwardBatch, state: StateTensors) -> tuple[AttentionBatch, bool]:
         batch = step.batch
         layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), step.seq_lens.numpy(), state)
         return layout, bool((step.slots.numpy() < 0).any())
 
-    def accept(self, step: Step, state: StateTensors) -> None:
+    def accept(self, step: ForwardBatch, state: StateTensors) -> None:
         batch = step.batch
-        if not isinstance(batch, LaidOutBatch):
+        if not isinstance(batch, CpuBatch):
             super().accept(step, state)
             return
         step.results = cpu_step.accept(
@@ -345,11 +347,11 @@ class CpuStepOps(CommonStepOps):
         return PendingContext(len(state.tokens), state.block_size) if cpu_ops.HAS_CPU_OPS else None
 
     def context(
-        self, step: Step, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
+        self, step: ForwardBatch, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
     ) -> ContextBatch | None:
         """As `PaddedStepOps.context`, without padding, and without what waits in `pending`."""
         batch = step.batch
-        if pending is not None and isinstance(batch, LaidOutBatch):
+        if pending is not None and isinstance(batch, CpuBatch):
             return pending.take(step, batch, features, state)
         slots = self._inject_slots(step.slots, step.positions, batch.req_idx, state.computed, batch.token_row)
         final = torch.from_numpy((slots.numpy() >= 0).nonzero()[0])
@@ -357,13 +359,13 @@ class CpuStepOps(CommonStepOps):
             return None
         return ContextBatch(features[final], step.positions[final], slots[final], token_row=batch.token_row[final])
 
-    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
+    def features_before_anchors(self, step: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         """As `PaddedStepOps.features_before_anchors`, of the rows that draft."""
         last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
         return features[last[torch.from_numpy(step.batch.num_next_draft.numpy().nonzero()[0])]]
 
     def prepare_draft(
-        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+        self, step: ForwardBatch, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
         """As `PaddedStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, width = step.batch, int(step.batch.num_next_draft.numpy().max()) + lookahead_base
@@ -411,11 +413,11 @@ class PaddedStepOps(CommonStepOps):
 
     on_host = False
 
-    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer) -> Step:
+    def step_of(self, batch: HostBatch, state: StateTensors, layouts: LayoutBuffer) -> ForwardBatch:
         """A step of these rows, of any lengths."""
         return layouts.send_ragged(batch)
 
-    def _attention(self, step: Step, state: StateTensors) -> tuple[AttentionBatch, bool]:
+    def _attention(self, step: ForwardBatch, state: StateTensors) -> tuple[AttentionBatch, bool]:
         """The rows as attention runs them, and whether slots may be -1."""
         batch, bounds = step.batch, step.bounds
         assert bounds is not None
@@ -428,7 +430,7 @@ class PaddedStepOps(CommonStepOps):
         return None
 
     def context(
-        self, step: Step, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
+        self, step: ForwardBatch, state: StateTensors, features: torch.Tensor, pending: PendingContext | None = None
     ) -> ContextBatch | None:
         """The tokens whose positions are final, after `accept`: rejected drafts must not write context KV. features:
         `[T, L * hidden]`, of the step. pending: where context may wait, as of `pending_context`. None where there is
@@ -437,14 +439,14 @@ class PaddedStepOps(CommonStepOps):
         slots = self._inject_slots(step.slots, step.positions, step.batch.req_idx, state.computed, token_row)
         return ContextBatch(features, step.positions, slots, padded=True, token_row=token_row)
 
-    def features_before_anchors(self, step: Step, features: torch.Tensor) -> torch.Tensor:
+    def features_before_anchors(self, step: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         """Of a step's `features` `[T, width]` those of the last final token of each row, the one before its anchor:
         `[R, width]`, in the order of `prepare_draft`. What padding gets has no meaning."""
         last = step.batch.query_start + step.batch.num_new + step.num_accepted - 1
         return features.index_select(0, last.clamp(0, len(features) - 1))
 
     def prepare_draft(
-        self, step: Step, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+        self, step: ForwardBatch, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
         """What the drafter's model runs, after `accept`: a row of `step.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""

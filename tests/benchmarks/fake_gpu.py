@@ -20,9 +20,9 @@ from benchmarks.gpu.results import Cycle  # noqa: E402
 from benchmarks.gpu.shapes import tiny  # noqa: E402
 from benchmarks.gpu.synthetic import SyntheticAcceptance  # noqa: E402
 from dflash_backend.core.engine import EngineCore  # noqa: E402
-from dflash_backend.worker.batch import Step  # noqa: E402
-from dflash_backend.worker.graphs import CapturedStep  # noqa: E402
-from dflash_backend.worker.step import ModelStep  # noqa: E402
+from dflash_backend.worker.batch import ForwardBatch  # noqa: E402
+from dflash_backend.worker.graphs import CudaGraphRunner  # noqa: E402
+from dflash_backend.worker.step import SpecDecodeModel  # noqa: E402
 
 GPU = torch.device("cuda")
 K = tiny().num_speculative_tokens
@@ -105,27 +105,27 @@ def check_engine() -> None:
     acceptance = SyntheticAcceptance.with_mean_length(K, 2.0)
     core = engine.core(K, acceptance)
     assert engine.num_graphs == 2
-    with mock.patch.object(CapturedStep, "verify", autospec=True, side_effect=CapturedStep.verify) as replayed:
+    with mock.patch.object(CudaGraphRunner, "verify", autospec=True, side_effect=CudaGraphRunner.verify) as replayed:
         cycle = cycles(core)
     assert cycle.num_cycles == 3
     assert replayed.call_count >= 3
-    accept = ModelStep.accept
+    accept = SpecDecodeModel.accept
 
-    def reading(model_step: ModelStep, step: Step) -> None:
+    def reading(model_step: SpecDecodeModel, step: ForwardBatch) -> None:
         accept(model_step, step)
         step.results.tolist()
 
-    with mock.patch.object(ModelStep, "accept", reading):
+    with mock.patch.object(SpecDecodeModel, "accept", reading):
         refused("when stream is capturing", lambda: engine.core(K, acceptance))
     worker = worker_of(core)
-    seen = worker._worker.step.state.computed  # type: ignore[attr-defined]
-    forward = CapturedStep.verify
+    seen = worker._worker.model.state.computed  # type: ignore[attr-defined]
+    forward = CudaGraphRunner.verify
 
-    def looking(captured: CapturedStep, *args: object) -> object:
+    def looking(captured: CudaGraphRunner, *args: object) -> object:
         seen.sum().item()
         return forward(captured, *args)
 
-    with mock.patch.object(CapturedStep, "verify", looking):
+    with mock.patch.object(CudaGraphRunner, "verify", looking):
         refused("within a step", lambda: cycles(core))
 
 

@@ -20,8 +20,8 @@ def test_engines_have_one_copy_of_each_model_and_their_own_kv(tmp_path: Path) ->
         fixed, adaptive, none = (
             LLM(**settings, **small) for settings in ({"adaptive_speculation": False}, {}, {"draft": ""})
         )
-        shifted = LLM(draft=str(shifted_drafter(-1, tmp_path)), **small).engine.runner.step.drafter
-    steps = [llm.engine.runner.step for llm in (fixed, adaptive, none)]
+        shifted = LLM(draft=str(shifted_drafter(-1, tmp_path)), **small).engine.runner.model.drafter
+    steps = [llm.engine.runner.model for llm in (fixed, adaptive, none)]
     assert steps[0].target is steps[1].target is steps[2].target
     assert steps[2].drafter is None
     assert shifted is not None
@@ -32,7 +32,7 @@ def test_engines_have_one_copy_of_each_model_and_their_own_kv(tmp_path: Path) ->
         llm.generate(["What is 3 + 4?"], max_tokens=24, temperature=0)[0].token_ids for llm in (fixed, adaptive, none)
     ]
     assert texts[0] == texts[1] == texts[2]
-    assert LLM(draft="", **small).engine.runner.step.target is not steps[0].target
+    assert LLM(draft="", **small).engine.runner.model.target is not steps[0].target
 
 
 def test_streams_begin_as_if_they_had_been_there_for_long() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.forced_ops import force_acceptance
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.batch_parallel import op_threads
 from tests.support.tiny_models import make_pair
 from tests.worker.engines import PaddedStepOps, engine, on_device_runner, outputs_of
@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, count: int) -> None:
     """All rows of a step, next to others that draft fewer because they are about to end."""
 
-    def acceptance(step: Step) -> torch.Tensor:
+    def acceptance(step: ForwardBatch) -> torch.Tensor:
         return step.batch.num_draft.clamp(max=count)
 
     built = engine(**make_pair(tmp_path), max_model_len=64, max_num_seqs=4)

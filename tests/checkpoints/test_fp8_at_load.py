@@ -120,7 +120,7 @@ def test_the_drafter_stays_as_its_checkpoint_has_it(tmp_path: Path) -> None:
         build_engine(
             # No step is measured, which would leave its numbers in the model's buffers.
             EngineConfig.from_values(pair | {"device": "cpu", "quantization": value, "adaptive_speculation": False})
-        ).runner.step.drafter.model
+        ).runner.model.drafter.model
         for value in ("auto", "fp8")
     ]
     plain, beside_fp8 = ({id(t): t for t in tensors_of(vars(model)).values()}.values() for model in models)

@@ -262,7 +262,7 @@ def test_a_drafter_stays_in_its_blocks_and_drafts_as_its_numbers_do(
             target=str(pair / "target"), draft=str(tmp_path / "d.gguf"), dtype="float32", kv_cache_gb=0.02,
             adaptive_speculation=False,
         )  # fmt: skip
-        drafter = llm.engine.runner.step.drafter
+        drafter = llm.engine.runner.model.drafter
         assert isinstance(drafter, DFlashDrafter)
         assert isinstance(drafter.model.fc, PackedLinear)
         sizes.append(drafter.model.fc.packed.data.nbytes)

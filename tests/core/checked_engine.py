@@ -140,7 +140,7 @@ class CheckedEngine(Engine):
             self._interrupted.add(failure.request_id)
 
     def _check_between_steps(self) -> None:
-        self.core.finish_step()
+        self.core.collect_drafts()
         check_core(self.core)
         self._check_published()
         salt_of: dict[int, str] = {}

@@ -27,9 +27,9 @@ class SlowToy(ToyWorker):
         num_decode = sum(count for count, decodes in tokens) - num_prompt
         self.took.append(self.fixed_s + self.prompt_s * num_prompt + self.decode_s * num_decode)
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         self.clock.now += self.took[-1]
-        return super().collect()
+        return super().collect_results()
 
 
 def slow_engine(fixed_s: float = 0.01, prompt_s: float = 0.001, **changes: object) -> tuple[Engine, SlowToy]:

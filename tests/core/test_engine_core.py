@@ -306,8 +306,8 @@ class _WrongWorker(ToyWorker):
     def reset(self) -> None:
         raise AssertionError("nothing has failed")
 
-    def collect(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(super().collect().step_id, self._rows)
+    def collect_results(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(super().collect_results().step_id, self._rows)
 
 
 @pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"])
@@ -378,8 +378,8 @@ def test_the_counts_of_the_engine_are_those_of_its_requests_and_of_the_worker() 
 class _RefusingDrafts(ToyWorker):
     """Says with the drafts of its second step that request "a" cannot go on."""
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        drafts = super().finish_step(ended)
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        drafts = super().collect_drafts(ended)
         errors: dict[str, tuple[str, ErrorStatus]] = {"a": ("its grammar ends", "INVALID_ARGUMENT")}
         return replace(drafts, errors=errors if drafts.step_id == 2 else {})
 

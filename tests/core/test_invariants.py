@@ -32,7 +32,7 @@ def test_reserve_the_first_prefill_covers_the_anchors_query_and_k_masks() -> Non
     engine = Engine(make_config(block_size=1))
     engine.add(make_request("a", PREFIX))
     engine.step()
-    engine.core.finish_step()
+    engine.core.collect_drafts()
     assert len(engine.scheduler.running["a"].block_ids) == 8 + 1 + 3
     assert engine.worker.drafter_kv.count(QUERY) == 1 + 3
 

@@ -62,7 +62,7 @@ class Server(CheckedEngine):
         """Compute a prompt for another server; returns what that is told."""
         params = KVTransferParams(do_remote_decode=True)
         self.run(make_request(name, prompt, max_tokens=1, kv_transfer_params=params, **sampling))
-        self.core.finish_step()
+        self.core.collect_drafts()
         self.tiers.advance()
         return self.answered[name]
 
@@ -338,7 +338,7 @@ def test_a_prompt_is_read_once_the_step_that_computed_it_has_drafted() -> None:
     for _ in range(3):
         second.step()
         assert list(second.scheduler.loading) == ["decode"]
-    first.core.finish_step()
+    first.core.collect_drafts()
     first.tiers.advance()
     second.finish()
     assert second.outputs["decode"].stats.num_cached_tokens == 40

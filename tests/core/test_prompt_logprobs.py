@@ -24,8 +24,8 @@ class PromptWorker(ToyWorker):
         new = {request.request_id: request for request in plan.new_requests}
         self.news = {**getattr(self, "news", {}), **new}
 
-    def collect(self) -> ModelRunnerOutput:
-        result = super().collect()
+    def collect_results(self) -> ModelRunnerOutput:
+        result = super().collect_results()
         return ModelRunnerOutput(result.step_id, [self._with_prompt(row) for row in result.rows])
 
     def _with_prompt(self, result: RequestResult) -> RequestResult:

@@ -264,7 +264,7 @@ def test_what_a_step_may_have_and_took_is_told_with_the_positions_of_its_rows(mo
     requests = [make_request(f"r{i}", [i, *([5] * 60)], max_tokens=30, num_speculative_tokens=0) for i in range(3)]
     engine.add(*requests)
     engine.steps(20)
-    engine.core.finish_step()
+    engine.core.collect_drafts()
     assert asked[:20] == told[1:21]
     assert told[-1] > 3 * 61
 
@@ -276,9 +276,9 @@ class Device(OverlappingToy):
         super().__init__(config, 1 if overlaps else 0)
         self.clock, self.overlaps = clock, overlaps
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         self.clock.advance(1.0)
-        return super().collect()
+        return super().collect_results()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -296,7 +296,7 @@ def test_the_times_of_steps_add_up_to_the_time_that_passed(overlap: bool, monkey
     core.add_request(make_request("a", [1, 2, 3], max_tokens=12, seed=NONE_ACCEPTED))
     while core.has_unfinished():
         core.step()
-    core.finish_step()
+    core.collect_drafts()
     assert len(seen) == 12
     assert seen == [1.0] * 12
     assert (sum(seen), core.stats().step_seconds) == (clock.now, clock.now)

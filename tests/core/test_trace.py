@@ -42,7 +42,7 @@ def run(core: EngineCore, request_id: str, max_tokens: int = 12) -> None:
     core.add_request(make_request(request_id, list(range(1, 10)), max_tokens=max_tokens))
     while core.has_unfinished():
         core.step()
-    core.finish_step()
+    core.collect_drafts()
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ class ToyWorker:
         self._admit(plan)
         self._results.append(self._run(plan))
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         self._check_drafts_were_collected()
         if self.fails_to_collect():
             self.num_failed += 1
@@ -137,7 +137,7 @@ class ToyWorker:
         self._is_collected = True
         return self._results.popleft()
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
         assert self._is_collected, "the drafts of no step, or twice"
         self._is_collected = False
         return self._rests.popleft()(ended)
@@ -415,15 +415,15 @@ class OverlappingToy(ToyWorker):
         self._uncollected.append(plan)
         self._run_queue(self._lag())
 
-    def collect(self) -> ModelRunnerOutput:
+    def collect_results(self) -> ModelRunnerOutput:
         if not self._results:
             self._run_queue(len(self._queue) - 1)
-        result = super().collect()
+        result = super().collect_results()
         self._uncollected.popleft()
         return result
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        drafts = super().finish_step(ended)
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        drafts = super().collect_drafts(ended)
         if not self._queue or (error := self.next_error(self._queue[0])) is None:
             return drafts
         self.num_failed += 1

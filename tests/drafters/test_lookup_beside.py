@@ -66,7 +66,7 @@ def first_drafts(built: BuiltEngine, prompt: list[int], first_token: int) -> lis
     outputs.add("r", prompt, max_tokens=8, temperature=0.0, allowed_token_ids=[first_token])
     while not outputs.tokens["r"]:
         outputs.step()
-    state, index = built.runner.step.state, built.runner.requests.records["r"].index
+    state, index = built.runner.model.state, built.runner.requests.records["r"].index
     return state.tokens[index, len(prompt) + 1 : len(prompt) + 1 + state.k].tolist()
 
 
@@ -90,8 +90,8 @@ def test_a_row_that_repeats_drafts_what_followed_and_others_what_the_model_says(
 def test_steps_that_are_measured_at_the_start_teach_nothing_about_lookup(pair: dict[str, Any]) -> None:
     each = built(pair, prompt_lookup_min=1, adaptive_speculation=True)
     assert each.core.config.measured_steps
-    assert each.runner.step.state.lookup_gain is not None
-    assert not each.runner.step.state.lookup_gain.any()
+    assert each.runner.model.state.lookup_gain is not None
+    assert not each.runner.model.state.lookup_gain.any()
 
 
 class Wrong(NgramDrafter):
@@ -122,12 +122,12 @@ def test_blocks_that_were_looked_up_are_counted_and_do_not_judge_the_drafter(
 def test_a_row_whose_looked_up_drafts_are_worse_verifies_the_models(pair: dict[str, Any], on_device: bool) -> None:
     """The drafter is the target's own answer: it is always right, and lookup, which always proposes, hardly ever."""
     each = built(pair, prompt_lookup_min=2, num_speculative_tokens=3, adaptive_speculation=False)
-    assert each.runner.step.lookup is not None
-    each.runner.step.lookup = Wrong(each.runner.step.lookup.spec, LayerOps())
+    assert each.runner.model.lookup is not None
+    each.runner.model.lookup = Wrong(each.runner.model.lookup.spec, LayerOps())
     each = on_device_runner(each) if on_device else each
     sampling = [{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}]
     answer = outputs_of(built(pair | {"draft_model": ""}), PROMPTS[3:], sampling).tokens["0"]
-    step, prompt = each.runner.step, PROMPTS[3]
+    step, prompt = each.runner.model, PROMPTS[3]
     text = torch.tensor([*prompt, *answer, *[0] * 8])
 
     def right(batch: DraftBatch, sampler: DraftSampler) -> Drafts:

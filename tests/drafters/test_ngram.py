@@ -153,8 +153,8 @@ def test_requests_may_draft_less_or_nothing(target: str, expected: dict[str, lis
 
 def test_it_has_no_weights_no_kv_and_reserves_nothing_for_queries(target: str) -> None:
     ngram, alone = built_engine(target), built_engine(target, "")
-    assert ngram.runner.step.kv.draft == []
-    assert isinstance(ngram.runner.step.drafter, NgramDrafter)
+    assert ngram.runner.model.kv.draft == []
+    assert isinstance(ngram.runner.model.drafter, NgramDrafter)
     assert ngram.core.config.num_blocks == alone.core.config.num_blocks
     assert set(ngram.core.config.lookahead) == {0}
     assert ngram.core.config.num_speculative_tokens == DEFAULT_SPECULATIVE_TOKENS

@@ -41,7 +41,7 @@ def build(
 )
 def test_the_dtype_may_have_the_name_that_others_give_it(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     built = build(tmp_path, settings={"dtype": name, "kv_cache_gb": 0.01})
-    assert built.runner.step.target.lm_head.dtype == dtype
+    assert built.runner.model.target.lm_head.dtype == dtype
 
 
 class Gpu:

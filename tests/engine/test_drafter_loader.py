@@ -65,12 +65,12 @@ def test_it_drafts_what_it_would_in_an_engine_of_its_own_and_the_text_stays(dire
 def test_what_waits_for_the_drafter_before_is_written_first(directory: Path) -> None:
     """Context of requests that do not draft waits until it fills a block; the next drafter would never write it."""
     llm = engine(directory, "d")
-    step, core = llm.engine.runner.step, llm.engine.core
+    step, core = llm.engine.runner.model, llm.engine.core
     sampling = SamplingParams(max_tokens=40, temperature=0.0, num_speculative_tokens=0)
     core.add_request(GenerationRequest("resting", PROMPT[:20], sampling))
     for _ in range(4):
         core.step()
-    core.finish_step()
+    core.collect_drafts()
     assert step.pending is not None
     (index,) = [index for index in range(len(step.state.tokens)) if step.pending.num_waiting(index)]
     first = 20 // step.kv.block_size * step.kv.block_size
@@ -88,11 +88,11 @@ def test_captured_graphs_read_the_new_weights_at_the_old_addresses(directory: Pa
     alone = answers(engine(directory, "other"))
     llm = engine(directory, "d")
     llm.engine.runner.captured = True  # as on a GPU
-    before = llm.engine.runner.step.drafter
+    before = llm.engine.runner.model.drafter
     assert before is not None
     norm = before.model.final_norm
     llm.swap_drafter(str(directory / "other"))
-    assert llm.engine.runner.step.drafter is before
+    assert llm.engine.runner.model.drafter is before
     assert before.model.final_norm is norm
     assert answers(llm) == alone
 
@@ -100,10 +100,10 @@ def test_captured_graphs_read_the_new_weights_at_the_old_addresses(directory: Pa
 def test_what_was_exchanged_is_all_and_comes_back(directory: Path) -> None:
     llm = engine(directory, "d")
     assert llm.engine.drafters is not None
-    one = llm.engine.runner.step.drafter
+    one = llm.engine.runner.model.drafter
     assert one is not None
     swap = engine(directory, "other")
-    other = swap.engine.runner.step.drafter
+    other = swap.engine.runner.model.drafter
     assert other is not None
     # The target's own tensors, which both read, are none of a drafter's. Here each engine has its own.
     other.lm_head = one.lm_head

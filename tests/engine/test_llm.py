@@ -126,7 +126,7 @@ def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engin
         if plan.num_tokens <= 8:
             return submit(plan)
         submit(dataclasses.replace(plan, rows=[]))
-        runner.collect()
+        runner.collect_results()
         raise StepOutOfMemory("the memory is full")
 
     monkeypatch.setattr(runner, "submit", without_memory)

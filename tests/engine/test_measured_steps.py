@@ -60,8 +60,8 @@ def test_a_pool_that_holds_few_rows_is_measured_with_those() -> None:
 class Drafting(ToyWorker):
     """Drafts for three milliseconds."""
 
-    def finish_step(self, ended: Collection[str]) -> DraftOutput:
-        return replace(super().finish_step(ended), phase_seconds={"draft": 0.003})
+    def collect_drafts(self, ended: Collection[str]) -> DraftOutput:
+        return replace(super().collect_drafts(ended), phase_seconds={"draft": 0.003})
 
 
 def test_a_time_has_its_drafting_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +83,6 @@ def test_rows_that_differ_make_no_kind() -> None:
     core.add_request(make_request("does not", [7, 8], num_speculative_tokens=0))
     for _ in range(3):
         core.step()
-        core.finish_step()
+        core.collect_drafts()
     assert timed.last_s > 0
     assert timed.shortest == {}

@@ -298,7 +298,7 @@ def test_an_engine_speaks_within_a_step_that_takes_long(monkeypatch):
     sent, now = [], [100.0]
     monkeypatch.setattr("dflash_backend.engine.process.time.monotonic", lambda: now[0])
     core = SimpleNamespace(
-        has_unfinished=lambda: True, finish_step=lambda: None, is_moving=False, is_keeping=False,
+        has_unfinished=lambda: True, collect_drafts=lambda: None, is_moving=False, is_keeping=False,
         num_waiting=0, num_free_rows=1, crowded_tenants=dict,
     )  # fmt: skip
 

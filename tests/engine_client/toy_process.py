@@ -150,7 +150,7 @@ class ToyCore:
         phases = {"verify": 0.25, "draft": 0.125}
         return EngineCoreOutputs(deltas, failed, self.stats(), phases, kv_events=events, drafter_swaps=swaps)
 
-    def finish_step(self) -> None:
+    def collect_drafts(self) -> None:
         """The toy drafts nothing."""
 
     def idle_outputs(self) -> EngineCoreOutputs:

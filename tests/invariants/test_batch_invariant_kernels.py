@@ -101,7 +101,7 @@ def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(
     prompts = random_prompts(3, VOCAB_SIZE, longest=32)
     alone = run(triton_engine(**settings(tmp_path, 1, 0, 256)), prompts[:1], max_tokens=MAX_TOKENS)
     built = triton_engine(**settings(tmp_path, 3, 15, 60))
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, DecoderTarget)
     assert isinstance(target.layers[0].weights.mlp.down, QuantisedWeight if has_experts else QuantisedLinear)
     together = run(built, prompts, max_tokens=MAX_TOKENS)

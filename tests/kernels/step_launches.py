@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dflash_backend.drafters.base import Drafts
-from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, Step
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, ForwardBatch, LengthBounds
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import GpuStepOps
 from dflash_kernels.penalties import NUMBERS, PenalisedRows
@@ -25,7 +25,7 @@ def launches() -> None:
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     ends = np.full(ROWS, 100)
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
-    inputs = Step(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True), K)
+    inputs = ForwardBatch(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True), K)
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
     ops.apply_budget(replace(inputs, logits_token=rows.token_row), torch.zeros(2 + K + ROWS), state)
     ops.prepare(inputs, state)

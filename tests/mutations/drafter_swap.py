@@ -58,7 +58,7 @@ DRAFTER_SWAP_MUTANTS = (
         ("tests/core/test_drafter_swap.py",),
         (
             "drafters are exchanged with a step in flight",
-            "outputs)\n        self.finish_step()\n        if self._failed_step is not None:\n            return",
+            "outputs)\n        self.collect_drafts()\n        if self._failed_step is not None:\n            return",
             "outputs)\n        if self._failed_step is not None:\n            return",
         ),
         (

@@ -158,7 +158,7 @@ GPU_RANK_MUTANTS = (
     Mutant(
         "a step of a lost rank gives its numbers",
         "dflash_backend/worker/runner.py",
-        "self.step.target.peers.check()",
+        "self.model.target.peers.check()",
         "pass",
         (f"{ENGINES}test_a_step_of_a_lost_rank_gives_no_tokens",),
     ),

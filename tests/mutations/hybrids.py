@@ -152,7 +152,7 @@ HYBRID_MUTANTS = (
     Mutant(
         "blocks of more tokens than few are not compiled at the start",
         "dflash_backend/worker/graphs.py",
-        "{min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()",
+        "{min(DELTA_CHUNK, max_tokens)} if model.pool is not None else set()",
         "set()",
         ("tests/benchmarks/test_kernel_variants.py",),
     ),

@@ -420,8 +420,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         OF_WORKER,
         (
             "copies of states are those of requests",
-            "groups.append((step.pool.tensors, len(step.state.tokens)))",
-            "groups.append((step.pool.tensors, 0))",
+            "groups.append((model.pool.tensors, len(model.state.tokens)))",
+            "groups.append((model.pool.tensors, 0))",
         ),
     ),
     Mutant(

@@ -22,7 +22,7 @@ MIXED_STEP_MUTANTS = (
         TESTS,
         (
             "a mixed step has a row's logits for one token",
-            "torch.zeros(num_rows * step.decode_query_len, dtype",
+            "torch.zeros(num_rows * model.decode_query_len, dtype",
             "torch.zeros(num_rows, dtype",
         ),
         (

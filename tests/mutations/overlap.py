@@ -22,7 +22,7 @@ OVERLAP_MUTANTS = (
         "the engine's process drafts before it sends",
         "dflash_backend/engine/process.py",
         "                outputs = self._core.step()\n",
-        "                outputs = self._core.step()\n                self._core.finish_step()\n",
+        "                outputs = self._core.step()\n                self._core.collect_drafts()\n",
         EARLY,
     ),
     *mutants_of(

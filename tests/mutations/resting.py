@@ -156,13 +156,13 @@ RESTING_MUTANTS = (
         ("tests/worker/test_pending_context.py",),
         (
             "context of a request that ended is another's",
-            "self.step.pending.drop(",
+            "self.model.pending.drop(",
             "abs(",
         ),
         (
             "context of the second request that ended is another's",
-            "for request_id in plan.finished_req_ids:\n                    self.step.pending.drop(",
-            "for request_id in plan.finished_req_ids[:1]:\n                    self.step.pending.drop(",
+            "for request_id in plan.finished_req_ids:\n                    self.model.pending.drop(",
+            "for request_id in plan.finished_req_ids[:1]:\n                    self.model.pending.drop(",
         ),
     ),
     *mutants_of(

@@ -350,8 +350,8 @@ SPECULATION_MUTANTS = (
         ("tests/benchmarks/test_kernel_variants.py",),
         (
             "logits of logits processors are masked by a kernel that is compiled in service",
-            "for dtype in (step.dtype, torch.float32):",
-            "for dtype in (step.dtype,):",
+            "for dtype in (model.dtype, torch.float32):",
+            "for dtype in (model.dtype,):",
         ),
     ),
     *mutants_of(

@@ -100,8 +100,8 @@ VALUE_MUTANTS = (
     Mutant(
         "after a failed step grammars of ended requests stay",
         f"{WORKER}/runner.py",
-        "            self.step.pending.clear()\n        self.grammars.answers.clear()\n",
-        "            self.step.pending.clear()\n",
+        "            self.model.pending.clear()\n        self.grammars.answers.clear()\n",
+        "            self.model.pending.clear()\n",
         ("tests/worker/test_grammar_checks.py",),
     ),
     Mutant(

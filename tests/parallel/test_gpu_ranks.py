@@ -78,7 +78,7 @@ def test_a_rank_claims_the_memory_of_its_kv_before_it_is_ready(
     claimed: list[PagedKVCache] = []
     monkeypatch.setattr(PagedKVCache, "claim", lambda self: claimed.append(self))
     built = engine(**pair, **SETUP, tensor_parallel_size=2)
-    assert [len(kv.target) for kv in claimed[:1]] == [len(built.runner.step.kv.target)]
+    assert [len(kv.target) for kv in claimed[:1]] == [len(built.runner.model.kv.target)]
     end(built)
 
 
@@ -131,7 +131,7 @@ def test_all_ranks_have_as_many_blocks_as_the_one_with_the_least_memory_holds(
         found[name] = built.core.config.num_blocks
         texts(built, temperature=0.0)
         end(built)
-    kv = built.runner.step.kv
+    kv = built.runner.model.kv
     of_target, whole = (sum(layer.data[0].nbytes for layer in layers) for layers in (kv.target, kv.target + kv.draft))
     assert found == {"rank 0": MIB // 2 // whole, "rank 1": MIB // 2 // of_target}
 
@@ -174,7 +174,7 @@ def test_least_free_memory_of_all_ranks_decides_on_a_graph(
 ) -> None:
     as_on_gpus(monkeypatch, lambda: Memory(weights=6, total=10))
     built = engine(**pair, **SETUP, tensor_parallel_size=2)
-    peers = built.runner.step.target.peers
+    peers = built.runner.model.target.peers
     assert peers.least_free(9) == 4
     assert peers.least_free(3) == 3
     end(built)
@@ -191,7 +191,7 @@ def test_all_kernels_are_compiled_on_all_ranks(pair: dict[str, str], monkeypatch
 
     monkeypatch.setattr(TorchBackend, "every_variant", every_variant)
     built = engine(**pair, **SETUP, tensor_parallel_size=2)
-    peers = built.runner.step.target.peers
+    peers = built.runner.model.target.peers
     with peers.every_variant():
         peers.least_free(1)  # the other rank has come as far
         assert len(entered) == 1

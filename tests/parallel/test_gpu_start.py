@@ -20,8 +20,8 @@ from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.worker import graphs
-from dflash_backend.worker.batch import Step
-from dflash_backend.worker.graphs import CapturedStep
+from dflash_backend.worker.batch import ForwardBatch
+from dflash_backend.worker.graphs import CudaGraphRunner
 from tests.support.tiny_models import make_target
 from tests.support.waiting import eventually
 
@@ -222,15 +222,15 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
     cuda = SimpleNamespace(CUDAGraph=graph, stream=lambda stream: nullcontext())
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
 
-    def verify(step: Step) -> None:
+    def verify(step: ForwardBatch) -> None:
         events.append("verify")
         step.logits, step.target_tokens = torch.zeros(2, 2).T, torch.zeros(2)
 
-    def accept(step: Step) -> None:
+    def accept(step: ForwardBatch) -> None:
         events.append("accept")
         step.results = torch.zeros(2)
 
-    def draft(step: Step) -> None:
+    def draft(step: ForwardBatch) -> None:
         events.append("draft")
         step.draft_report = torch.zeros(2)
 
@@ -242,8 +242,8 @@ def test_ranks_run_a_step_before_it_is_captured_and_replay_their_graph_before_ra
         draft=draft,
     )
     stream: Any = SimpleNamespace(synchronize=lambda: events.append("synchronize"))
-    inputs = Step(*[None] * 6)  # type: ignore[arg-type]
-    captured = CapturedStep(model, inputs, None, stream)
+    inputs = ForwardBatch(*[None] * 6)  # type: ignore[arg-type]
+    captured = CudaGraphRunner(model, inputs, None, stream)
     step = captured.verify(inputs)
     captured.accept(step)
     captured.draft(step)

@@ -58,7 +58,7 @@ def shared(pair: dict[str, str]) -> Iterator[BuiltEngine]:
 
 def group(built: BuiltEngine) -> RankGroup:
     """What holds the other ranks."""
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     return target.ranks
@@ -215,7 +215,7 @@ def test_logits_of_two_ranks_are_the_same_to_the_bit_in_any_batch(pair: dict[str
 
 def test_each_rank_keeps_its_part_of_the_kv(pair: dict[str, str], shared: BuiltEngine) -> None:
     alone = engine(**pair, **SETTINGS)
-    own, whole = shared.runner.step.kv, alone.runner.step.kv
+    own, whole = shared.runner.model.kv, alone.runner.model.kv
     assert own.target[0].data.shape[3] * 2 == whole.target[0].data.shape[3]
     assert own.draft[0].data.shape == whole.draft[0].data.shape
 

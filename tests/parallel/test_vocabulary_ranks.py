@@ -73,7 +73,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def compare(models: dict[str, Any], size: int, *samplings: dict[str, Any], **settings: Any) -> None:
     """`size` ranks give the text of one process."""
     alone, shared = (engine(**models, **(SETTINGS | settings), **of) for of in ({}, {"tensor_parallel_size": size}))
-    target = shared.runner.step.target
+    target = shared.runner.model.target
     assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.lm_head, SlicedHead)
     for asked in rounds(samplings):
@@ -94,7 +94,7 @@ def rounds(samplings: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def proposals(built: BuiltEngine) -> list[Drafts]:
     """What the drafter proposes from now on, and how sure it is of it."""
-    drafter, found = built.runner.step.drafter, []
+    drafter, found = built.runner.model.drafter, []
     assert drafter is not None
     propose = drafter.propose
 
@@ -265,5 +265,5 @@ def test_a_small_vocabulary_stays_on_rank_0(tmp_path: Path, monkeypatch: pytest.
     for least, is_split in ((size, True), (size + 1, False)):
         monkeypatch.setattr("dflash_backend.parallel.group.MIN_SPLIT_BYTES", least)
         built = engine(**models, **SETTINGS, tensor_parallel_size=2)
-        assert isinstance(built.runner.step.target.lm_head, SlicedHead) == is_split
+        assert isinstance(built.runner.model.target.lm_head, SlicedHead) == is_split
         end(built)

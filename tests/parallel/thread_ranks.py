@@ -27,8 +27,8 @@ from dflash_backend.parallel.links import RankReady, RankSetup, StartFailure, ca
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
 from dflash_backend.parallel.target import TensorParallelTarget
-from dflash_backend.worker.batch import Step
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.batch import ForwardBatch
+from dflash_backend.worker.step import SpecDecodeModel
 from tests.worker.engines import device_runner
 
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def as_on_gpus(patch: pytest.MonkeyPatch, memory: Callable[[], Memory] = Memory)
 
 
 def thread_links(built: BuiltEngine) -> ThreadLinks:
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, TensorParallelTarget)
     assert isinstance(target.ranks, RankGroup)
     assert isinstance(target.ranks.links, ThreadLinks)
@@ -230,9 +230,9 @@ def thread_links(built: BuiltEngine) -> ThreadLinks:
 
 
 class EmulatedGraphs:
-    """As `CapturedStep`: after one run its parts are captured, and from then on the others run on replays alone."""
+    """As `CudaGraphRunner`: after one run its parts are captured, and from then on the others run on replays alone."""
 
-    def __init__(self, model: ModelStep, inputs: Step, links: ThreadLinks) -> None:
+    def __init__(self, model: SpecDecodeModel, inputs: ForwardBatch, links: ThreadLinks) -> None:
         self._model, self._links = model, links
         model.run(replace(inputs))
         step, peers = replace(inputs), model.target.peers
@@ -244,15 +244,15 @@ class EmulatedGraphs:
             model.draft(step)
         self._there = verified_there, accepted_there, drafted_there
 
-    def verify(self, step: Step, *_: object) -> Step:
+    def verify(self, step: ForwardBatch, *_: object) -> ForwardBatch:
         with self._replaying(0):
             return self._model.verify(step)
 
-    def accept(self, step: Step) -> None:
+    def accept(self, step: ForwardBatch) -> None:
         with self._replaying(1):
             self._model.accept(step)
 
-    def draft(self, step: Step, *_: object) -> None:
+    def draft(self, step: ForwardBatch, *_: object) -> None:
         with self._replaying(2):
             self._model.draft(step)
 
@@ -271,9 +271,9 @@ def with_graphs(built: BuiltEngine, overlap: bool = True, **options: Any) -> Bui
     """The same engine with the steps of a GPU, decode steps in emulated graphs. `built` must not be used any more."""
     runner, links = device_runner(built, padded=False, **options), thread_links(built)
 
-    def make(inputs: Step) -> EmulatedGraphs:
+    def make(inputs: ForwardBatch) -> EmulatedGraphs:
         runner.layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-        return EmulatedGraphs(runner.step, inputs, links)
+        return EmulatedGraphs(runner.model, inputs, links)
 
     with torch.inference_mode():
         runner.graphs.make(make, [1, 2], sampled=True, progress=lambda message, fraction: None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.state import StateTensors
 from tests.worker.engines import Outputs
 
@@ -22,11 +22,11 @@ class KeptLogits:
     def __init__(self, built: BuiltEngine) -> None:
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
         self._runner = built.runner
-        ops = built.runner.step.ops
+        ops = built.runner.model.ops
         self._target_tokens = ops.target_tokens
         ops.target_tokens = self._keep  # type: ignore[method-assign]
 
-    def _keep(self, step: Step, state: StateTensors) -> torch.Tensor:
+    def _keep(self, step: ForwardBatch, state: StateTensors) -> torch.Tensor:
         if not isinstance(step.logits, torch.Tensor):
             return self._target_tokens(step, state)
         positions = step.positions
@@ -51,7 +51,7 @@ def run(
     for index, prompt in enumerate(prompts):
         outputs.add(f"{prefix}{index}", prompt, **own)
     tokens = {name.removeprefix(prefix): ids for name, ids in outputs.finish().items()}
-    built.runner.step.ops.target_tokens = kept._target_tokens  # type: ignore[method-assign]
+    built.runner.model.ops.target_tokens = kept._target_tokens  # type: ignore[method-assign]
     logits = {
         (name.removeprefix(prefix), position): row
         for (name, position), row in kept.logits.items()

@@ -15,7 +15,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestFailed, SamplingParams, TokenLogprobs
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import PaddedStepOps, StepOps
 
@@ -29,7 +29,7 @@ def device_runner(
 ) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
-        replace(built.runner.step, ops=ops or PaddedStepOps()),
+        replace(built.runner.model, ops=ops or PaddedStepOps()),
         built.core.config.max_num_batched_tokens,
         grammars=built.grammars,
     )
@@ -48,11 +48,11 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
     return replace(built, core=core, runner=runner)
 
 
-def unpacked(runner: ModelRunner, step: Step) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:
+def unpacked(runner: ModelRunner, step: ForwardBatch) -> tuple[list[int], list[int], list[list[int]], np.ndarray]:
     """Of each row of a step that has run: accepted and verified drafts, k + 1 tokens and confidences."""
     numbers = step.results.tolist()
     results = [each[0] for each in numbers], [each[1] for each in numbers], [each[2:] for each in numbers]
-    return *results, runner.step.unpacked_report(step, step.draft_report.cpu().numpy())[2]
+    return *results, runner.model.unpacked_report(step, step.draft_report.cpu().numpy())[2]
 
 
 def engine(**settings: Any) -> BuiltEngine:
@@ -95,7 +95,7 @@ class Outputs:
     def step(self) -> None:
         """One step of the engine, with its drafts."""
         outputs = self.core.step()
-        self.core.finish_step()
+        self.core.collect_drafts()
         self.failed += outputs.failed
         for delta in outputs.deltas:
             self.tokens[delta.request_id] += delta.token_ids
@@ -124,13 +124,13 @@ def outputs_of(built: BuiltEngine, prompts: Sequence[list[int]], sampling: Seque
 
 def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
     """The requests' state that steps change."""
-    state = runner.step.state
+    state = runner.model.state
     return [state.tokens, state.blocks, state.num_blocks, state.computed]
 
 
 def kv_tensors(runner: ModelRunner) -> list[torch.Tensor]:
     """KV of every layer."""
-    return [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
+    return [layer.data for layer in [*runner.model.kv.target, *runner.model.kv.draft]]
 
 
 def memory(runner: ModelRunner) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, Step
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, ForwardBatch, LengthBounds
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import StepOps
 
@@ -26,7 +26,7 @@ class RandomStep:
     num_logits: int
 
     @property
-    def inputs(self) -> Step:
+    def inputs(self) -> ForwardBatch:
         """With bounds that hold for the rows that go on."""
         rows = self.rows
         lens, starts = rows.query_lens.cpu().numpy(), rows.start_bound.cpu().numpy()
@@ -42,7 +42,7 @@ class RandomStep:
                 token[start:end] = int(rows.query_start[r] + rows.num_new[r]) - 1 + np.arange(end - start)
         device = rows.req_idx.device
         logits_token, logits_row = (torch.from_numpy(each).to(device) for each in (token, row))
-        return Step(rows, logits_token, logits_row, bounds, BatchTraits(True, True), self.state.k)
+        return ForwardBatch(rows, logits_token, logits_row, bounds, BatchTraits(True, True), self.state.k)
 
     def to(self, device: torch.device) -> RandomStep:
         """A copy on another device."""
@@ -98,14 +98,14 @@ def random_step(
     return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_logits)
 
 
-def prepared_step(ops: StepOps, step: RandomStep, state: StateTensors) -> Step:
+def prepared_step(ops: StepOps, step: RandomStep, state: StateTensors) -> ForwardBatch:
     """The step once it is prepared."""
     inputs = step.inputs
     ops.prepare(inputs, state)
     return inputs
 
 
-def accepted_step(ops: StepOps, step: RandomStep, state: StateTensors, target_tokens: torch.Tensor) -> Step:
+def accepted_step(ops: StepOps, step: RandomStep, state: StateTensors, target_tokens: torch.Tensor) -> ForwardBatch:
     """The step once its drafts are accepted where they are these tokens, int64 `[D]`."""
     inputs = prepared_step(ops, step, state)
     inputs.target_tokens = target_tokens

@@ -14,7 +14,7 @@ from dflash_backend.config import asset_path
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.models.decoder import DecoderTarget, LayeredTarget
 from dflash_backend.text.tokenizer import Tokenizer
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_kernels import cpu_head
 from load_tests.prompts import load_prompts
 from tests.support.tiny_models import make_target
@@ -54,7 +54,7 @@ def small_heads_and_many_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """Of each step that chooses tokens: whether codes found them, and whether there are logits."""
     seen: list[tuple[bool, bool]] = []
-    likeliest, verify = LayeredTarget.likeliest, ModelStep.verify
+    likeliest, verify = LayeredTarget.likeliest, SpecDecodeModel.verify
     found: list[bool] = []
 
     def watched(self: LayeredTarget, hidden: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor | None:
@@ -62,7 +62,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
         found.append(tokens is not None)
         return tokens
 
-    def verified(self: ModelStep, step: Any, *others: Any) -> Any:
+    def verified(self: SpecDecodeModel, step: Any, *others: Any) -> Any:
         found.clear()
         step = verify(self, step, *others)
         if step.traits.chooses:
@@ -70,7 +70,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
         return step
 
     monkeypatch.setattr(LayeredTarget, "likeliest", watched)
-    monkeypatch.setattr(ModelStep, "verify", verified)
+    monkeypatch.setattr(SpecDecodeModel, "verify", verified)
     return seen
 
 
@@ -128,13 +128,13 @@ def test_what_looks_at_logits_has_them_and_the_others_beside_it_the_same_text(
 def test_a_head_under_a_soft_cap_has_no_codes(softcap: float | None, tmp_path: Path) -> None:
     make_target(tmp_path, architecture="Gemma4ForCausalLM", final_logit_softcapping=softcap)
     built = engine(target_model=str(tmp_path), draft_model="", dtype="float32")
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, LayeredTarget)
     assert (target.coarse_head is None) == (softcap is not None)
 
 
 def test_a_head_with_codes_is_fetched_by_them() -> None:
-    target = engine().runner.step.target
+    target = engine().runner.model.target
     assert isinstance(target, DecoderTarget)
     assert target.stack is not None
     assert target.coarse_head is not None

@@ -44,14 +44,14 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
     prompts.append(prompts[0])
     for index, prompt in enumerate(prompts):
         core.add_request(GenerationRequest(str(index), prompt, SamplingParams(max_tokens=60, temperature=0.0)))
-    drafter = runner.step.drafter
+    drafter = runner.model.drafter
     assert isinstance(drafter, DFlashDrafter)
     decoder = drafter.model.spec.decoder
     checked, rejected = 0, 0
-    pending = runner.step.pending  # None without operations in C++
+    pending = runner.model.pending  # None without operations in C++
     for _ in range(8):
         core.step()
-        core.finish_step()
+        core.collect_drafts()
         rejected += core.stats().spec_decoding.num_draft_tokens - core.stats().spec_decoding.num_accepted_tokens
         for request in list(core.scheduler.running.values()):
             index = runner.requests.records[request.request_id].index

@@ -18,7 +18,7 @@ def _start(llm: LLM, request_id: str, prompt: list[int]) -> None:
     sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     llm.engine.core.add_request(GenerationRequest(request_id, prompt, sampling))
     llm.engine.core.step()
-    llm.engine.core.finish_step()
+    llm.engine.core.collect_drafts()
 
 
 def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]:
@@ -46,7 +46,7 @@ def test_drafts_after_rejections_are_those_of_a_fresh_prefill(beside: bool, monk
         _start(llm, name, llm.tokenizer.encode(row.prompt))
         for step in range(NUM_STEPS):
             core.step()
-            core.finish_step()
+            core.collect_drafts()
             tokens, drafts = _tokens_and_drafts(llm, name)
             _start(fresh, f"{name} {step}", tokens[:-1])
             fresh_tokens, fresh_drafts = _tokens_and_drafts(fresh, f"{name} {step}")

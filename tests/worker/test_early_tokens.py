@@ -62,7 +62,7 @@ def test_what_a_step_did_is_told_with_the_step_after_or_once_nothing_is_left() -
     assert core.step().phase_seconds == {}
     while core.has_unfinished():
         assert set(core.step().phase_seconds) == {"verify", "accept", "inject", "draft"}
-    core.finish_step()
+    core.collect_drafts()
     idle = core.idle_outputs()
     assert set(idle.phase_seconds) == {"verify", "accept", "inject", "draft"}
     assert idle.stats is not None

@@ -43,7 +43,7 @@ class Watched:
         self.monkeypatch.setattr(CpuStepOps, "store_drafts", note)
 
     def follow(self, runner: Any) -> None:
-        submit, finish_step = runner.submit, runner.finish_step
+        submit, collect_drafts = runner.submit, runner.collect_drafts
 
         def submitted(plan: SchedulerOutput) -> None:
             self.plan = plan
@@ -51,7 +51,7 @@ class Watched:
 
         def collected(ended: Collection[str]) -> DraftOutput:
             self.made.clear()
-            drafts: DraftOutput = finish_step(ended)
+            drafts: DraftOutput = collect_drafts(ended)
             index = {name: record.index for name, record in runner.requests.records.items()}
             self.asked = {
                 row.request_id: (row.num_next_draft, self.made.get(index[row.request_id], 0))
@@ -61,7 +61,7 @@ class Watched:
             return drafts
 
         self.monkeypatch.setattr(runner, "submit", submitted)
-        self.monkeypatch.setattr(runner, "finish_step", collected)
+        self.monkeypatch.setattr(runner, "collect_drafts", collected)
 
 
 def ways_to_end(stop: int) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def test_rows_that_end_propose_nothing_and_all_others_what_the_plan_asks(
     ended, went_on = set(), 0
     while outputs.core.has_unfinished():
         outputs.step()
-        outputs.core.finish_step()
+        outputs.core.collect_drafts()
         for name, (asked, made) in watched.asked.items():
             # A request that was preempted meanwhile has not ended either.
             has_ended = name in outputs.reasons

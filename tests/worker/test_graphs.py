@@ -16,7 +16,7 @@ import torch
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.models.peers import Peers
 from dflash_backend.worker import graphs
-from dflash_backend.worker.batch import BatchTraits, HostBatch, Step
+from dflash_backend.worker.batch import BatchTraits, ForwardBatch, HostBatch
 from dflash_backend.worker.graphs import (
     CAPTURE_STRIDE,
     TOKEN_SIZES,
@@ -25,7 +25,7 @@ from dflash_backend.worker.graphs import (
     warm_up,
 )
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_kernels import measured_linear
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged, unpacked
 
@@ -146,12 +146,12 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], k: i
     shape, size = ((k, k), 8) if budget is None else ((1, k), 4)
     runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=[shape])
     drafts = None if budget is None else DraftBudget(budget, 1.0, [0.1 * i for i in range(7)], [0.5, 0.0, 0.0])
-    runner.step.state.confidence.normal_(generator=torch.Generator().manual_seed(3))
+    runner.model.state.confidence.normal_(generator=torch.Generator().manual_seed(3))
     rows = HostBatch.of(plan_rows, runner.requests, drafts)
     before = [tensor.clone() for tensor in memory(runner)]
 
     inputs = runner.layouts.send_ragged(rows)
-    ragged = unpacked(runner, runner.step.run(inputs))
+    ragged = unpacked(runner, runner.model.run(inputs))
     after_ragged = [tensor.clone() for tensor in memory(runner)]
 
     for tensor, value in zip(memory(runner), before, strict=True):
@@ -203,7 +203,7 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
 ) -> None:
     monkeypatch.setattr(graphs, "CHEAP_TOKENS", 64)
     runner, rows = decoding(pair, a={"k": 0}, b={"k": 0}, c={"k": 0})
-    assert runner.step.decode_query_len == 8
+    assert runner.model.decode_query_len == 8
     assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
     assert runner.graphs.find(rows_like(runner, rows, 9)) is None
 
@@ -271,7 +271,7 @@ def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any
 def test_warming_up_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]) -> None:
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     with unchanged(memory(runner)):
-        warm_up(runner.step, runner.layouts, max_tokens=64, draft_widths=[0, 3])
+        warm_up(runner.model, runner.layouts, max_tokens=64, draft_widths=[0, 3])
 
 
 def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
@@ -281,10 +281,10 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
     tried: list[tuple[int, bool]] = []
     messages: list[str] = []
 
-    def make(inputs: Step) -> ModelStep | None:
+    def make(inputs: ForwardBatch) -> SpecDecodeModel | None:
         """Memory for four steps."""
         tried.append((inputs.num_rows, inputs.traits.sampled))
-        return runner.step if len(tried) <= 4 else None
+        return runner.model if len(tried) <= 4 else None
 
     runner.graphs.make(make, capture_sizes(16), True, lambda message, fraction: messages.append(message))
     assert tried[:4] == [(16, True), (16, False), (8, True), (8, False)]
@@ -304,16 +304,16 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     prepare = {"use_graphs": True, "serves": False, "progress": lambda message, fraction: None}
     collections: list[str] = []
 
-    captured: list[Step] = []
+    captured: list[ForwardBatch] = []
     measured: list[bool] = []
 
-    def refuse(self: graphs.GraphCapturer, inputs: Step) -> ModelStep:
+    def refuse(self: graphs.GraphCapturer, inputs: ForwardBatch) -> SpecDecodeModel:
         """All but the first."""
         assert not gc.isenabled()
         measured.append(measured_linear._State.measuring)
         if not captured:
             captured.append(inputs)
-            return runner.step
+            return runner.model
         raise graphs.CaptureError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs.GraphCapturer, "__init__", lambda *_: None)
@@ -321,7 +321,7 @@ def test_an_engine_that_cannot_capture_serves_without_graphs_and_says_so(
     monkeypatch.setattr(gc, "collect", lambda: collections.append("all"))
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     monkeypatch.setattr(measured_linear._State, "wanted", True)
-    backend = runner.step.backend
+    backend = runner.model.backend
     monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, capturable=True))
     runner.prepare(**prepare)
     monkeypatch.undo()
@@ -353,7 +353,7 @@ class FakeDevice:
             "empty_cache": lambda: self.events.append("empty"),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(graphs, "CapturedStep", self.capture)
+        monkeypatch.setattr(graphs, "CudaGraphRunner", self.capture)
 
     def capture(self, *_: object) -> str:
         self.events.append("capture")
@@ -386,7 +386,7 @@ def test_a_capture_waits_for_nothing_and_is_tried_again_with_all_memory(
     """A step that still runs holds up the next layout alone."""
     runner, _ = decoding(pair)
     device = FakeDevice(monkeypatch, errors, free)
-    capture: Any = graphs.GraphCapturer(runner.step, runner.layouts)
+    capture: Any = graphs.GraphCapturer(runner.model, runner.layouts)
     assert capture(runner.graphs.steps(sampled=False)[0].inputs) == "captured"
     assert device.events == expected
 
@@ -396,7 +396,7 @@ def test_no_step_is_captured_where_memory_is_short_whatever_torch_gives_back(
 ) -> None:
     runner, _ = decoding(pair)
     device = FakeDevice(monkeypatch, [], (5, graphs.RESERVED_BYTES - 1))
-    assert graphs.GraphCapturer(runner.step, runner.layouts)(runner.graphs.steps(sampled=False)[0].inputs) is None
+    assert graphs.GraphCapturer(runner.model, runner.layouts)(runner.graphs.steps(sampled=False)[0].inputs) is None
     assert device.events == ["empty"]
 
 
@@ -411,9 +411,9 @@ def test_a_capture_that_fails_for_another_reason_than_memory_ends_the_attempt(
     errors += [RuntimeError("a kernel is missing\nmore")] * times
     device = FakeDevice(monkeypatch, errors, PLENTY)
     if not alone:
-        monkeypatch.setattr(runner.step.target, "peers", Peers())
+        monkeypatch.setattr(runner.model.target, "peers", Peers())
     inputs = runner.graphs.steps(sampled=False)[0].inputs
-    capture = graphs.GraphCapturer(runner.step, runner.layouts)
+    capture = graphs.GraphCapturer(runner.model, runner.layouts)
     assert capture(inputs) is None
     with pytest.raises(RuntimeError, match="a kernel is missing") as caught:
         capture(inputs)

@@ -44,7 +44,7 @@ def test_a_pair_that_stays_quantised_gives_the_text_of_its_numbers(tmp_path: Pat
         settings[model] = str(write(tmp_path / folder, tmp_path / f"q{folder}", packer, config).quantised)
     expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
     built = triton_engine(**settings | ({} if drafted else {"draft_model": ""}))
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, DecoderTarget)
     assert isinstance(target.layers[0].weights.qkv, QuantisedLinear)
     assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
@@ -60,7 +60,7 @@ def test_experts_that_stay_quantised_give_the_text_of_their_numbers(tmp_path: Pa
     settings["target_model"] = str(write(tmp_path / "t", tmp_path / "q", packer, config).quantised)
     expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
     built = triton_engine(**settings)
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, DecoderTarget)
     assert isinstance(target.layers[0].weights.mlp.gate_up, QuantisedWeight)
     assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
@@ -73,7 +73,7 @@ def test_experts_in_mxfp4_give_the_text_of_their_numbers(tmp_path: Path, drafted
     settings |= {"target_model": str(tmp_path / "mxfp4"), "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.01}
     expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
     built = triton_engine(**settings | ({} if drafted else {"draft_model": ""}))
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, DecoderTarget)
     gate_up = target.layers[0].weights.mlp.gate_up
     assert isinstance(gate_up, QuantisedWeight)
@@ -86,7 +86,7 @@ def test_fp8_made_at_load_stays_fp8(tmp_path: Path) -> None:
     settings |= {"max_model_len": 64, "kv_cache_gb": 0.01, "quantization": "fp8"}
     expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
     built = triton_engine(**settings)
-    target = built.runner.step.target
+    target = built.runner.model.target
     assert isinstance(target, DecoderTarget)
     assert isinstance(target.layers[0].weights.mlp.gate_up, QuantisedLinear)
     assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens

@@ -59,7 +59,7 @@ def models_of(architecture: str, folder: Path) -> dict[str, str]:
 
 
 def test_fp8_is_bytes_and_scales_for_the_target_and_the_drafter_keeps_its_dtype(pair: dict[str, str]) -> None:
-    kv = engine(**pair, **FP8_KV).runner.step.kv
+    kv = engine(**pair, **FP8_KV).runner.model.kv
     assert {layer.data.dtype for layer in kv.target} == {torch.uint8}
     assert {layer.scales.shape == layer.data.shape[:-1] for layer in kv.target if layer.scales is not None} == {True}
     assert {(layer.data.dtype, layer.scales) for layer in kv.draft} == {(torch.float32, None)}
@@ -79,7 +79,7 @@ def test_there_are_as_many_blocks_as_the_bytes_say_and_the_load_says_it(pair: di
     assert said == pytest.approx(ratio, rel=0.01)
     size = sum(
         tensor[0].nbytes
-        for layer in [*own.runner.step.kv.target, *own.runner.step.kv.draft]
+        for layer in [*own.runner.model.kv.target, *own.runner.model.kv.draft]
         for tensor in (layer.data, layer.scales)
         if tensor is not None
     )
@@ -146,7 +146,7 @@ def test_a_chunk_attends_over_what_the_cache_holds(pair: dict[str, str]) -> None
 
 def test_ranks_keep_their_heads_in_fp8_and_give_the_text_of_one(pair: dict[str, str]) -> None:
     alone, shared = engine(**pair, **FP8_KV), engine(**pair, **FP8_KV, tensor_parallel_size=2)
-    own, whole = shared.runner.step.kv.target[0], alone.runner.step.kv.target[0]
+    own, whole = shared.runner.model.kv.target[0], alone.runner.model.kv.target[0]
     assert own.data.shape[3] * 2 == whole.data.shape[3]
     assert own.scales is not None
     assert own.scales.shape == own.data.shape[:-1]
@@ -168,7 +168,7 @@ def test_the_first_layers_kv_is_that_of_float32_rounded(pair: dict[str, str], kv
     for dtype in ("auto", kv_dtype):
         built = engine(**{**pair, **SETTINGS, "draft_model": ""}, kv_cache_dtype=dtype)
         run(built, [[7 + i for i in range(40)]], max_tokens=1)
-        layer = built.runner.step.kv.target[0]
+        layer = built.runner.model.kv.target[0]
         kept.append(layer.gather(torch.arange(10), 4, torch.float32))
     exact, rounded = kept
     assert int(exact.abs().amax((-1, -2)).count_nonzero()) == 2 * 40

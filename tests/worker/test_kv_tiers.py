@@ -97,7 +97,7 @@ def steps_of(built: BuiltEngine, prompt: list[int], sampling: dict[str, Any]) ->
     deltas: list[TokenDelta] = []
     while core.has_unfinished():
         deltas += core.step().deltas
-        core.finish_step()
+        core.collect_drafts()
         check_core(core)
     assert deltas[-1].stats is not None
     steps = [(delta.token_ids, delta.num_draft_tokens, delta.logprobs) for delta in deltas]
@@ -122,7 +122,7 @@ def lose_device(built: BuiltEngine) -> None:
     """Let all that is to go to tiers go there, and then nothing be left on the device: neither names nor numbers."""
     move_all(built)
     built.core.scheduler.kv.reset_prefix_cache()
-    step = built.runner.step
+    step = built.runner.model
     pools = step.pool.tensors if step.pool is not None else ()
     for tensor in (*(each for group in step.kv.records for each in group), *pools):
         tensor.fill_(3)

@@ -569,7 +569,7 @@ def answer(built: BuiltEngine, prompt: list[int], **sampling: Any) -> tuple[list
     deltas: list[TokenDelta] = []
     while core.has_unfinished():
         deltas += core.step().deltas
-        core.finish_step()
+        core.collect_drafts()
         check_core(core)
     return [(delta.token_ids, delta.num_draft_tokens, delta.logprobs) for delta in deltas], deltas[-1]
 

@@ -113,4 +113,4 @@ def test_a_device_runner_takes_these_steps_over_a_single_block(tmp_path: Path) -
     third = decode_step(bounds, second)
     for plan in (first, second, third, prefill_step(bounds, 20, third)):
         runner.submit(plan)
-        assert [len(row.token_ids) >= 1 for row in runner.collect().rows] == [True] * 3
+        assert [len(row.token_ids) >= 1 for row in runner.collect_results().rows] == [True] * 3

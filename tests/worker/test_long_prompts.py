@@ -48,7 +48,7 @@ def test_the_text_is_that_of_our_own_kernels(few_layers: dict[str, Any], monkeyp
     expected = run(engine(**sizes))
     built = on_device_runner(triton_engine(**sizes))
     assert built.runner.overlaps
-    backend = built.runner.step.backend
+    backend = built.runner.model.backend
     assert isinstance(backend, TritonBackend)
     backend.long_attention = dataclasses.replace(long_rows.CUDNN, attend=attend, pays=lambda start, end: True)
     assert run(built).tokens == expected.tokens

@@ -21,7 +21,7 @@ def test_every_padded_step_is_timed_and_nothing_else_changes(settings: dict[str,
     plain = outputs_of(on_device_runner(engine(**settings), shapes=shapes), prompts, asked).tokens
     built = on_device_runner(engine(**settings), shapes=shapes)
     runner = built.runner
-    found = measured_padded_steps(runner.step, runner.layouts, runner.graphs.steps(sampled=False))
+    found = measured_padded_steps(runner.model, runner.layouts, runner.graphs.steps(sampled=False))
     inputs = [step.inputs for step in runner.graphs.steps(sampled=False)]
     assert [(each.num_rows, each.num_tokens, each.draft_width) for each in found] == [
         (each.num_rows, each.num_tokens, each.draft_width) for each in inputs
@@ -38,7 +38,7 @@ def test_the_scheduler_of_a_gpu_gets_the_shapes_and_their_times(settings: dict[s
     built = on_device_runner(engine(**settings), shapes=shapes)
     runner = built.runner
     there: Any = SimpleNamespace(
-        step=runner.step, layouts=runner.layouts, graphs=runner.graphs, device=torch.device(device)
+        model=runner.model, layouts=runner.layouts, graphs=runner.graphs, device=torch.device(device)
     )
     config = _with_measured_steps(built.core.config, there, shapes)
     assert config.draft_shapes == tuple(shapes[1:])

@@ -46,14 +46,14 @@ def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as
 def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int, beside: bool) -> torch.Tensor:
     """The drafter's KV of the first `num_tokens` tokens of a request that has been prefilled with this k; `beside`:
     together with another request."""
-    core, drafter = llm.engine.core, llm.engine.runner.step.drafter
+    core, drafter = llm.engine.core, llm.engine.runner.model.drafter
     assert isinstance(drafter, DFlashDrafter)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, num_speculative_tokens=k, cache_salt=salt)
     core.add_request(GenerationRequest(salt, prompt, sampling))
     if beside:
         core.add_request(GenerationRequest("other", prompt[::-1], sampling))
     core.step()
-    core.finish_step()
+    core.collect_drafts()
     blocks, positions = np.array(core.scheduler.running[salt].block_ids), np.arange(num_tokens)
     slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
     found = torch.stack([cache.slots[slots] for cache in drafter.caches])

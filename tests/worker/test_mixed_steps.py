@@ -12,7 +12,7 @@ import torch
 
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SchedulerOutput
 from dflash_backend.worker.batch import BatchTraits, HostBatch
-from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedStep, mixed_shapes, smallest_mixed
+from dflash_backend.worker.graphs import MIXED_TOKENS, TOKEN_SIZES, PaddedBatch, mixed_shapes, smallest_mixed
 from dflash_backend.worker.runner import ModelRunner
 from tests.support.scale import SCALE
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, triton_engine, unchanged, unpacked
@@ -49,7 +49,7 @@ def mixed_plan(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelR
     return built.runner, plan
 
 
-def step_of(runner: ModelRunner, num_tokens: int) -> PaddedStep:
+def step_of(runner: ModelRunner, num_tokens: int) -> PaddedBatch:
     return next(step for step in runner.graphs.mixed(sampled=True) if step.inputs.num_tokens == num_tokens)
 
 
@@ -61,14 +61,14 @@ def test_a_mixed_step_does_what_the_ragged_step_does(pair: dict[str, Any], size:
     runner, plan = mixed_plan(pair, b={"temperature": 0.7, "seed": 3}, d={"temperature": 0.9, "seed": 4})
     assert sorted(row.num_new for row in plan.rows) == [1, 1, 1, 10, 10]
     assert sorted(row.sample for row in plan.rows) == [False, True, True, True, True]
-    k = runner.step.state.k
+    k = runner.model.state.k
     drafts = None if budget is None else DraftBudget(budget, 1.0, [0.1 * i for i in range(k)], [0.5, 0, 0, 0.2, 0])
-    runner.step.state.confidence.normal_(generator=torch.Generator().manual_seed(3))
+    runner.model.state.confidence.normal_(generator=torch.Generator().manual_seed(3))
     rows = HostBatch.of(plan.rows, runner.requests, drafts)
     before = [tensor.clone() for tensor in memory(runner)]
 
     inputs = runner.layouts.send_ragged(rows)
-    ragged = unpacked(runner, runner.step.run(inputs))
+    ragged = unpacked(runner, runner.model.run(inputs))
     after_ragged = [tensor.clone() for tensor in memory(runner)]
 
     for tensor, value in zip(memory(runner), before, strict=True):
@@ -95,7 +95,7 @@ def test_a_budget_has_the_tokens_that_prompts_leave(pair: dict[str, Any]) -> Non
     runner, plan = mixed_plan(pair)
     runner.prepare(use_graphs=False, progress=lambda message, fraction: None, mixed=[(4, 30)])
     four = sorted(plan.rows, key=lambda row: row.num_new)[:4]
-    drafts = DraftBudget(5, 1.0, [0.0] * runner.step.state.k, [0.0] * 4)
+    drafts = DraftBudget(5, 1.0, [0.0] * runner.model.state.k, [0.0] * 4)
     rows = HostBatch.of(four, runner.requests, drafts)
     assert (rows.num_new.sum(), rows.num_draft.sum()) == (13, 21)
     (step,) = runner.graphs.mixed(sampled=True)
@@ -121,7 +121,7 @@ def test_the_smallest_step_that_is_worth_its_padding_is_taken(
     runner, plan = mixed_plan(pair)
     rows = HostBatch.of(plan.rows, runner.requests)
     num_tokens = int(rows.query_lens.sum())
-    assert num_tokens == 23 + 3 * runner.step.state.k == 44
+    assert num_tokens == 23 + 3 * runner.model.state.k == 44
     assert runner.graphs.find(rows) is None, "5 rows do not fit 48 tokens' four, and 96 tokens are too many"
     four = runner.graphs.find(HostBatch.of(plan.rows[:4], runner.requests))
     assert four is not None
@@ -223,7 +223,7 @@ def watched(runner: ModelRunner) -> list[int]:
     found: list[int] = []
     find = runner.graphs.find
 
-    def watching(batch: HostBatch) -> PaddedStep | None:
+    def watching(batch: HostBatch) -> PaddedBatch | None:
         step = find(batch)
         if step is not None and not batch.decode_only:
             found.append(step.inputs.num_tokens)

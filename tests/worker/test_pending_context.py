@@ -38,7 +38,7 @@ class Engine(Outputs):
 
     @property
     def pending(self) -> PendingContext:
-        pending = self.runner.step.pending
+        pending = self.runner.model.pending
         assert pending is not None
         return pending
 
@@ -51,7 +51,7 @@ def draft_kv(outputs: Engine, request_id: str) -> torch.Tensor:
     """The drafter's KV of the full blocks of a running request: `[layers, positions, 2, heads, head_dim]`."""
     request = outputs.core.scheduler.running[request_id]
     blocks = torch.tensor(request.block_ids[: request.num_computed // BLOCK_SIZE])
-    return torch.stack([layer.data[blocks].flatten(0, 1) for layer in outputs.runner.step.kv.draft])
+    return torch.stack([layer.data[blocks].flatten(0, 1) for layer in outputs.runner.model.kv.draft])
 
 
 def test_full_blocks_have_their_context_and_others_wait(
@@ -161,7 +161,7 @@ def test_all_that_waits_can_be_taken(prompts: list[list[int]]) -> None:
         outputs.add_resting(str(index), prompt, 40)
     for _ in range(9):
         outputs.step()
-    outputs.core.finish_step()
+    outputs.core.collect_drafts()
     waiting = {
         outputs.runner.requests.records[name].index: request for name, request in outputs.core.scheduler.running.items()
     }

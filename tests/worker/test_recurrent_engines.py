@@ -118,7 +118,7 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     built = engine(**settings | CASES[case])
     if steps != "of a CPU":
-        shapes = capture_shapes(built.runner.step.state.k) if case == "adaptive" else ()
+        shapes = capture_shapes(built.runner.model.state.k) if case == "adaptive" else ()
         built = on_device_runner(built, padded=steps == "of a GPU", shapes=shapes)
     check(built, texts)
     drafts = built.core.stats().spec_decoding
@@ -175,9 +175,9 @@ def test_a_row_elsewhere_than_its_state_ends_is_an_error_under_the_guard(setting
     outputs = Outputs(built)
     outputs.add("r", [5, 6, 7, 8], temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs.step()
-    assert built.runner.step.pool is not None
-    built.runner.step.pool.lengths.add_(1)
-    with unchanged([built.runner.step.pool.states]):
+    assert built.runner.model.pool is not None
+    built.runner.model.pool.lengths.add_(1)
+    with unchanged([built.runner.model.pool.states]):
         outputs.step()
     assert outputs.finish()  # it is computed anew
 
@@ -204,7 +204,7 @@ def test_the_log_says_what_states_take(settings: dict[str, Any]) -> None:
     lines: list[str] = []
     values = {"device": "cpu", **settings, "max_num_seqs": 4, "num_state_snapshots": 7}
     built = build_engine(EngineConfig.from_values(values), lambda message, done: lines.append(message))
-    pool = built.runner.step.pool
+    pool = built.runner.model.pool
     assert pool is not None
     assert pool.states.shape[1] == 4 + 7 + 1
     size = sum(tensor.numel() * tensor.element_size() for tensor in (pool.states, pool.tails))
@@ -228,7 +228,7 @@ def test_how_many_copies_there_are(
     lines: list[str] = []
     values = {"device": "cpu", **settings, "max_num_seqs": 4} | changes
     built = build_engine(EngineConfig.from_values(values), lambda message, done: lines.append(message))
-    pool = built.runner.step.pool
+    pool = built.runner.model.pool
     assert pool is not None
     assert pool.states.shape[1] == values["max_num_seqs"] + num_copies + 1
     assert built.core.config.enable_prefix_caching == (num_copies > 0)

@@ -65,7 +65,7 @@ def decode(
 
 def run(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
     runner.submit(plan)
-    return runner.collect()
+    return runner.collect_results()
 
 
 def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: ModelRunner) -> None:
@@ -73,10 +73,10 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Mod
     other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
     runner.submit(SchedulerOutput(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
     runner.submit(decode(2, "a", 6))
-    results = [runner.collect()]
-    phases = [runner.finish_step(()).phase_seconds]
-    results.append(runner.collect())
-    phases.append(runner.finish_step(()).phase_seconds)
+    results = [runner.collect_results()]
+    phases = [runner.collect_drafts(()).phase_seconds]
+    results.append(runner.collect_results())
+    phases.append(runner.collect_drafts(()).phase_seconds)
     assert [result.step_id for result in results] == [1, 2]
     assert [row.request_id for row in results[0].rows] == ["b", "a"]
     assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
@@ -94,9 +94,9 @@ def test_a_row_with_unverified_drafts_goes_on_where_the_step_before_it_ended(run
 
     runner.submit(prefill(5, "a", list(range(8))))
     runner.submit(decode(6, "a", 6))
-    unverified = [runner.collect().rows[0]]
+    unverified = [runner.collect_results().rows[0]]
     runner.submit(decode(7, "a", 7 + K, num_unverified_drafts=K))
-    unverified += [runner.collect().rows[0], runner.collect().rows[0]]
+    unverified += [runner.collect_results().rows[0], runner.collect_results().rows[0]]
     assert unverified == known
 
 
@@ -106,13 +106,13 @@ def test_logits_are_computed_where_a_row_chooses_a_token_alone(
     """The head of a large model reads a gigabyte of weights."""
     expected = run(runner, prefill(1, "whole", [0, 1, 2, 3])).rows[0].token_ids
     num_logits = []
-    logits = runner.step.target.logits
+    logits = runner.model.target.logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         num_logits.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(runner.step.target, "logits", counted)
+    monkeypatch.setattr(runner.model.target, "logits", counted)
     chunk = ScheduledRequest("a", 0, 4, 0, False, 0, [4, 5, 6, 7])
     assert run(runner, SchedulerOutput(2, [chunk], [new("a")])).rows[0].token_ids == []
     rest = ScheduledRequest("a", 4, 2, 0, True, 0, [])
@@ -125,14 +125,14 @@ def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> Non
     runner.submit(SchedulerOutput(2, []))
     with pytest.raises(RuntimeError, match="step 3 was submitted with 2 steps not collected"):
         runner.submit(SchedulerOutput(3, []))
-    assert runner.collect() == ModelRunnerOutput(1, [])
+    assert runner.collect_results() == ModelRunnerOutput(1, [])
 
 
 def test_a_result_needs_nothing_of_a_request_that_has_been_removed(runner: ModelRunner) -> None:
     runner.submit(prefill(1, "a", [0, 1, 2, 3]))
     replaced = prefill(2, "a", [4, 5, 6, 7], SamplingParams(temperature=0.0, logprobs=1))
     runner.submit(dataclasses.replace(replaced, finished_req_ids=["a"]))
-    first, second = runner.collect().rows[0], runner.collect().rows[0]
+    first, second = runner.collect_results().rows[0], runner.collect_results().rows[0]
     assert first.token_ids == second.token_ids
     assert first.logprobs is None
     assert second.logprobs is not None
@@ -141,7 +141,7 @@ def test_a_result_needs_nothing_of_a_request_that_has_been_removed(runner: Model
 def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelRunner) -> None:
     """It starts where its blocks end, as after the last step of a request that was sure of no more."""
     run(runner, prefill(1, "a", [0, 1, 2, 3]))
-    runner.step.state.computed[runner.requests.records["a"].index] = 16
+    runner.model.state.computed[runner.requests.records["a"].index] = 16
     with unchanged(kv_tensors(runner)):
         result = run(runner, decode(2, "a", 14, num_unverified_drafts=K))
     assert len(result.rows[0].token_ids) == result.rows[0].num_accepted + 1
@@ -150,12 +150,12 @@ def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelR
 def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
     """Without drafts behind the step nothing of the drafter writes there either."""
     run(runner, prefill(1, "a", list(range(8))))
-    before = [layer.slots.clone() for layer in runner.step.kv.draft]
+    before = [layer.slots.clone() for layer in runner.model.kv.draft]
     row = ScheduledRequest("a", 6, 1, K, True, 0, [])
     num_accepted = run(runner, SchedulerOutput(2, [row])).rows[0].num_accepted
     assert num_accepted < K
     end = 7 + num_accepted
-    for layer, then in zip(runner.step.kv.draft, before, strict=True):
+    for layer, then in zip(runner.model.kv.draft, before, strict=True):
         assert torch.equal(layer.slots[end:], then[end:])
         assert not torch.equal(layer.slots[6:end], then[6:end])
 
@@ -173,9 +173,9 @@ def test_special_logits_of_a_row_in_flight_begin_where_the_step_before_it_ended(
 
     runner.submit(prefill(5, "a", list(range(8)), sampling))
     runner.submit(decode(6, "a", 6))
-    unverified = [runner.collect().rows[0]]
+    unverified = [runner.collect_results().rows[0]]
     runner.submit(decode(7, "a", 7 + K, num_unverified_drafts=K))
-    unverified += [runner.collect().rows[0], runner.collect().rows[0]]
+    unverified += [runner.collect_results().rows[0], runner.collect_results().rows[0]]
     assert [row.token_ids for row in unverified] == [row.token_ids for row in known]
     assert [row.logprobs for row in unverified] == [row.logprobs for row in known]
 
@@ -235,7 +235,7 @@ def test_outputs_survive_steps_that_do_not_fit(
 
 def test_each_phase_has_the_time_of_its_own_work(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what passes between verifying and drafting, where the host sends tokens, is no phase's."""
-    step, passed = runner.step, 0
+    step, passed = runner.model, 0
     assert step.drafter is not None
 
     def takes(milliseconds: int, owner: Any, name: str) -> None:
@@ -256,8 +256,8 @@ def test_each_phase_has_the_time_of_its_own_work(runner: ModelRunner, monkeypatc
     takes(8, step.drafter, "propose")
     takes(16, type(step), "inject")
     runner.submit(prefill(1, "a", [0, 1, 2, 3, 4, 5]))
-    runner.collect()
-    found = runner.finish_step(()).phase_seconds
+    runner.collect_results()
+    found = runner.collect_drafts(()).phase_seconds
     assert found == {"verify": 0.001, "accept": 0.002, "inject": 0.004, "draft": 0.008}
 
 
@@ -285,7 +285,10 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
     """Parts run side by side."""
     seconds = [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0], [2.0, 1.0, 1.0, 1.0]]
     monkeypatch.setattr(
-        runner.step, "unpacked_report", lambda step, part: (seconds[part], np.zeros(0), np.zeros((0, K))), raising=False
+        runner.model,
+        "unpacked_report",
+        lambda step, part: (seconds[part], np.zeros(0), np.zeros((0, K))),
+        raising=False,
     )
     parts: Any = [
         SimpleNamespace(
@@ -294,5 +297,5 @@ def test_the_phases_of_a_step_are_those_of_its_slowest_part(
         )
         for number in range(3)
     ]  # fmt: skip
-    runner._collected = BatchInFlight(SchedulerOutput(1, []), parts)
-    assert runner.finish_step(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))
+    runner._awaiting_drafts = BatchInFlight(SchedulerOutput(1, []), parts)
+    assert runner.collect_drafts(()).phase_seconds == dict(zip(PHASES, seconds[1], strict=True))

@@ -48,7 +48,7 @@ def run(built: BuiltEngine, **more: Any) -> Outputs:
 def watched(built: BuiltEngine) -> list[AttentionBatch]:
     """The layouts that the target's attention is prepared for, of steps whose rows share something."""
     found: list[AttentionBatch] = []
-    backend = built.runner.step.backend
+    backend = built.runner.model.backend
     prepare = backend.prepare
 
     def watching(layout: AttentionBatch, *rest: Any) -> Any:
@@ -148,7 +148,7 @@ def test_from_where_on_it_pays_with_the_heads_of_a_published_model() -> None:
 def test_what_switches_it_off(few_layers: dict[str, Any], changes: dict[str, Any]) -> None:
     built = triton_engine(**(few_layers | SIZES | changes))
     assert built.core.config.min_shared_positions == 0
-    assert not built.runner.step.shares_prefixes
+    assert not built.runner.model.shares_prefixes
 
 
 def test_by_default_rows_share_what_pays(few_layers: dict[str, Any]) -> None:

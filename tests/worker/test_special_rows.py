@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dflash_backend.messages import StructuredOutputs
-from dflash_backend.worker.batch import Step
+from dflash_backend.worker.batch import ForwardBatch
 from dflash_backend.worker.graphs import capture_sizes
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import SpecDecodeModel
 from dflash_backend.worker.step_ops import CpuStepOps
 from tests.support.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
@@ -36,12 +36,12 @@ class Replayed:
     """A padded step as a graph runs it: with the memory of its capture, at the same addresses in each replay, and
     nothing in Python between the parts of a graph. `replays`: how often each number of rows was run."""
 
-    def __init__(self, model: ModelStep, replays: Counter[int]) -> None:
+    def __init__(self, model: SpecDecodeModel, replays: Counter[int]) -> None:
         self._model, self._replays = model, replays
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self.at = "begin"
 
-    def verify(self, step: Step, *_: object) -> Step:
+    def verify(self, step: ForwardBatch, *_: object) -> ForwardBatch:
         assert self.at == "begin", "the first graph was queued twice"
         self.at = "verified"
         self._replays[step.num_rows] += 1
@@ -55,12 +55,12 @@ class Replayed:
         step.logits, step.target_tokens = self._kept
         return step
 
-    def accept(self, step: Step) -> None:
+    def accept(self, step: ForwardBatch) -> None:
         assert self.at == "verified", "the second graph was queued without the first"
         self.at = "accepted"
         self._model.accept(step)
 
-    def draft(self, step: Step, *_: object) -> None:
+    def draft(self, step: ForwardBatch, *_: object) -> None:
         assert self.at == "accepted", "the third graph was queued without the second"
         self.at = "begin"
         self._model.draft(step)
@@ -73,8 +73,8 @@ def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int],
     runner, replays, without = built.runner, Counter[int](), []
     assert isinstance(runner, ModelRunner)
 
-    def make(inputs: Step) -> Replayed:
-        return Replayed(runner.step, replays)
+    def make(inputs: ForwardBatch) -> Replayed:
+        return Replayed(runner.model, replays)
 
     runner.graphs.make(make, capture_sizes(COUNT), True, lambda message, fraction: None)
     send = runner.layouts.send_ragged

@@ -87,14 +87,14 @@ def test_an_error_in_the_middle_of_a_step_is_contained(build: Build, monkeypatch
     expected = _undisturbed(build)
     built = build()
     calls = iter(range(10_000))
-    inject = built.runner.step.drafter.inject
+    inject = built.runner.model.drafter.inject
 
     def breaking(*arguments: Any, **options: Any) -> None:
         inject(*arguments, **options)
         if next(calls) == 2:
             raise RuntimeError("once")
 
-    monkeypatch.setattr(built.runner.step.drafter, "inject", breaking)
+    monkeypatch.setattr(built.runner.model.drafter, "inject", breaking)
     outputs = Outputs(built)
     _add_others(outputs)
     assert _finish(outputs) == {}
@@ -108,7 +108,7 @@ def test_a_write_into_a_block_of_others_still_ends_the_engine(build: Build, monk
     def breaking(*arguments: Any, **options: Any) -> torch.Tensor:
         raise KVWriteError("kv_write_guard: a breach")
 
-    monkeypatch.setattr(built.runner.step.drafter, "inject", breaking)
+    monkeypatch.setattr(built.runner.model.drafter, "inject", breaking)
     outputs = Outputs(built)
     _add_others(outputs)
     with pytest.raises(KVWriteError):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_backend.drafters.base import Drafts
-from dflash_backend.worker.batch import BatchTraits, DeviceBatch, HostBatch, Step, spans
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, ForwardBatch, HostBatch, spans
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import CpuStepOps, GpuStepOps, StepOps, select_step_ops
 from dflash_kernels.gumbel_noise import gumbel_reference
@@ -193,7 +193,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets_token(ops: 
     assert torch.equal(state.tokens, step.state.tokens)
 
 
-def context_slots(ops: StepOps, step: Step, state: StateTensors) -> torch.Tensor:
+def context_slots(ops: StepOps, step: ForwardBatch, state: StateTensors) -> torch.Tensor:
     """Where the context of a step goes."""
     context = ops.context(step, state, step.positions[:, None])
     assert context is not None

@@ -57,7 +57,7 @@ class Watched:
             # Not by the times of steps, which interpreted kernels take.
             speculation.skip_decision = lambda num_running: False  # type: ignore[method-assign]
             speculation.choose = self._lengths  # type: ignore[method-assign]
-        submit, collect, finish_step = runner.submit, runner.collect, runner.finish_step
+        submit, collect, collect_drafts = runner.submit, runner.collect_results, runner.collect_drafts
 
         def keep_plan(plan: SchedulerOutput) -> None:
             self._plans.append(plan)
@@ -69,12 +69,12 @@ class Watched:
             return result
 
         def keep_drafts(ended: Collection[str]) -> DraftOutput:
-            drafts = finish_step(ended)
+            drafts = collect_drafts(ended)
             plan, _ = self.steps[-1]
             self.confidences.append(drafts.confidences or [[] for _ in plan.rows])
             return drafts
 
-        runner.submit, runner.collect, runner.finish_step = keep_plan, keep_step, keep_drafts  # type: ignore
+        runner.submit, runner.collect_results, runner.collect_drafts = keep_plan, keep_step, keep_drafts  # type: ignore
 
     def _lengths(self, rows: Sequence[SpeculatingRow], *traffic: float) -> list[int]:
         """What one of `SHAPES` proposes, for all rows."""

@@ -39,8 +39,8 @@ def prefill(blocks: list[int], writable: set[int]) -> SchedulerOutput:
 def whole_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
     """A step with its drafts."""
     runner.submit(plan)
-    runner.collect()
-    runner.finish_step(())
+    runner.collect_results()
+    runner.collect_drafts(())
 
 
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
