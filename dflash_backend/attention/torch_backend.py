@@ -100,7 +100,7 @@ class TorchBackend(AttentionBackend):
     def batch_invariant(self) -> AttentionBackend:
         return InvariantTorchBackend(self.block_size, self.capabilities)
 
-    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
+    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)
         group_of = self._group if layout.device is None else self._device_group
         visible = layout.seq_lens if first_blocks is None else layout.seq_lens - first_blocks * self.block_size

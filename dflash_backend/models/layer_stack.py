@@ -67,7 +67,7 @@ class LayerStack:
         rows = np.empty((len(self._patterns), 7), np.int64)
         for number, pattern in enumerate(self._patterns):
             metadata = context.metadata(pattern)
-            if type(metadata) is not CpuMetadata or metadata.groups or not len(metadata.seq_lens):
+            if type(metadata) is not CpuMetadata or not len(metadata.seq_lens):
                 return None
             rows[number] = _rows(context.slots_of(pattern), metadata)
         return rows

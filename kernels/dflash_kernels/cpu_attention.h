@@ -73,97 +73,183 @@ template <class Row> static void transpose(const Row& row, float* to, long dim) 
     }
 #endif
 }
-// Queries [first, last) of a row and of heads [head, last_head) of KV. All heads read some positions before they read the next,
-// which lie beside them.
-template <class T, class KV>
-static void attend_piece(const Attention& p, long row, long head, long last_head, long first, long last) {
-  long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group, of_head = queries * (2 * dim + 2);
+// Where 16 positions lie in the cache, in heads: keys of head 0. Their block holds all of them.
+static inline long tile_at(const Attention& p, const int32_t* table, long position) {
+  long block = position / p.block_size;
+  return (long(table[block]) * p.block_size + position - block * p.block_size) * 2 * p.kv_heads;
+}
+// Queries [first, last) of a row and of heads [head, last_head) of KV, which a thread computes.
+struct Piece { int row, head, last_head, first, last; long work; };
+// The positions that some of its queries see.
+struct Seen { long begin, end; };
+static inline Seen seen_by(const Attention& p, const Piece& piece) {
+  long start = p.seq_lens[piece.row] - p.query_lens[piece.row] + piece.first;
+  return {p.window ? std::max<long>(0, start - p.window + 1) : 0, p.causal ? start + (piece.last - piece.first) : p.seq_lens[piece.row]};
+}
+// The keys and values of some heads that are read next, in the order of their addresses. They are fetched a few lines at a time, between what
+// else is done: a core has some 16 to 24 lines under way at once, and one that is asked for more waits for them.
+struct NextKV {
+  const char *tile[POSITIONS / 16], *line = nullptr;
+  long step, beside, in_run, of_tile, runs = 0, run = 0, left = 0;  // positions lie `step` apart, values `beside` their keys; lines of a run
+  // Goes to the next run: what lies side by side.
+  bool next_run() {
+    if (run >= runs) return false;
+    long in_tile = run % of_tile;
+    line = tile[run / of_tile] + in_tile / 2 * step + in_tile % 2 * beside, left = in_run, run++;
+    return true;
+  }
+  // Into the first cache, or with FAR into the second.
+  template <bool FAR> void fetch(long lines) {
+    while (lines > 0 && (left > 0 || next_run())) {
+      long now = std::min(lines, left);
+      const char* at = line;
+      for (long i = 0; i < now; i++, at += 64) FAR ? fetch_line_far(at) : fetch_line(at);
+      line = at, lines -= now, left -= now;
+    }
+  }
+};
+template <class KV> static inline NextKV next_kv(const Attention& p, const int32_t* table, long base, long end, long head, long last_head) {
+  NextKV next;
+  if (p.block_size % 16) return next;
+  bool whole = last_head - head == p.kv_heads;  // of all heads, so 16 positions are one run, else the keys of a position and its values
+  long of_head = p.dim * long(sizeof(KV)), count = std::max<long>(0, std::min<long>(POSITIONS, end - base));
+  next.beside = p.kv_heads * of_head, next.step = 2 * next.beside, next.of_tile = whole ? 1 : 32;
+  next.in_run = ((whole ? 16 * next.step : (last_head - head) * of_head) + 63) / 64;
+  next.runs = whole ? (count + 15) / 16 : 2 * count;
+  for (long t = 0; t < count; t += 16) next.tile[t / 16] = (const char*)p.cache + (tile_at(p, table, base + t) + head) * of_head;
+  return next;
+}
+// What is read after the positions at `base` for all heads of a piece: its next ones, or the first ones of the piece that is computed `after` it.
+template <class KV> static inline NextKV next_of(const Attention& p, const Piece& piece, const Piece* after, long base) {
+  auto from = [&](const Piece& of, long first, long end) {
+    return next_kv<KV>(p, p.tables + of.row * p.table_step, first, end, of.head, of.last_head);
+  };
+  long end = seen_by(p, piece).end;
+  if (base + POSITIONS < end || !after) return from(piece, base + POSITIONS, end);
+  Seen seen = seen_by(p, *after);
+  return from(*after, seen.begin / POSITIONS * POSITIONS, seen.end);
+}
+// The softmax of a query over POSITIONS scores, `scale` times which are powers of two. They become weights: those of [hidden, seen) are not 0.
+// The maximum moves where a score passes it by LAG. total: of each lane, as `output`, `[dim]`, by the maximum so far.
+static inline void weigh_query(float* scores, float scale, long hidden, long seen, float& most, float* total, float* output, long dim) {
+  Floats x[VECTORS];
+  for (int j = 0; j < VECTORS; j++) x[j] = load(scores + j * LANES);
+  if (hidden > 0 || seen < POSITIONS)
+    for (int j = 0; j < VECTORS; j++) {
+      Ints t = lanes() + j * LANES;
+      x[j] = select((t < int(seen)) & (t >= int(hidden)), x[j], all(-INFINITY));
+    }
+  Floats top = x[0], sums = load(total);
+  for (int j = 1; j < VECTORS; j++) top = larger(x[j], top);
+  if (any(top * scale > most + LAG)) {
+    float now = largest(top) * scale, keep = std::exp2(most - now);
+    most = now;
+    sums *= keep;
+    for (long c = 0; c < dim; c += LANES) store(output + c, load(output + c) * keep);
+  }
+  float shift = most == -INFINITY ? 0.0f : most;
+  for (int j = 0; j < VECTORS; j++) {
+    Floats weight = vexp2(x[j] * scale - shift);
+    store(scores + j * LANES, weight);
+    sums += weight;
+  }
+  store(total, sums);
+}
+// All heads of a piece read some positions before they read the next, which lie beside them.
+template <class T, class KV> static void attend_piece(const Attention& p, const Piece& piece, const Piece* after) {
+  long row = piece.row, head = piece.head, last_head = piece.last_head, first = piece.first, last = piece.last;
+  auto [begin, end] = seen_by(p, piece);
+  long group = p.heads / p.kv_heads, dim = p.dim, queries = (last - first) * group, of_head = queries * (2 * dim + 1 + LANES);
   float* memory = scratch(POSITIONS * dim * 2 + queries * POSITIONS + (last_head - head) * of_head);
   float *value = memory, *turned = value + POSITIONS * dim;
-  float *scores = turned + POSITIONS * dim, *kept = scores + queries * POSITIONS;  // of each head: queries, outputs, maxima, totals
+  float *scores = turned + POSITIONS * dim, *kept = scores + queries * POSITIONS;  // of each head: queries, outputs, totals, maxima
+  // Few queries read values where they are.
+  bool in_place = std::is_same<KV, float>::value && !p.scales && p.block_size % 16 == 0 && queries <= AT_ONCE;
   long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
   for (long of = head; of < last_head; of++) {
-    float *query = kept + (of - head) * of_head, *output = query + queries * dim, *most = output + queries * dim, *total = most + queries;
+    float *query = kept + (of - head) * of_head, *output = query + queries * dim, *total = output + queries * dim, *most = total + queries * LANES;
     for (long q = 0; q < queries; q++) {
       const T* from = (const T*)p.query + ((token + q / group) * p.heads + of * group + q % group) * dim;
       for (long c = 0; c < dim; c += LANES) store(query + q * dim + c, load(from + c)), store(output + q * dim + c, Floats{});
-      most[q] = p.sinks ? to_float(((const T*)p.sinks)[of * group + q % group]) : -INFINITY;
-      total[q] = p.sinks ? 1.0f : 0.0f;
+      most[q] = p.sinks ? to_float(((const T*)p.sinks)[of * group + q % group]) * LOG2_E : -INFINITY;
+      store(total + q * LANES, Floats{});
+      if (p.sinks) total[q * LANES] = 1.0f;
     }
   }
-  long end = p.causal ? start + (last - first) : p.seq_lens[row];
-  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   const int32_t* table = p.tables + row * p.table_step;
-  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS)
-  for (long of = head; of < last_head; of++) {
-    float *query = kept + (of - head) * of_head, *output = query + queries * dim, *most = output + queries * dim, *total = most + queries;
+  for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base);
-    const KV* keys[POSITIONS];
-    float scales[POSITIONS];
     // What the window hides from all queries is not read: its blocks may be another request's by now.
     long unseen = std::max<long>(0, begin - base);
-    if (unseen > 0) std::memset(value, 0, unseen * dim * sizeof(float));
-    for (long t = unseen; t < count;) {  // a block of KV after the other
-      long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
-      long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + of;
-      for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
-        keys[t] = (const KV*)p.cache + at * dim;
-        const KV* values = keys[t] + p.kv_heads * dim;
-        float* v = value + t * dim;
-        if (p.scales) {
-          float vs = p.scales[at + p.kv_heads];
-          scales[t] = p.scales[at];
-          for (long c = 0; c < dim; c += LANES) store(v + c, rounded<T>(load(values + c) * vs));
-        } else {
-          for (long c = 0; c < dim; c += LANES) store(v + c, load(values + c));
+    NextKV next;
+    if (queries <= TOGETHER) next = next_of<KV>(p, piece, after, base);
+    for (long of = head; of < last_head; of++) {
+      float *query = kept + (of - head) * of_head, *output = query + queries * dim, *total = output + queries * dim, *most = total + queries * LANES;
+      const KV* keys[POSITIONS];
+      float scales[POSITIONS];
+      if (unseen > 0) std::memset(value, 0, unseen * dim * sizeof(float));
+      for (long t = unseen; t < count;) {  // a block of KV after the other
+        long offset = (base + t) % p.block_size, run = std::min(count - t, p.block_size - offset);
+        long at = (long(table[(base + t) / p.block_size]) * p.block_size + offset) * 2 * p.kv_heads + of;
+        for (long stop = t + run; t < stop; t++, at += 2 * p.kv_heads) {
+          keys[t] = (const KV*)p.cache + at * dim;
+          if (in_place) continue;
+          const KV* values = keys[t] + p.kv_heads * dim;
+          float* v = value + t * dim;
+          if (p.scales) {
+            float vs = p.scales[at + p.kv_heads];
+            scales[t] = p.scales[at];
+            for (long c = 0; c < dim; c += LANES) store(v + c, rounded<T>(load(values + c) * vs));
+          } else {
+            for (long c = 0; c < dim; c += LANES) store(v + c, load(values + c));
+          }
         }
       }
-    }
-    auto turn = [&](auto numbers) { transpose([&](long t, long d) { return t >= unseen && t < count ? numbers(t, d) : Floats{}; }, turned, dim); };
-    if (p.scales) turn([&](long t, long d) { return rounded<T>(load(keys[t] + d) * scales[t]); });
-    else turn([&](long t, long d) { return load(keys[t] + d); });
-    for (long q = 0; q < queries; q += AT_ONCE)
-      products(int(std::min<long>(AT_ONCE, queries - q)), VECTORS, query + q * dim, dim, turned, POSITIONS, LANES, dim, false,
-               scores + q * POSITIONS, POSITIONS);
-    for (long q = 0; q < queries; q++) {
-      float* s = scores + q * POSITIONS;
-      for (int j = 0; j < VECTORS; j++) store(s + j * LANES, load(s + j * LANES) * p.scale);
-      long position = start + q / group, seen = p.causal ? std::min(count, position + 1 - base) : count, hidden = 0;
-      if (p.window) {
-        hidden = std::max<long>(0, position - p.window + 1 - base);
-        if (!p.causal) seen = std::min(seen, position + p.window - base);
-      }
-      for (long t = 0; t < std::min<long>(hidden, POSITIONS); t++) s[t] = -INFINITY;
-      for (long t = std::max<long>(seen, 0); t < POSITIONS; t++) s[t] = -INFINITY;
-      Floats top = load(s);
-      for (int j = 1; j < VECTORS; j++) top = larger(load(s + j * LANES), top);
-      float now = std::max(most[q], largest(top));
-      if (now == -INFINITY) {
-        for (int j = 0; j < VECTORS; j++) store(s + j * LANES, Floats{});
-        continue;
-      }
-      float keep = std::exp(most[q] - now);
-      Floats added{};
-      for (int j = 0; j < VECTORS; j++) {
-        Floats e = vexp(load(s + j * LANES) - now);
-        store(s + j * LANES, e);
-        added += e;
-      }
-      total[q] = total[q] * keep + sum(added);
-      most[q] = now;
-      if (keep != 1.0f)
-        for (long c = 0; c < dim; c += LANES) store(output + q * dim + c, load(output + q * dim + c) * keep);
-    }
-    for (long c = 0; c < dim; c += VECTORS * LANES)
+      auto turn = [&](auto numbers) {
+        transpose([&](long t, long d) {
+          if (t % 2 == 0) next.template fetch<true>(std::max<long>(1, sizeof(KV)));  // as many as are read now
+          return t >= unseen && t < count ? numbers(t, d) : Floats{};
+        }, turned, dim);
+      };
+      if (p.scales) turn([&](long t, long d) { return rounded<T>(load(keys[t] + d) * scales[t]); });
+      else turn([&](long t, long d) { return load(keys[t] + d); });
       for (long q = 0; q < queries; q += AT_ONCE)
-        products(int(std::min<long>(AT_ONCE, queries - q)), int(std::min<long>(VECTORS, (dim - c) / LANES)), scores + q * POSITIONS,
-                 POSITIONS, value + c, dim, LANES, count, true, output + q * dim + c, dim);
+        products(int(std::min<long>(AT_ONCE, queries - q)), VECTORS, query + q * dim, dim, turned, POSITIONS, LANES, dim, false,
+                 scores + q * POSITIONS, POSITIONS);
+      for (long q = 0; q < queries; q++) {
+        long position = start + q / group, seen = p.causal ? std::min(count, position + 1 - base) : count, hidden = 0;
+        if (p.window) {
+          hidden = std::max<long>(0, position - p.window + 1 - base);
+          if (!p.causal) seen = std::min(seen, position + p.window - base);
+        }
+        weigh_query(scores + q * POSITIONS, p.scale * LOG2_E, hidden, seen, most[q], total + q * LANES, output + q * dim, dim);
+      }
+      // Values by the weights of some queries. The sums of these positions are added to those of the ones before at last, which rounds less.
+      for (long c = 0; c < dim; c += VECTORS * LANES)
+        for (long q = 0; q < queries; q += AT_ONCE) {
+          int rows = int(std::min<long>(AT_ONCE, queries - q)), vectors = int(std::min<long>(VECTORS, (dim - c) / LANES));
+          float sums[AT_ONCE * VECTORS * LANES];
+          auto weigh = [&](const float* from, long step, long t, long many, bool add) {
+            products(rows, vectors, scores + q * POSITIONS + t, POSITIONS, from + c, step, LANES, many, add, sums, VECTORS * LANES);
+          };
+          if (!in_place) weigh(value, dim, 0, count, false);
+          for (long t = unseen, many; in_place && t < count; t += many) {
+            many = std::min(count, (t / 16 + 1) * 16) - t;
+            weigh((const float*)keys[t] + p.kv_heads * dim, 2 * p.kv_heads * dim, t, many, t > unseen);
+          }
+          for (int r = 0; r < rows; r++)
+            for (int j = 0; j < vectors * LANES; j += LANES) {
+              float* to = output + (q + r) * dim + c + j;
+              store(to, load(to) + load(sums + r * VECTORS * LANES + j));
+            }
+        }
+    }
   }
   for (long of = head; of < last_head; of++) {
-    float *output = kept + (of - head) * of_head + queries * dim, *total = output + queries * (dim + 1);
+    float *output = kept + (of - head) * of_head + queries * dim, *total = output + queries * dim;
     for (long q = 0; q < queries; q++) {
       T* to = (T*)p.out + ((token + q / group) * p.heads + of * group + q % group) * dim;
-      float inverse = total[q] > 0 ? 1.0f / total[q] : 0.0f;
+      float of_all = sum(load(total + q * LANES)), inverse = of_all > 0 ? 1.0f / of_all : 0.0f;
       for (long c = 0; c < dim; c += LANES) store(to + c, load(output + q * dim + c) * inverse);
     }
   }
@@ -211,33 +297,8 @@ template <class KV> static inline void read_head(const KV* from, const float* sc
   }
   if (dim < deep) put(to + dim, Halves{});
 }
-// Where 16 positions lie in the cache, in heads: keys of head 0. Their block holds all of them.
-static inline long tile_at(const Attention& p, const int32_t* table, long position) {
-  long block = position / p.block_size;
-  return (long(table[block]) * p.block_size + position - block * p.block_size) * 2 * p.kv_heads;
-}
 // Keys, or values, of POSITIONS positions, in tiles of 16: where each begins, and how many bytes its rows lie apart.
 struct Tiles { const bf16* tile[POSITIONS / 16]; long step[POSITIONS / 16]; };
-// The keys and values that are read next, from the first to the last. They are fetched a few lines at a time, between what else is done: a
-// core has some 16 lines under way at once, and one that is asked for more waits for them.
-struct NextKV {
-  const char* tile[POSITIONS / 16];
-  long step, bytes, beside, count = 0, at = 0;  // rows lie `step` apart, values `beside` their keys
-  void fetch(long lines) {
-    for (; lines > 0 && at < count; at++) {
-      const char* key = tile[at / 16] + at % 16 * step;
-      for (long i = 0; i < bytes; i += 64, lines -= 2) fetch_line(key + i), fetch_line(key + beside + i);
-    }
-  }
-};
-template <class KV> static inline NextKV next_kv(const Attention& p, const int32_t* table, long base, long end, long head) {
-  NextKV next;
-  if (p.block_size % 16) return next;
-  next.bytes = p.dim * long(sizeof(KV)), next.beside = p.kv_heads * next.bytes, next.step = 2 * next.beside;
-  next.count = std::max<long>(0, std::min<long>(POSITIONS, end - base));
-  for (long t = 0; t < next.count; t += 16) next.tile[t / 16] = (const char*)p.cache + (tile_at(p, table, base + t) + head) * next.bytes;
-  return next;
-}
 // Positions [base, base + count) as tiles: keys where they are, or as `key` `[POSITIONS][deep]`, values as pairs of neighbouring
 // positions, `[POSITIONS / 2][deep]`. Zeros follow to a multiple of 32 positions, and from the heads' size on. Positions before `begin`,
 // which a window hides from all queries, are not read, but for those that share a block with it, and may be zeros as well.
@@ -271,7 +332,7 @@ static Tiles read_kv(const Attention& p, const int32_t* table, long begin, long 
   const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(16));
   for (long t = 0; t < width; t += 2) {
     const char *from = (const char*)values.tile[t / 16] + t % 16 * values.step[t / 16], *after = from + values.step[t / 16];
-    if (t % 4 == 0) next.fetch(deep / 16);
+    if (t % 4 == 0) next.fetch<!has_tiles>(deep / 16);
     for (long c = 0; c < deep; c += 32) {
       __m512i first = _mm512_loadu_si512(from + c * 2), second = _mm512_loadu_si512(after + c * 2);
       _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
@@ -522,7 +583,7 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
     bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
     for (long of = head; of < last_head; of++) {
       Kept k = kept_of(of);
-      NextKV next = next_kv<KV>(p, table, base + POSITIONS, end, of);
+      NextKV next = next_kv<KV>(p, table, base + POSITIONS, end, of, of + 1);
       Tiles keys = read_kv<KV>(p, table, begin, base, count, of, dim, key, pairs, next);
       turn_values(pairs, width, dim, value);
       for (long lot = 0; lot < lots; lot++) {
@@ -662,12 +723,42 @@ template <class KV> static void attend_terms(const Attention& p, long row, long 
     }
   }
 }
+// Scores of ROWS queries, as they are, by keys that are turned over: `[ROWS][POSITIONS]`, with the sums of `score_pairs`.
+template <int ROWS> static inline void few_score_rows(const uint32_t* turned, const bf16* query, long dim, float* scores) {
+  __m512 sums[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < VECTORS; j++) sums[r][j] = _mm512_setzero_ps();
+  for (long i = 0; i < dim / 2; i++) {
+    __m512bh column[VECTORS];
+    for (int j = 0; j < VECTORS; j++) column[j] = (__m512bh)_mm512_loadu_si512(turned + i * POSITIONS + j * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      __m512bh pair = pair_at(query + r * dim + 2 * i);
+      for (int j = 0; j < VECTORS; j++) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], column[j], pair);
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < VECTORS; j++) _mm512_storeu_ps(scores + r * POSITIONS + j * LANES, sums[r][j]);
+}
+// turned: memory for `[dim / 2][POSITIONS]`. queries: `[queries][dim]`.
+static inline void few_score_pairs(const Tiles& keys, const bf16* query, long queries, long dim, long width, uint32_t* turned, float* scores, NextKV& next) {
+  for (long t = 0; t < width; t += LANES)
+    for (long c = 0; c < dim / 2; c += LANES) {
+      next.fetch<true>(LANES);
+      turn_words((const uint32_t*)((const char*)keys.tile[t / 16]) + c, keys.step[t / 16] / 4, turned + c * POSITIONS + t, POSITIONS);
+    }
+  for (long q = 0; q < queries; q += 3) {
+    if (queries - q >= 3) few_score_rows<3>(turned, query + q * dim, dim, scores + q * POSITIONS);
+    else if (queries - q == 2) few_score_rows<2>(turned, query + q * dim, dim, scores + q * POSITIONS);
+    else few_score_rows<1>(turned, query + q * dim, dim, scores + q * POSITIONS);
+  }
+}
 constexpr int FOURS = 4;
 // What `attend_few` keeps of four queries of a head: a lane is `4 * (position % 4) + query`, so maxima and totals are there four times.
 struct Four { Floats most, total; Ints position; };
-// As `weigh`, of four queries whose scores lie `LANES` apart, with every sum in the same order. weights: `[4][POSITIONS]`.
+// As `Softmax`, of four queries, with every sum in the same order. scores: `[POSITIONS][LANES]` with tiles, else `[4][POSITIONS]`. weights: `[4][POSITIONS]`.
 static inline Floats weigh_four(const Attention& p, const float* scores, long base, long count, int width, bool all_seen, Four& four, bf16* weights, NextKV& next) {
   const Ints lane = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  const __m512i by_position = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
   float scale = p.scale * LOG2_E;
   Ints seen = Ints{} + int(count), hidden{};
   if (!all_seen) {
@@ -679,11 +770,13 @@ static inline Floats weigh_four(const Attention& p, const float* scores, long ba
   }
   Floats x[POSITIONS / FOURS], top = all(-INFINITY);
   for (int i = 0; i < width / FOURS; i++) {
-    const float* at = scores + i * FOURS * LANES;
+    const float* at = scores + i * (has_tiles ? FOURS * LANES : FOURS);
+    constexpr long step = has_tiles ? LANES : POSITIONS;  // rows of positions, or of queries
     __m512 rows = _mm512_castps128_ps512(_mm_loadu_ps(at));
-    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + LANES), 1);
-    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + 2 * LANES), 2);
-    x[i] = (Floats)_mm512_insertf32x4(rows, _mm_loadu_ps(at + 3 * LANES), 3);
+    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + step), 1);
+    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + 2 * step), 2);
+    rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + 3 * step), 3);
+    x[i] = (Floats)(has_tiles ? rows : _mm512_permutexvar_ps(by_position, rows));
     if (!all_seen) { Ints t = lane + i * FOURS; x[i] = (t < seen) & (t >= hidden) ? x[i] : all(-INFINITY); }
     top = larger(x[i], top);
   }
@@ -694,7 +787,7 @@ static inline Floats weigh_four(const Attention& p, const float* scores, long ba
   Floats shift = none ? Floats{} : now, sums{};
   const __m512i by_query = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
   for (int i = 0; i < width / FOURS; i += 2) {
-    next.fetch(p.dim / 8);
+    next.fetch<!has_tiles>(p.dim / 8);
     Floats first = power_of_two(x[i] * scale - shift), second = power_of_two(x[i + 1] * scale - shift);
     sums += first;
     sums += second;
@@ -742,7 +835,7 @@ static inline void few_score_tiles(const Tiles& keys, const uint32_t* turned, lo
   for (long t = 0; t < width / 16; t += 2, scores += 512) {
     _tile_zero(0); _tile_zero(1);
     for (long c = 0; c < dim; c += DEEP) {
-      next.fetch(16);
+      next.fetch<false>(16);
       _tile_loadd(4, turned + c / 2 * LANES, 64);
       _tile_loadd(2, keys.tile[t] + c, keys.step[t]); _tile_dpbf16ps(0, 2, 4);
       _tile_loadd(3, keys.tile[t + 1] + c, keys.step[t + 1]); _tile_dpbf16ps(1, 3, 4);
@@ -755,7 +848,7 @@ static inline void few_value_tiles(const uint32_t* pairs, const bf16* weights, l
   for (long c = 0; c < dim; c += 2 * LANES) {
     _tile_loadd(5, out + c, dim * 4); _tile_loadd(6, out + c + LANES, dim * 4);
     for (long t = 0; t < width; t += DEEP) {
-      next.fetch(16);
+      next.fetch<false>(16);
       _tile_loadd(7, weights + t, POSITIONS * 2);
       _tile_loadd(2, pairs + t / 2 * dim + c, dim * 4); _tile_dpbf16ps(5, 7, 2);
       _tile_loadd(3, pairs + t / 2 * dim + c + LANES, dim * 4); _tile_dpbf16ps(6, 7, 3);
@@ -770,26 +863,30 @@ static void few_value_tiles(const uint32_t*, const bf16*, long, long, float*, Ne
 #endif
 // As `attend_tiles`, with the same bits, of at most FEW queries of a head: four of them are weighed at once, and outputs are weights by
 // values, which need not be turned over.
-template <class KV> static void attend_few(const Attention& p, long row, long head, long last_head, long first, long last) {
+template <class KV> static void attend_few(const Attention& p, const Piece& piece, const Piece* after) {
+  long row = piece.row, head = piece.head, last_head = piece.last_head, first = piece.first, last = piece.last;
+  auto [begin, end] = seen_by(p, piece);
   long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, rows = rounded_up(queries, FOURS);
   long of_head = FEW * dim / 2 + rows * dim;  // queries, turned over, and outputs
-  float* memory = scratch(POSITIONS * dim * 2 + POSITIONS * LANES * 3 / 2 + (last_head - head) * of_head);
+  float* memory = scratch(POSITIONS * dim * 5 / 2 + POSITIONS * LANES * 3 / 2 + (last_head - head) * of_head);
   bf16* key = (bf16*)memory;
   uint32_t* pairs = (uint32_t*)(key + POSITIONS * dim);
   float* scores = (float*)(pairs + POSITIONS * dim);
   bf16* weights = (bf16*)(scores + POSITIONS * LANES);
   float* kept = scores + POSITIONS * LANES * 3 / 2;
+  uint32_t* turned = (uint32_t*)(kept + (last_head - head) * of_head);  // keys, where there are no tiles
+  if (!has_tiles) std::memset(scores + queries * POSITIONS, 0, (rows - queries) * POSITIONS * sizeof(float));
   std::vector<Four> fours((last_head - head) * rows / FOURS);
   long token = p.first_token[row] + first, start = p.seq_lens[row] - p.query_lens[row] + first;
   for (long of = head; of < last_head; of++) {
     float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
-    uint32_t* plain = pairs;
+    uint32_t* plain = has_tiles ? pairs : (uint32_t*)query;
     for (long q = 0; q < FEW; q++) {
       if (q >= queries) { std::memset(plain + q * dim / 2, 0, dim * 2); continue; }
       const bf16* from = (const bf16*)p.query + ((token + q / group) * p.heads + of * group + q % group) * p.dim;
       read_head(from, nullptr, p.dim, dim, (bf16*)(plain + q * dim / 2));
     }
-    for (long c = 0; c < dim / 2; c += 16) turn_words(plain + c, dim / 2, (uint32_t*)query + c * LANES, LANES);
+    for (long c = 0; has_tiles && c < dim / 2; c += 16) turn_words(plain + c, dim / 2, (uint32_t*)query + c * LANES, LANES);
     std::memset(output, 0, rows * dim * sizeof(float));
     for (long q = 0; q < rows; q++) {
       Four& four = fours[((of - head) * rows + q) / FOURS];
@@ -803,20 +900,21 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
   }
   if (has_tiles) set_few_tiles(rows);
   const int32_t* table = p.tables + row * p.table_step;
-  long end = p.causal ? start + (last - first) : p.seq_lens[row];
-  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
     bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
+    NextKV next;
+    if (!has_tiles) next = next_of<KV>(p, piece, after, base);
     for (long of = head; of < last_head; of++) {
       float *query = kept + (of - head) * of_head, *output = query + FEW * dim / 2;
       bool is_last = of + 1 == last_head;
-      NextKV next = next_kv<KV>(p, table, is_last ? base + POSITIONS : base, end, is_last ? head : of + 1);
+      long coming = is_last ? head : of + 1;
+      if (has_tiles) next = next_kv<KV>(p, table, is_last ? base + POSITIONS : base, end, coming, coming + 1);
       Tiles keys = read_kv<KV>(p, table, begin, base, count, of, dim, key, pairs, next);
-      if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores, next); else score_pairs(keys, (uint32_t*)query, dim, width, scores);
+      if (has_tiles) few_score_tiles(keys, (uint32_t*)query, dim, width, scores, next); else few_score_pairs(keys, (const bf16*)query, queries, dim, width, turned, scores, next);
       for (long q = 0; q < rows; q += FOURS) {
         Four& four = fours[((of - head) * rows + q) / FOURS];
-        Floats keep = weigh_four(p, scores + q, base, count, int(width), all_seen, four, weights + q * POSITIONS, next);
+        Floats keep = weigh_four(p, scores + q * (has_tiles ? 1 : POSITIONS), base, count, int(width), all_seen, four, weights + q * POSITIONS, next);
         Ints changed = keep != 1.0f;
         if (any(changed))
           for (long r = 0; r < FOURS; r++)
@@ -837,11 +935,10 @@ template <class KV> static void attend_few(const Attention& p, long row, long he
 }
 #else
 template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
-template <class KV> static void attend_few(const Attention&, long, long, long, long, long) {}
+template <class KV> static void attend_few(const Attention&, const Piece&, const Piece*) {}
 template <class KV> static void attend_terms(const Attention&, long, long, long, long) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
-  struct Piece { int row, head, last_head, first, last; long work; };
   bool by_tiles = HAS_PAIRS && std::is_same<T, bf16>::value;
   long group = p.heads / p.kv_heads;
   auto by_terms = [&](long row) { return HAS_PAIRS && has_tiles && std::is_same<T, float>::value && p.query_lens[row] > ALIKE; };
@@ -862,11 +959,11 @@ template <class T, class KV> static void attend(const Attention& p, int threads)
   std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& one, const Piece& other) { return one.work > other.work; });
   share(threads, long(pieces.size()), 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
-      const Piece& piece = pieces[i];
+      const Piece &piece = pieces[i], *after = i + 1 < to ? &pieces[i + 1] : nullptr;
       bool is_few = (piece.last - piece.first) * group <= FEW;
       if (by_terms(piece.row)) attend_terms<KV>(p, piece.row, piece.head, piece.first, piece.last);
-      else if (!by_tiles) attend_piece<T, KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
-      else if (is_few) attend_few<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      else if (!by_tiles) attend_piece<T, KV>(p, piece, after);
+      else if (is_few) attend_few<KV>(p, piece, after);
       else attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
     }
   });

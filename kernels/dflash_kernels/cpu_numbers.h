@@ -237,6 +237,19 @@ static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal nu
   y = select(x < -87.0f, Floats{}, y);
   return select(x != x, x, y);
 }
+// 2 to the power of x, which is at most 120; Cephes; 0 below the smallest normal number.
+static inline Floats vexp2(Floats x) {
+  Floats inside = larger(all(-126.0f), x);  // NaN stays
+  Floats t = inside + 12582912.0f, r = inside - (t - 12582912.0f), y = all(1.535336188319500e-4f);
+  y = y * r + 1.339887440266574e-3f;
+  y = y * r + 9.618437357674640e-3f;
+  y = y * r + 5.550332471162809e-2f;
+  y = y * r + 2.402264791363012e-1f;
+  y = y * r + 6.931472028550421e-1f;
+  y = y * r + 1.0f;
+  y = (Floats)((Ints)y + ((Ints)t << 23));
+  return select(x < -126.0f, Floats{}, y);
+}
 // What a gate lets through, rounded where the references round.
 template <class T> static inline Floats gated(Floats gate, Floats up, bool is_gelu) {
   Floats turn = is_gelu ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
@@ -249,6 +262,14 @@ static inline void fetch_line(const char* at) {
   asm volatile("prefetcht0 (%0)" : : "r"(at));
 #else
   __builtin_prefetch(at);
+#endif
+}
+// Into the second cache.
+static inline void fetch_line_far(const char* at) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 (%0)" : : "r"(at));
+#else
+  __builtin_prefetch(at, 0, 2);
 #endif
 }
 // Memory that a thread fetches while it waits for work, since the next operation reads it. A few lines at a time: what a

@@ -95,7 +95,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Prefer:
 def load(pair: Path, target: str = "target", **settings: object) -> str:
     """The name of the backend that an engine for the pair takes."""
     values = {"target_model": pair / target, "draft_model": pair / "draft", "max_model_len": 64, "device": "cpu"}
-    return build_engine(EngineConfig.from_values(values | settings)).runner.step.backend.name
+    return build_engine(EngineConfig.from_values(values | settings)).runner.model.backend.name
 
 
 @pytest.mark.parametrize(

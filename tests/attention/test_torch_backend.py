@@ -42,6 +42,7 @@ def run_and_compare(
     sinks = torch.randn(4, generator=generator).to(dtype) + 1 if pattern.sinks else None
     layout = AttentionBatch(np.array(query_lens), np.array(seq_lens), tables)
     metadata = backend.prepare(layout, pattern, dtype)
+    assert isinstance(metadata, TorchMetadata)
     actual = backend.attend(query, layer, metadata, sinks)
     starts = np.cumsum(query_lens) - query_lens
     rows = PagedBatch(*(torch.tensor(column) for column in (starts, query_lens, seq_lens)), tables)

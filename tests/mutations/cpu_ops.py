@@ -173,8 +173,8 @@ CPU_OPS_MUTANTS = (
         ),
         (
             "a row's blocks are its neighbour's",
-            "p.tables + row * p.table_step;\n  for",
-            "p.tables;\n  for",
+            "total[q * LANES] = 1.0f;\n    }\n  }\n  const int32_t* table = p.tables + row * p.table_step;",
+            "total[q * LANES] = 1.0f;\n    }\n  }\n  const int32_t* table = p.tables;",
         ),
         (
             "in tiles a row's blocks are its neighbour's",
@@ -191,7 +191,11 @@ CPU_OPS_MUTANTS = (
             "if (in_place && rows == 16 && unseen < 16) {",
             "if (in_place && rows > 0) {",
         ),
-        ("of few all queries are weighed as the first four", "weigh_four(p, scores + q,", "weigh_four(p, scores,"),
+        (
+            "of few all queries are weighed as the first four",
+            "p, scores + q * (has_tiles",
+            "p, scores + 0 * (has_tiles",
+        ),
         (
             "in tiles outputs are not scaled as larger scores come",
             "load(out + c * LANES) * softmax.keep",
@@ -445,6 +449,32 @@ CPU_OPS_MUTANTS = (
             "return !p.window || (base > start - p.window &&",
         ),
         ("of few what came before a larger maximum keeps its weight", "if (any(changed))\n", "if (0)\n"),
+        (
+            "in float32 what came before a larger maximum keeps its weight",
+            "store(output + c, load(output + c) * keep);\n  }\n  float shift",
+            "store(output + c, load(output + c));\n  }\n  float shift",
+        ),
+        ("in float32 a total keeps what came before a larger maximum", "sums *= keep;", ""),
+        (
+            "values where they lie are read from the block's first position",
+            "(const float*)keys[t] + p.kv_heads * dim",
+            "(const float*)keys[t / 16 * 16] + p.kv_heads * dim",
+        ),
+        (
+            "the sums of 64 positions take the place of those before",
+            "store(to, load(to) + load(sums",
+            "store(to, load(sums",
+        ),
+        (
+            "of two queries the second one has the first one's scores",
+            "few_score_rows<2>(turned, query + q * dim",
+            "few_score_rows<2>(turned, query",
+        ),
+        (
+            "of few keys that are turned over lie one tile on",
+            "turned + c * POSITIONS + t, POSITIONS);",
+            "turned + c * POSITIONS + 16, POSITIONS);",
+        ),
         ("a maximum stays behind its scores for ever", "constexpr float LAG = 8.0f;", "constexpr float LAG = 1e9f;"),
     ),
 )
