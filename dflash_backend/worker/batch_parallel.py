@@ -35,8 +35,10 @@ FEW_WEIGHT_BYTES = 6 * 1024**2
 # as long.
 CONTEXT_OF_A_TOKEN = 128
 TOKENS_TWICE = 16
-# A single row with this many tokens, a long prompt, is better served by threads within its operations.
+# A single part with this many tokens, as of a long prompt, is better served by threads within its operations. So are
+# rows with as many that cannot be cut evenly: whose parts would leave the cores idle for more than this of the time.
 INTRA_OP_TOKENS = 256
+MAX_IDLE = 0.15
 # What the matcher of a row with a grammar does takes as long as a token, with the weights of the demo pair.
 GRAMMAR_WORK = 1
 # Rows whose numbers of drafts differ by less go by their contexts.
@@ -110,8 +112,8 @@ class BatchThreads:
     def split(
         self, rows: Sequence[ScheduledRequest], with_grammar: Container[str] = ()
     ) -> list[list[ScheduledRequest]]:
-        """Cut rows into parts that take about equally long; alike rows stay together. with_grammar: the ids of requests
-        that have one.
+        """Cut rows into parts that take about equally long; alike rows stay together. They are one part where there is
+        little to do, or a few long prompts cannot be cut evenly. with_grammar: the ids of requests that have one.
 
         Rows are ordered first, by their tokens, roughly, and contexts, so that attention can pad neighbours to one
         batch.
@@ -124,11 +126,17 @@ class BatchThreads:
         total = sum(work)
         num_parts = max(1, min(self.num_workers, len(ordered), total // self._min_part_work))
         parts: list[list[ScheduledRequest]] = [[] for _ in range(num_parts)]
-        before = 0
+        work_of_parts, before = [0] * num_parts, 0
         for row, size in zip(ordered, work, strict=True):
             # The part that the middle of the row lies in.
-            parts[min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))].append(row)
+            part = min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))
+            parts[part].append(row)
+            work_of_parts[part] += size
             before += size
+        if not self._batch_invariant and sum(row.num_new + row.num_draft for row in rows) >= INTRA_OP_TOKENS:
+            idle = 1 - total / (self.num_workers * max(work_of_parts))
+            if idle > MAX_IDLE:
+                return [ordered]
         return [part for part in parts if part]
 
     def run(

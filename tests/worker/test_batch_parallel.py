@@ -37,8 +37,21 @@ def test_parts_have_about_equal_numbers_of_tokens_and_every_row_once() -> None:
     assert max(map(tokens, parts)) - min(map(tokens, parts)) <= 26
 
 
-def test_a_long_prompt_gets_a_part_of_its_own() -> None:
-    parts = BatchThreads(2).split([row("prompt", 1000), *(row(f"decode {i}", 16) for i in range(8))])
+def test_a_prompt_as_long_as_all_others_gets_a_part_of_its_own() -> None:
+    decodes = [row(f"decode {i}", 16) for i in range(16)]
+    assert [len(part) for part in BatchThreads(2).split([row("prompt", 250), *decodes])] == [16, 1]
+
+
+def test_long_prompts_that_cannot_be_cut_evenly_are_one_part_for_all_threads() -> None:
+    decodes = [row(f"decode {i}", 1) for i in range(8)]
+    assert [len(part) for part in BatchThreads(2).split([row("prompt", 1000), *decodes])] == [9]
+    assert [len(part) for part in BatchThreads(2).split([row("a", 600), row("b", 300), row("c", 10)])] == [3]
+    assert [len(part) for part in BatchThreads(2).split([row("a", 500), row("b", 420)])] == [1, 1]
+    assert [len(part) for part in BatchThreads(8).split([row(name, 500) for name in "abc"])] == [3]
+    # Of a step of few tokens one thread does its part in less time than threads take to meet.
+    assert [len(part) for part in BatchThreads(2).split([row("a", 160), row("b", 85)])] == [1, 1]
+    # A prompt's bits are those of a short one where each has one thread.
+    parts = BatchThreads(2, batch_invariant=True).split([row("prompt", 1000), *decodes])
     assert [len(part) for part in parts] == [8, 1]
 
 
