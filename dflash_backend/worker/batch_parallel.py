@@ -134,7 +134,8 @@ class BatchThreads:
             work_of_parts[part] += size
             before += size
         if not self._batch_invariant and sum(row.num_new + row.num_draft for row in rows) >= INTRA_OP_TOKENS:
-            idle = 1 - total / (self.num_workers * max(work_of_parts))
+            cores = max(1, min(self.num_workers, total // self._min_part_work))  # that there is work for
+            idle = 1 - total / (cores * max(work_of_parts))
             if idle > MAX_IDLE:
                 return [ordered]
         return [part for part in parts if part]

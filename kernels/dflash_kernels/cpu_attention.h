@@ -86,11 +86,17 @@ static inline Seen seen_by(const Attention& p, const Piece& piece) {
   long start = p.seq_lens[piece.row] - p.query_lens[piece.row] + piece.first;
   return {p.window ? std::max<long>(0, start - p.window + 1) : 0, p.causal ? start + (piece.last - piece.first) : p.seq_lens[piece.row]};
 }
+// With tiles one head ahead, into the first cache; else 64 positions ahead, into the second.
+#if defined(__AMX_BF16__)
+constexpr bool FAR_NEXT = false;
+#else
+constexpr bool FAR_NEXT = true;
+#endif
 // The keys and values of some heads that are read next, in the order of their addresses. They are fetched a few lines at a time, between what
 // else is done: a core has some 16 to 24 lines under way at once, and one that is asked for more waits for them.
 struct NextKV {
   const char *tile[POSITIONS / 16], *line = nullptr;
-  long step, beside, in_run, of_tile, runs = 0, run = 0, left = 0;  // positions lie `step` apart, values `beside` their keys; lines of a run
+  long step = 0, beside = 0, in_run = 0, of_tile = 1, runs = 0, run = 0, left = 0;  // positions lie `step` apart, values `beside` their keys; lines of a run
   // Goes to the next run: what lies side by side.
   bool next_run() {
     if (run >= runs) return false;
@@ -149,7 +155,7 @@ static inline void weigh_query(float* scores, float scale, long hidden, long see
   }
   float shift = most == -INFINITY ? 0.0f : most;
   for (int j = 0; j < VECTORS; j++) {
-    Floats weight = vexp2(x[j] * scale - shift);
+    Floats weight = vexp2(rounded_by_itself(x[j] * scale) - shift);  // of the maximum exactly 1, however large it is
     store(scores + j * LANES, weight);
     sums += weight;
   }
@@ -332,7 +338,7 @@ static Tiles read_kv(const Attention& p, const int32_t* table, long begin, long 
   const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(16));
   for (long t = 0; t < width; t += 2) {
     const char *from = (const char*)values.tile[t / 16] + t % 16 * values.step[t / 16], *after = from + values.step[t / 16];
-    if (t % 4 == 0) next.fetch<!has_tiles>(deep / 16);
+    if (t % 4 == 0) next.fetch<FAR_NEXT>(deep / 16);
     for (long c = 0; c < deep; c += 32) {
       __m512i first = _mm512_loadu_si512(from + c * 2), second = _mm512_loadu_si512(after + c * 2);
       _mm512_storeu_si512(pairs + t / 2 * deep + c, _mm512_permutex2var_epi16(first, evens, second));
@@ -443,11 +449,17 @@ template <int ROWS> static inline void sum_pairs(const bf16* a, long step, const
   }
   for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + r * LANES, sums[r]);
 }
-static inline void score_pairs(const Tiles& keys, const uint32_t* turned, long dim, long width, float* scores) {
-  for (long t = 0; t < width / 16; t++) sum_pairs<16>(keys.tile[t], keys.step[t], turned, dim, false, scores + t * 256);
+static inline void score_pairs(const Tiles& keys, const uint32_t* turned, long dim, long width, float* scores, NextKV& next) {
+  for (long t = 0; t < width / 16; t++) {
+    next.fetch<true>(LANES);
+    sum_pairs<16>(keys.tile[t], keys.step[t], turned, dim, false, scores + t * 256);
+  }
 }
-static inline void value_pairs(const bf16* value, const bf16* weights, long dim, long width, float* out) {
-  for (long c = 0; c < dim; c += 16) sum_pairs<16>(value + c * POSITIONS, POSITIONS * 2, weights, width, true, out + c * LANES);
+static inline void value_pairs(const bf16* value, const bf16* weights, long dim, long width, float* out, NextKV& next) {
+  for (long c = 0; c < dim; c += 16) {
+    next.fetch<true>(LANES);
+    sum_pairs<16>(value + c * POSITIONS, POSITIONS * 2, weights, width, true, out + c * LANES);
+  }
 }
 #if defined(__AMX_BF16__)
 // Scores of 16 queries, turned over, by 32 or 64 keys: `[width][16]`.
@@ -539,7 +551,9 @@ static void value_term_tiles(const bf16*, const bf16*, long, long, float*) {}
 #endif
 // Queries [first, last) of a row and of heads [head, last_head) of KV, as `attend_piece`: scores are keys by queries, outputs
 // values by weights, so that a lane is a query. All heads read some positions before they read the next, which lie beside them.
-template <class KV> static void attend_tiles(const Attention& p, long row, long head, long last_head, long first, long last) {
+template <class KV> static void attend_tiles(const Attention& p, const Piece& piece, const Piece* after) {
+  long row = piece.row, head = piece.head, last_head = piece.last_head, first = piece.first, last = piece.last;
+  auto [begin, end] = seen_by(p, piece);
   long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, lots = (queries + LANES - 1) / LANES;
   long of_head = lots * (LANES * dim * 3 / 2 + 3 * LANES);       // what a head keeps
   float* memory = scratch(POSITIONS * dim * 2 + POSITIONS * LANES * 3 / 2 + (last_head - head) * of_head);
@@ -576,19 +590,19 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
   }
   if (has_tiles) set_tiles(16, 16);
   const int32_t* table = p.tables + row * p.table_step;
-  long end = p.causal ? start + (last - first) : p.seq_lens[row];
-  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
     bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
+    NextKV next;
+    if (!has_tiles && queries <= TOGETHER) next = next_of<KV>(p, piece, after, base);
     for (long of = head; of < last_head; of++) {
       Kept k = kept_of(of);
-      NextKV next = next_kv<KV>(p, table, base + POSITIONS, end, of, of + 1);
+      if (has_tiles) next = next_kv<KV>(p, table, base + POSITIONS, end, of, of + 1);
       Tiles keys = read_kv<KV>(p, table, begin, base, count, of, dim, key, pairs, next);
       turn_values(pairs, width, dim, value);
       for (long lot = 0; lot < lots; lot++) {
         const uint32_t* query = k.query + lot * dim / 2 * LANES;
-        if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores);
+        if (has_tiles) score_tiles(keys, query, dim, width, scores); else score_pairs(keys, query, dim, width, scores, next);
         float* out = k.output + lot * LANES * dim;
         Ints at = vector_at<Ints>(k.position + lot * LANES);
         Softmax<false> softmax;
@@ -596,7 +610,7 @@ template <class KV> static void attend_tiles(const Attention& p, long row, long 
         softmax.end(k.total + lot * LANES);
         Ints changed = softmax.keep != 1.0f;
         if (any(changed)) for (long c = 0; c < dim; c++) store(out + c * LANES, load(out + c * LANES) * softmax.keep);
-        if (has_tiles) value_tiles(value, weights, dim, width, out); else value_pairs(value, weights, dim, width, out);
+        if (has_tiles) value_tiles(value, weights, dim, width, out); else value_pairs(value, weights, dim, width, out, next);
       }
     }
   }
@@ -650,7 +664,9 @@ static void read_kv_terms(const Attention& p, const int32_t* table, long begin, 
   for (int i = 0; i < NUM_TERMS; i++) turn_values(pairs + i * (POSITIONS / 2) * deep, width, deep, value + i * deep * POSITIONS);
 }
 // As `attend_tiles`, in float32: queries, keys, weights and values are sums of three terms of bfloat16, and products of terms are exact.
-template <class KV> static void attend_terms(const Attention& p, long row, long head, long first, long last) {
+template <class KV> static void attend_terms(const Attention& p, const Piece& piece) {
+  long row = piece.row, head = piece.head, first = piece.first, last = piece.last;
+  auto [begin, end] = seen_by(p, piece);
   long group = p.heads / p.kv_heads, dim = rounded_up(p.dim, DEEP), queries = (last - first) * group, lots = (queries + LANES - 1) / LANES;
   constexpr long OF_WEIGHTS = NUM_TERMS * POSITIONS * LANES;
   long numbers = POSITIONS * dim, of_lot = LANES * dim * 5 / 2 + 4 * LANES;  // query, output, maxima, totals, positions, what is kept
@@ -684,8 +700,6 @@ template <class KV> static void attend_terms(const Attention& p, long row, long 
   }
   set_tiles(16, 16);
   const int32_t* table = p.tables + row * p.table_step;
-  long end = p.causal ? start + (last - first) : p.seq_lens[row];
-  long begin = p.window ? std::max<long>(0, start - p.window + 1) : 0;
   for (long base = begin / POSITIONS * POSITIONS; base < end; base += POSITIONS) {
     long count = std::min<long>(POSITIONS, end - base), width = rounded_up(count, DEEP);
     bool all_seen = sees_all(p, start, start + (last - first) - 1, base, count);
@@ -771,7 +785,7 @@ static inline Floats weigh_four(const Attention& p, const float* scores, long ba
   Floats x[POSITIONS / FOURS], top = all(-INFINITY);
   for (int i = 0; i < width / FOURS; i++) {
     const float* at = scores + i * (has_tiles ? FOURS * LANES : FOURS);
-    constexpr long step = has_tiles ? LANES : POSITIONS;  // rows of positions, or of queries
+    const long step = has_tiles ? LANES : POSITIONS;  // rows of positions, or of queries
     __m512 rows = _mm512_castps128_ps512(_mm_loadu_ps(at));
     rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + step), 1);
     rows = _mm512_insertf32x4(rows, _mm_loadu_ps(at + 2 * step), 2);
@@ -787,7 +801,7 @@ static inline Floats weigh_four(const Attention& p, const float* scores, long ba
   Floats shift = none ? Floats{} : now, sums{};
   const __m512i by_query = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
   for (int i = 0; i < width / FOURS; i += 2) {
-    next.fetch<!has_tiles>(p.dim / 8);
+    next.fetch<FAR_NEXT>(p.dim / 8);
     Floats first = power_of_two(x[i] * scale - shift), second = power_of_two(x[i + 1] * scale - shift);
     sums += first;
     sums += second;
@@ -934,9 +948,9 @@ template <class KV> static void attend_few(const Attention& p, const Piece& piec
   }
 }
 #else
-template <class KV> static void attend_tiles(const Attention&, long, long, long, long, long) {}
+template <class KV> static void attend_tiles(const Attention&, const Piece&, const Piece*) {}
 template <class KV> static void attend_few(const Attention&, const Piece&, const Piece*) {}
-template <class KV> static void attend_terms(const Attention&, long, long, long, long) {}
+template <class KV> static void attend_terms(const Attention&, const Piece&) {}
 #endif
 template <class T, class KV> static void attend(const Attention& p, int threads) {
   bool by_tiles = HAS_PAIRS && std::is_same<T, bf16>::value;
@@ -961,10 +975,10 @@ template <class T, class KV> static void attend(const Attention& p, int threads)
     for (long i = from; i < to; i++) {
       const Piece &piece = pieces[i], *after = i + 1 < to ? &pieces[i + 1] : nullptr;
       bool is_few = (piece.last - piece.first) * group <= FEW;
-      if (by_terms(piece.row)) attend_terms<KV>(p, piece.row, piece.head, piece.first, piece.last);
+      if (by_terms(piece.row)) attend_terms<KV>(p, piece);
       else if (!by_tiles) attend_piece<T, KV>(p, piece, after);
       else if (is_few) attend_few<KV>(p, piece, after);
-      else attend_tiles<KV>(p, piece.row, piece.head, piece.last_head, piece.first, piece.last);
+      else attend_tiles<KV>(p, piece, after);
     }
   });
 }

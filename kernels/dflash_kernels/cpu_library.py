@@ -193,7 +193,6 @@ NUMBERS: dict[str, list[Any]] = {
     "dflash_likeliest": [I, P, L, P, P, P, L, P],
     "dflash_coarse_rows_at_most": [L],
     "dflash_has_pairs": [],
-    "dflash_has_tiles": [],
 }
 
 

@@ -239,7 +239,7 @@ static inline Floats vexp(Floats x) {  // Cephes; 0 below the smallest normal nu
 }
 // 2 to the power of x, which is at most 120; Cephes; 0 below the smallest normal number.
 static inline Floats vexp2(Floats x) {
-  Floats inside = larger(all(-126.0f), x);  // NaN stays
+  Floats inside = larger(x, all(-126.0f));
   Floats t = inside + 12582912.0f, r = inside - (t - 12582912.0f), y = all(1.535336188319500e-4f);
   y = y * r + 1.339887440266574e-3f;
   y = y * r + 9.618437357674640e-3f;
@@ -248,7 +248,7 @@ static inline Floats vexp2(Floats x) {
   y = y * r + 6.931472028550421e-1f;
   y = y * r + 1.0f;
   y = (Floats)((Ints)y + ((Ints)t << 23));
-  return select(x < -126.0f, Floats{}, y);
+  return select(x != x, x, select(x < -126.0f, Floats{}, y));
 }
 // What a gate lets through, rounded where the references round.
 template <class T> static inline Floats gated(Floats gate, Floats up, bool is_gelu) {

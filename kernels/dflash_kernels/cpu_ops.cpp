@@ -309,8 +309,6 @@ int64_t dflash_likeliest(int threads, const void* x, int64_t x_step, const Weigh
 int64_t dflash_coarse_rows_at_most(int64_t dtype) { return coarse_rows_at_most(dtype == 0); }
 // Whether the processor multiplies bfloat16, attention among it, by AMX or AVX-512.
 int64_t dflash_has_pairs() { return HAS_PAIRS; }
-// Whether it has tiles of AMX, by which float32 is multiplied too.
-int64_t dflash_has_tiles() { return has_tiles; }
 // Runs on a processor for the first time: 0 where it does what it should.
 int dflash_trial() {
   const float number[] = {1.0f, 0.5f};

@@ -50,8 +50,6 @@ _library: Any = cpu_library.load()
 HAS_CPU_OPS = _library is not None
 HAS_PAIRS = _library is not None and bool(_library.dflash_has_pairs())
 """Whether the processor multiplies bfloat16, by AMX or AVX-512."""
-HAS_TILES = _library is not None and bool(_library.dflash_has_tiles())
-"""Whether it does so by AMX."""
 
 
 class PackedWeight:

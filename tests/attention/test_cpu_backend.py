@@ -58,7 +58,7 @@ def test_rows_equal_those_of_torch_and_each_is_its_own(
     row = AttentionBatch(QUERY_LENS[2:3], SEQ_LENS[2:3], tables[2:3])
     own = alone.attend(query[4:20], layer, alone.prepare(row, pattern, dtype), sinks)
     assert torch.equal(own, results[0][4:20])
-    if dtype == torch.bfloat16 and HAS_PAIRS:  # a query of a prompt is as one alone
+    if dtype == torch.float32 or HAS_PAIRS:  # a query of a prompt is as one alone
         last = AttentionBatch(QUERY_LENS[3:4], SEQ_LENS[4:5], tables[4:5])
         own = alone.attend(query[-1:], layer, alone.prepare(last, pattern, dtype), sinks)
         assert torch.equal(own, results[0][-1:])
@@ -222,6 +222,46 @@ def test_long_prompts_in_float32_are_as_exact_as_torch(dim: int, size: float) ->
     exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
     own, of_torch = ((each.view(exact.shape).double() - exact).abs().max() for each in results)
     assert own <= 1.5 * of_torch + 1e-7 * size
+
+
+@pytest.mark.parametrize("block", [8, 16, 24])
+@pytest.mark.parametrize("window", [None, 37])
+def test_queries_in_float32_have_the_bits_of_each_alone(block: int, window: int | None) -> None:
+    """One to some hundreds: few read values where these lie, more have copies of them."""
+    data = torch.randn(400 // block + 1, block, 2, 2, 32, generator=torch.Generator().manual_seed(6))
+    tables = torch.arange(len(data)).view(1, -1).int()
+    query = torch.randn(300, 4, 32, generator=torch.Generator().manual_seed(7))
+    backend, pattern = CpuBackend(block), AttentionPattern(True, window, False)
+
+    def attended(first: int, last: int) -> torch.Tensor:
+        layout = AttentionBatch(np.array([last - first]), np.array([100 + last]), tables)
+        return backend.attend(query[first:last], KVLayer(data), backend.prepare(layout, pattern, torch.float32), None)
+
+    whole = attended(0, 300)
+    for num_queries in (1, 2, 3, 4, 7, 40):
+        for first in (0, 27, 141, 260):
+            assert torch.equal(attended(first, first + num_queries), whole[first : first + num_queries])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1.1e15])
+def test_the_largest_score_weighs_one_however_large_it_is(size: float) -> None:
+    data = torch.zeros(2, BLOCK, 2, 1, 16)
+    data[0, 0, 0], data[0, 1, 0], data[0, :2, 1] = size / 8, -size / 8, 1.0
+    layout = AttentionBatch(np.array([1]), np.array([2]), torch.tensor([[0, 1]], dtype=torch.int32))
+    backend = CpuBackend(BLOCK)
+    metadata = backend.prepare(layout, AttentionPattern(True, None, False), torch.float32)
+    found = backend.attend(torch.full((1, 1, 16), size), KVLayer(data), metadata, None)
+    assert torch.allclose(found, torch.ones(1, 16), atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7FC001FF, -1])
+def test_nan_in_a_key_that_is_seen_is_nan_in_the_output(bits: int) -> None:
+    data = torch.ones(1, BLOCK, 2, 1, 16)
+    data[0, 1, 0] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    layout = AttentionBatch(np.array([1]), np.array([3]), torch.zeros(1, 1, dtype=torch.int32))
+    backend = CpuBackend(BLOCK)
+    metadata = backend.prepare(layout, AttentionPattern(True, None, False), torch.float32)
+    assert backend.attend(torch.ones(1, 1, 16), KVLayer(data), metadata, None).isnan().all()
 
 
 def test_it_is_the_first_choice_on_a_cpu() -> None:

@@ -562,3 +562,14 @@ def test_a_query_has_the_same_bits_alone_and_among_many(
     whole = attended(0, num_queries)
     for first, last in ((0, 1), (3, 5), (11, 14), (19, 20)):
         assert torch.equal(attended(first, last), whole[first:last])
+
+
+@pytest.mark.skipif(cpu_library.find_compiler() is None, reason="needs a C++ compiler")
+def test_the_source_is_right_for_processors_with_amx_wherever_it_is_built() -> None:
+    compiler = cpu_library.find_compiler()
+    assert compiler is not None
+    command = [compiler, *cpu_library.FLAGS, *cpu_library.FEATURES.values(), "-fsyntax-only", str(cpu_library.SOURCE)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if "unrecognized command" in said.stderr or "unknown argument" in said.stderr:
+        pytest.skip("the compiler knows no AMX")
+    assert said.returncode == 0, said.stderr

@@ -454,6 +454,11 @@ CPU_OPS_MUTANTS = (
             "store(output + c, load(output + c) * keep);\n  }\n  float shift",
             "store(output + c, load(output + c));\n  }\n  float shift",
         ),
+        (
+            "a maximum's weight is off by the rounding of its score",
+            "vexp2(rounded_by_itself(x[j] * scale) - shift)",
+            "vexp2(x[j] * scale - shift)",
+        ),
         ("in float32 a total keeps what came before a larger maximum", "sums *= keep;", ""),
         (
             "values where they lie are read from the block's first position",

@@ -11,6 +11,7 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/gpu/", "GPU", "`make test-gpu` runs these on a machine with an NVIDIA GPU"),
     ("tests/parallel/test_nccl.py::", "needs a C compiler", "a library that stands in for NCCL is compiled"),
     ("tests/kernels/test_cpu_ops.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
+    ("tests/kernels/test_cpu_ops.py::", "the compiler knows no AMX", "its library is built without"),
     ("tests/worker/test_one_row.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),
     ("tests/worker/test_pending_context.py::", "needs a C\\+\\+ compiler", "no context waits where none is"),
     ("tests/kernels/test_cpu_step.py::", "needs a C\\+\\+ compiler", "torch computes where none is"),

@@ -48,6 +48,8 @@ def test_long_prompts_that_cannot_be_cut_evenly_are_one_part_for_all_threads() -
     assert [len(part) for part in BatchThreads(2).split([row("a", 600), row("b", 300), row("c", 10)])] == [3]
     assert [len(part) for part in BatchThreads(2).split([row("a", 500), row("b", 420)])] == [1, 1]
     assert [len(part) for part in BatchThreads(8).split([row(name, 500) for name in "abc"])] == [3]
+    # Where there is work for fewer cores than there are, these are cut evenly.
+    assert [len(part) for part in BatchThreads(8).split([row(str(i), 16) for i in range(20)])] == [5] * 4
     # Of a step of few tokens one thread does its part in less time than threads take to meet.
     assert [len(part) for part in BatchThreads(2).split([row("a", 160), row("b", 85)])] == [1, 1]
     # A prompt's bits are those of a short one where each has one thread.
