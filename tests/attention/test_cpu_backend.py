@@ -36,6 +36,7 @@ def paged(kv_dtype: torch.dtype, kv_heads: int, dim: int) -> KVLayer:
         (9, 3, 80, torch.float32, torch.uint8),
         (9, 3, 80, torch.bfloat16, torch.bfloat16),
         (9, 3, 64, torch.bfloat16, torch.bfloat16),
+        (10, 2, 64, torch.bfloat16, torch.bfloat16),
         (4, 2, 32, torch.bfloat16, torch.float32),
         (6, 2, 64, torch.bfloat16, torch.uint8),
     ],
