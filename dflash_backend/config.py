@@ -63,10 +63,22 @@ _OTHER_QUANTIZATION = {
     **{name: _FROM_FILES.format(name) for name in ("gptq", "awq", "compressed-tensors", "fbgemm_fp8")},
 }
 
+MAX_ADAPTER_NAME_CHARS = 256
+
 # And of `kv_cache_dtype`.
 _OTHER_KV = "a KV cache in {0} is not supported: fp8 is e4m3 with a scale for each token and head, auto is `dtype`"
 _OTHER_KV_DTYPES = {name: _OTHER_KV.format(name) for name in ("fp8_e5m2", "int8", "nvfp4", "float16", "float32")}
 _OTHER_KV_DTYPES["fp8_e4m3"] = "fp8 is e4m3 here"
+
+
+def _check_adapters(text: str) -> None:
+    """Raises ValueError unless `text` is empty, or an object of folders by name."""
+    modules = json.loads(text or "{}")
+    for name, where in modules.items():
+        if not name.strip() or len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable():
+            raise ValueError(f"an adapter's name is printable text of 1 to {MAX_ADAPTER_NAME_CHARS} characters")
+        if not isinstance(where, str) or not where.strip():
+            raise ValueError(f'the adapter {name!r} has no folder; it is text, as in {{"NAME": "FOLDER"}}')
 
 
 @dataclass(frozen=True)
@@ -248,6 +260,13 @@ class EngineConfig:
         'than the trained length: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}; the '
         "drafter keeps its own; empty: what the checkpoint says (docs/checkpoints.md)",
         is_object=True,
+    )
+    lora_modules: str = setting(
+        "",
+        "LoRA adapters of the target, which requests choose by lora_name and OpenAI clients as the model: "
+        '{"NAME": "FOLDER or hub id"}, in PEFT\'s format; empty: none (docs/lora.md)',
+        is_object=True,
+        check=_check_adapters,
     )
     max_num_seqs: int = setting(64, "requests that run at the same time", low=1, high=4096)
     max_num_batched_tokens: int = setting(
@@ -461,6 +480,12 @@ class EngineConfig:
         """The fields of `rope_scaling`; empty where the target keeps its own."""
         fields: dict[str, Any] = json.loads(self.rope_scaling or "{}")
         return fields
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders, or hub ids, of `lora_modules` by name."""
+        modules: dict[str, str] = json.loads(self.lora_modules or "{}")
+        return modules
 
     @property
     def report_custom_metrics(self) -> bool | None:

@@ -76,7 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     those of the new tokens, of m also those of the m most likely ones, and `prompt_logprobs` is the same for the
     prompt's tokens after its first; `logprob_token_ids` are tokens whose log-probabilities come in place of those of
     the most likely ones. `allowed_token_ids` of None allows all;
-    `bad_words_token_ids` are those of `bad_words`, which the stub fills in. The engine runs one completion a request:
+    `bad_words_token_ids` are those of `bad_words`, which the stub fills in. `lora_name` is the LoRA adapter that the
+    target runs with; empty for none. The engine runs one completion a request:
     for `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
 
     `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
@@ -109,6 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
+    lora_name: str = ""
     tenant: str = ""
     priority: int = 0
     timeout: int = 0
@@ -464,7 +466,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     reads_next_tokens: as of `core/block_hashes.py:BlockHashes`. finds_blocks: whether prompts begin with cached blocks
     at all. has_drafter: whether drafts come from a drafter's checkpoint. num_tier_blocks: blocks that its tiers of KV
-    hold beside `num_kv_blocks` of the device. drafting: the part of `description` that says what drafts.
+    hold beside `num_kv_blocks` of the device. drafting: the part of `description` that says what drafts. lora_names:
+    the LoRA adapters that requests may name.
     """
 
     max_model_len: int
@@ -478,6 +481,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     has_drafter: bool = False
     num_tier_blocks: int = 0
     drafting: str = ""
+    lora_names: tuple[str, ...] = ()
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

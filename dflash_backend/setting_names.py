@@ -26,7 +26,8 @@ _OTHER_NAMES = {
 
 # Settings of other servers that nothing here stands for, and why.
 _NOT_HERE = {
-    **dict.fromkeys(("enable_lora", "lora_modules"), "there are no adapters"),
+    "enable_lora": "lora_modules says which LoRA adapters there are",
+    **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), "all adapters of lora_modules are in memory"),
     "pipeline_parallel_size": "layers are not spread over GPUs; tensor_parallel_size shares each of them",
     "hf_overrides": "fields of config.json are not overridden, but for its rotary scaling by rope_scaling",
     "trust_remote_code": "no code of a checkpoint is ever run",

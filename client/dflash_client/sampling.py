@@ -50,6 +50,7 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None
+    lora_name: str | None
     tenant: str | None
     priority: int | None
     timeout: int | None

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, part_of_bytes, read_headers
 from dflash_backend.checkpoints.gguf.blocks import numbers_of
+from dflash_backend.checkpoints.lora import LoraAdapters
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
@@ -63,6 +64,9 @@ REPORT_S = 2.0
 class WeightSource(ABC):
     """Where a model takes its tensors from. `dtype` and `device` are those of its parameters. keep_quantised: whether
     weights that can stay quantised do, since the device has products of them."""
+
+    adapters: LoraAdapters | None = None
+    """What adds to its projections, by each token's adapter; None for nothing."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, keep_quantised: bool = False) -> None:
         self.dtype = dtype

@@ -3,9 +3,9 @@
 A block's hash covers every token from the start of the sequence to the block's end: SHA-256 over the hash of the block
 before it and the block's token ids. With a drafter whose context KV at a position depends on the token after it
 (EAGLE), it covers the token after the block as well: else the KV of the block's last position could be that of another
-text. The first hash also covers the request's `cache_salt`, so requests with different salts never share a block
-(ISOLATE). SHA-256, because a collision would hand one client another client's context. Only
-full blocks have hashes.
+text. The first hash also covers the request's `cache_salt` and its LoRA adapter, so requests that differ in either
+never share a block (ISOLATE). SHA-256, because a collision would hand one client another client's context. Only full
+blocks have hashes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from array import array
 from collections.abc import Sequence
 
 _ROOT_TAG = b"dflash prefix cache root\0"
+_ADAPTER_TAG = b"dflash prefix cache root of an adapter\0"
 _TOKEN_BYTES = 8  # wide enough that no two token ids look alike
 
 
-def root_hash(cache_salt: str) -> bytes:
+def root_hash(cache_salt: str, lora_name: str = "") -> bytes:
     """The parent of a request's first block; 32 bytes."""
-    return hashlib.sha256(_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")).digest()
+    tag = _ROOT_TAG
+    if lora_name:
+        # Of one length, so that no name and salt look like others.
+        tag = _ADAPTER_TAG + hashlib.sha256(lora_name.encode()).digest()
+    return hashlib.sha256(tag + cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -38,9 +43,9 @@ class BlockHashes:
 
     __slots__ = ("_block_size", "_hashes", "_last", "_num_next")
 
-    def __init__(self, cache_salt: str, block_size: int, reads_next_tokens: bool = False) -> None:
+    def __init__(self, cache_salt: str, block_size: int, reads_next_tokens: bool = False, lora_name: str = "") -> None:
         """reads_next_tokens: whether a block's hash covers the token after it."""
-        self._last = root_hash(cache_salt)
+        self._last = root_hash(cache_salt, lora_name)
         self._block_size = block_size
         self._num_next = int(reads_next_tokens)
         self._hashes: list[bytes] = []

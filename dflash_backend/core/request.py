@@ -145,7 +145,9 @@ class Request:
             num_speculative_tokens=k,
             stop_ids=frozenset(sampling.ending(request.eos_token_ids)) | frozenset(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens if sampling.structured_outputs is None else 0,
-            block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
+            block_hashes=BlockHashes(
+                sampling.cache_salt, config.block_size, config.reads_next_tokens, sampling.lora_name
+            ),
             arrival=arrival,
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,

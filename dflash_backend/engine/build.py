@@ -32,8 +32,10 @@ from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.checks import (
     allocate_states,
     check_activation_quantization,
+    check_adapters,
     check_quantization,
     check_recurrent,
+    find_adapters,
     keeps_quantised,
     num_snapshots,
     num_states,
@@ -250,7 +252,10 @@ def _load_models(
         target = load_parallel_target(ranks, setup, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
-        target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
+        adapters = find_adapters(config)
+        target = load_target(
+            pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8, adapters=adapters
+        )
     if config.enable_coarse_head:
         target.add_coarse_head()
     make_drafter, options = None, None
@@ -367,6 +372,7 @@ def _check_pair(
     check_quantization(config, pair.target, keeps, report)
     check_activation_quantization(config, pair.target, keeps, report)
     report_kv_dtype(config, pair, dtype, report)
+    check_adapters(config)
     wants_tiers(config)
 
 
@@ -489,6 +495,7 @@ def engine_ready(models: LoadedModels, sizes: Sizes, scheduler: SchedulerConfig,
         has_drafter=pair.draft_model is not None,
         num_tier_blocks=sum(tier.num_slots[0] for tier in scheduler.tiers),
         drafting=pair.drafting,
+        lora_names=models.target.adapter_names,
     )
 
 
@@ -496,11 +503,13 @@ def _describe(models: LoadedModels, sizes: Sizes, kv: str) -> str:
     pair, device, number_type = models.pair, models.device, str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {usable_cores()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
+    names = models.target.adapter_names
+    adapters = f", LoRA adapters {', '.join(names)}" if names else ""
     if sizes.limited_from is not None:
         length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
     return (
-        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{pair.drafting}; {device.type}, {number_type}, attention {models.backend.name}{threads}; "
+        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers)"
+        f"{adapters}, {pair.drafting}; {device.type}, {number_type}, attention {models.backend.name}{threads}; "
         f"KV cache of {kv}; {length}"
     )
 

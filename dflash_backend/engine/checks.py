@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from dflash_backend.attention import FP8
+from dflash_backend.checkpoints.find import find_model
+from dflash_backend.checkpoints.lora import LoraAdapters
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.scheme import Layout
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
@@ -47,6 +50,25 @@ def report_kv_dtype(
         f"of {plain}, so that {plain / own:.2f} times as many fit",
         0.1,
     )
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raises `ConfigError` where adapters cannot be served with the other settings."""
+    if config.lora_modules and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"settings 'lora_modules' and 'tensor_parallel_size' ({config.tensor_parallel_size}) do not go together: "
+            "ranks have no adapters; take a tensor_parallel_size of 1, or merge an adapter into the weights"
+        )
+
+
+def adapter_directories(config: EngineConfig) -> dict[str, Path]:
+    """Where the LoRA adapters lie, by name; from the hub they are fetched first. Raises `CheckpointError`."""
+    return {name: find_model(where, f"lora_modules: '{name}'") for name, where in config.adapters.items()}
+
+
+def find_adapters(config: EngineConfig) -> LoraAdapters | None:
+    """The LoRA adapters; None without any. Raises `CheckpointError`."""
+    return LoraAdapters(adapter_directories(config)) if config.adapters else None
 
 
 def keeps_quantised(config: EngineConfig, device: torch.device) -> bool:

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from dflash_backend.checkpoints.digest import checkpoint_digest
+from dflash_backend.checkpoints.lora import adapter_digest
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.moves import DISK, HOST, REMOTE
 from dflash_backend.core.scheduler_config import SchedulerConfig, TierConfig, TransferConfig
 from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.engine.checks import adapter_directories
 from dflash_backend.error_text import first_line
 from dflash_backend.models.kv_code import code_digest
 from dflash_backend.worker import ModelRunner
@@ -194,6 +196,8 @@ def fingerprint(
             )
         },
     }  # fmt: skip
+    for name, directory in adapter_directories(config).items():
+        settings[f"adapter {name}"] = adapter_digest(directory).hex()
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for path in pair.checkpoints:
         digest.update(checkpoint_digest(path, with_times))

@@ -37,7 +37,7 @@ from dflash_backend.messages import (
 from dflash_backend.models import TargetModel
 from dflash_backend.text.chat import pop_options
 from dflash_backend.text.output import CompletionState, RequestState
-from dflash_backend.text.request import ParsedRequest, ReturnFlags
+from dflash_backend.text.request import ParsedRequest, ReturnFlags, check_adapter
 from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import Tokenizer
@@ -201,6 +201,7 @@ class LLM:
         sampling = parse_sampling_params(
             params, max_speculative_tokens=ready.num_speculative_tokens, vocab_size=ready.vocab_size
         )
+        check_adapter(sampling.lora_name, ready)
         return resolve_token_masks(sampling, self.tokenizer, self.tokenizer.eos_token_ids, ready.vocab_size)
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -165,7 +165,7 @@ class Replicas(Engines):
         if self._blind or not ready.finds_blocks or sampling.prompt_logprobs is not None:
             return ()
         num_blocks = (len(token_ids) - 1) // ready.kv_block_size
-        hashes = BlockHashes(sampling.cache_salt, ready.kv_block_size, ready.reads_next_tokens)
+        hashes = BlockHashes(sampling.cache_salt, ready.kv_block_size, ready.reads_next_tokens, sampling.lora_name)
         return hashes.first(num_blocks, token_ids)
 
     def _choose(

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.lora import LoraAdapters
 from dflash_backend.checkpoints.quantization.at_load import Fp8Source
 from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
@@ -25,7 +26,7 @@ from dflash_backend.models.hybrid_layers import (
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
 from dflash_backend.models.layer_stack import LayerStack
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
-from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of
+from dflash_backend.models.linear import Linear, PackedLinear, Table, embedded, table_of, using_adapters
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 from dflash_kernels.cpu_head import CoarseHead
@@ -38,7 +39,8 @@ AnyLayerWeights = LayerWeights | DeltaNetLayerWeights | Gemma4LayerWeights
 class TargetWeights:
     """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
     tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others.
-    first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
+    first_id: the first token of a rank's slice of embedding and head; None where there is one slice. adapter_names: of
+    the LoRA adapters that the layers' products add."""
 
     embedding: Table
     layers: list[AnyLayerWeights]
@@ -46,6 +48,7 @@ class TargetWeights:
     lm_head: Linear
     share: Callable[[torch.Tensor], torch.Tensor] | None = None
     first_id: int | None = None
+    adapter_names: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> TargetWeights:
@@ -63,12 +66,16 @@ class TargetWeights:
             read_layer = Gemma4LayerWeights.read
         elif decoder.delta_net is not None:
             read_layer = read_hybrid_layer
-        return cls(
+        weights = cls(
             embedding if head is None else table_of(head),
             [read_layer(source, f"{prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
             read_norm(source, f"{prefix}norm.weight", decoder, hidden),
             Linear.read(source, "", {"lm_head": vocab}, hidden) if head is None else head,
+            adapter_names=() if source.adapters is None else source.adapters.names,
         )
+        if source.adapters is not None:
+            source.adapters.check_taken()
+        return weights
 
 
 class LayeredTarget(TargetModel, ABC):
@@ -80,6 +87,7 @@ class LayeredTarget(TargetModel, ABC):
         self.eps = spec.decoder.rms_norm_eps
         self.final_norm = weights.final_norm
         self._share, self._first_id = weights.share, weights.first_id
+        self.adapter_names = weights.adapter_names
         self.ops = ops or select_ops(weights.embedding.device)
         # Drafters multiply by the head as well, in their own way.
         self._head = weights.lm_head.with_product(self.ops.product_of)
@@ -112,16 +120,19 @@ class LayeredTarget(TargetModel, ABC):
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
-        if (found := self._run_at_once(token_ids, context, caches, capture)) is not None:
-            return found
+        if context.adapter_ids is None:
+            found = self._run_at_once(token_ids, context, caches, capture)
+            if found is not None:
+                return found
         hidden = embeddings = self.embed(token_ids)
         if self._share is not None:
             hidden = embeddings = self._share(embeddings)
         captured: dict[int, torch.Tensor] = {}
         num_layers = self.spec.decoder.num_layers
-        for index, hidden in enumerate(self._run_layers(embeddings, context, caches)):
-            if index in capture:
-                captured[index] = hidden
+        with using_adapters(context.adapter_ids):
+            for index, hidden in enumerate(self._run_layers(embeddings, context, caches)):
+                if index in capture:
+                    captured[index] = hidden
         if num_layers in capture:
             captured[num_layers] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
@@ -145,7 +156,13 @@ class DecoderTarget(LayeredTarget):
         """Able to run positions below `max_positions`."""
         super().__init__(spec, weights, ops)
         self.rotary = Rotary(spec.decoder, max_positions, weights.embedding.device, weights.embedding.dtype)
+        for index, layer in enumerate(weights.layers):
+            weights.layers[index] = layer.with_product(self.ops.product_of)  # what it was made of need not stay
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
+        self._adapted = self.layers
+        if self.adapter_names:  # for a pass without adapters there are faster operations
+            plain: list[AnyLayerWeights] = [layer.without_adapters() for layer in weights.layers]
+            self.layers = _layers(spec.decoder, plain, self.patterns, self.ops)
         self.stack = LayerStack.of(self.layers, self.ops, self.final_norm)
         if self.stack is not None and isinstance(self._head, PackedLinear):
             self.stack.end_with(self._head.packed)
@@ -179,15 +196,16 @@ class DecoderTarget(LayeredTarget):
 
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         rotation = self.ops.rotation(self.rotary, context.positions)
-        normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
+        layers = self.layers if context.adapter_ids is None else self._adapted
+        normed = self.ops.rms_norm(hidden, layers[0].weights.input_norm, self.eps)
         own_cache = iter(caches)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             if isinstance(layer, DeltaNetLayer):
                 added, hidden = layer.forward(normed, hidden, context)
             else:
                 added, hidden = layer.forward(normed, hidden, context, next(own_cache), rotation)
-            if index + 1 < len(self.layers):
-                next_norm = self.layers[index + 1].weights.input_norm
+            if index + 1 < len(layers):
+                next_norm = layers[index + 1].weights.input_norm
                 normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
             else:
                 hidden = hidden + added
@@ -213,11 +231,17 @@ class Gemma4Target(LayeredTarget):
             (own.rope, own.head_dim): Rotary(own, max_positions, device, dtype) for own in dict.fromkeys(heads)
         }
         self._kinds: list[tuple[RopeSpec, int]] = [(own.rope, own.head_dim) for own in heads]
-        self.layers = [
+        self._adapted = [
             Gemma4Layer(own, layer.with_product(self.ops.product_of), pattern, self.ops)
             for own, layer, pattern in zip(heads, weights.layers, self.patterns, strict=True)
             if isinstance(layer, Gemma4LayerWeights)
         ]
+        self.layers = self._adapted
+        if self.adapter_names:
+            self.layers = [
+                Gemma4Layer(own, layer.weights.without_adapters(), layer.pattern, self.ops)
+                for own, layer in zip(heads, self._adapted, strict=True)
+            ]
 
     def embed(self, token_ids: torch.Tensor, scaled: bool = True) -> torch.Tensor:
         rows = super().embed(token_ids)
@@ -225,7 +249,8 @@ class Gemma4Target(LayeredTarget):
 
     def _run_layers(self, hidden: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> Iterator[torch.Tensor]:
         rotations = {kind: self.ops.rotation(rotary, context.positions) for kind, rotary in self.rotaries.items()}
-        for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
+        layers = self.layers if context.adapter_ids is None else self._adapted
+        for layer, kind, cache in zip(layers, self._kinds, caches, strict=True):
             hidden = layer.forward(hidden, context, cache, rotations[kind])
             yield hidden
 
@@ -249,8 +274,7 @@ def _layers(
     attention = GatedAttentionLayer if decoder.attention_gate else DecoderLayer
     own_pattern = iter(patterns)
     layers: list[DecoderLayer | DeltaNetLayer] = []
-    for index, each in enumerate(weights):
-        weights[index] = layer = each.with_product(ops.product_of)  # what it was made of need not stay
+    for layer in weights:
         if isinstance(layer, LayerWeights):
             layers.append(attention(decoder, layer, next(own_pattern), ops))
         elif isinstance(layer, DeltaNetLayerWeights):
@@ -268,10 +292,12 @@ def load_target(
     ops: LayerOps | None = None,
     *,
     fp8: bool = False,
+    adapters: LoraAdapters | None = None,
 ) -> TargetModel:
     """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
-    device. fp8: with the weights that FP8 would hold in place of its own. Raises `CheckpointError`."""
-    weights = load_target_weights(spec, dtype, device, progress, ops, fp8=fp8)
+    device. fp8: with the weights that FP8 would hold in place of its own. adapters: what requests may have it add.
+    Raises `CheckpointError`."""
+    weights = load_target_weights(spec, dtype, device, progress, ops, fp8=fp8, adapters=adapters)
     return target_of(spec, weights, max_positions, ops)
 
 
@@ -284,11 +310,18 @@ def load_target_weights(
     *,
     fp8: bool,
     part: Callable[[WeightSource], WeightSource] = lambda source: source,
+    adapters: LoraAdapters | None = None,
 ) -> TargetWeights:
     """The weights of a target, or a part of them: `spec` is that part's. Arguments as of `load_target`."""
+
+    def read(source: WeightSource) -> TargetWeights:
+        whole = part(Fp8Source(source) if fp8 else source)
+        whole.adapters = adapters
+        return TargetWeights.read(whole, spec)
+
     return load_weights(
         spec.path,
-        lambda source: TargetWeights.read(part(Fp8Source(source) if fp8 else source), spec),
+        read,
         dtype,
         device,
         ignored=lambda name: is_unused(spec, name),

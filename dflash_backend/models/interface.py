@@ -32,7 +32,8 @@ class PagedContext:
     of the model. padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any
     case; torch on a CPU pays for looking.) states: what layers with a state need; None where there are none. windows:
     where the KV of layers with a window lies, where these have block ids of their own. row_index: int64
-    `[num_tokens]`, each token's place in its row; None where no layer reads it.
+    `[num_tokens]`, each token's place in its row; None where no layer reads it. adapter_ids: int64 `[num_tokens]`, each
+    token's LoRA adapter, 0 for none; None where no token has one.
     """
 
     layout: AttentionBatch
@@ -44,6 +45,7 @@ class PagedContext:
     states: StateRows | None = None
     windows: WindowSlots | None = None
     row_index: torch.Tensor | None = None
+    adapter_ids: torch.Tensor | None = None
     _metadata: dict[AttentionPattern, AttentionMetadata] = field(default_factory=dict)
 
     def slots_of(self, pattern: AttentionPattern) -> torch.Tensor:
@@ -79,6 +81,9 @@ class TargetModel(Protocol):
 
     lm_head: Linear
     """hidden_size -> vocab_size, over the embedding itself where the two are tied; its input is normed."""
+
+    adapter_names: tuple[str, ...] = ()
+    """Its LoRA adapters, of which the first has the number 1 in `PagedContext.adapter_ids`."""
 
     peers: Peers = ALONE
     """What a step asks of the other processes that share this target."""

@@ -1,15 +1,20 @@
-"""The matrix product of a decoder, with the weights that it multiplies by: as numbers, or quantised."""
+"""The matrix product of a decoder, with the weights that it multiplies by: as numbers, or quantised, and with what LoRA
+adapters add to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 
+from dflash_backend.checkpoints.lora import LoraPart
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
@@ -47,7 +52,20 @@ class Linear:
         cls, source: WeightSource, prefix: str, out_features: Mapping[str, int], in_features: int, bias: bool = False
     ) -> Linear:
         """The projections of one input as one product: their rows lie below one another, in the order of
-        `out_features`, which has the size of each by its name. `prefix` comes before the names."""
+        `out_features`, which has the size of each by its name. `prefix` comes before the names. With what the source's
+        adapters add to them."""
+        plain = cls._read_plain(source, prefix, out_features, in_features, bias)
+        if source.adapters is None:
+            return plain
+        found = {
+            name: source.adapters.parts(f"{prefix}{name}", size, in_features) for name, size in out_features.items()
+        }
+        return LoraLinear.of(plain, found, out_features) if any(found.values()) else plain
+
+    @classmethod
+    def _read_plain(
+        cls, source: WeightSource, prefix: str, out_features: Mapping[str, int], in_features: int, bias: bool
+    ) -> Linear:
         total, sizes = sum(out_features.values()), list(out_features.values())
         names = {f"{prefix}{name}.weight": size for name, size in out_features.items()}
         kept = read_kept(source, names, in_features) if source.keeps(names, in_features) else None
@@ -71,6 +89,8 @@ class Linear:
     @classmethod
     def stacked(cls, parts: Sequence[Linear]) -> Linear:
         """The outputs of all parts side by side, in memory of its own. Either all parts have a bias or none has."""
+        if isinstance(first := parts[0], LoraLinear):
+            return first.beside(parts[1:])
         biases = [part.bias for part in parts if part.bias is not None]
         bias = torch.cat(biases) if biases else None
         kept = [part.quantised for part in parts if isinstance(part, QuantisedLinear) and part.order is None]
@@ -90,6 +110,10 @@ class Linear:
         if isinstance(product, PackedWeight):
             return PackedLinear(product, self.bias)
         return self if product is self.product else Linear(self._weight, self.bias, product)
+
+    def without_adapters(self) -> Linear:
+        """The product alone."""
+        return self
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """The product that gives the outputs `index` alone: a view for a slice, a copy for int64 indices."""
@@ -173,6 +197,90 @@ class QuantisedLinear(Linear):
         return numbers if self.order is None else numbers[:, self.order.argsort()]
 
 
+class _AdapterIds(threading.local):
+    """Each token's adapter in the pass that this thread runs: int64 `[num_tokens]`, None where all are of the target
+    alone."""
+
+    value: torch.Tensor | None = None
+
+
+_adapter_ids = _AdapterIds()
+
+
+@contextmanager
+def using_adapters(ids: torch.Tensor | None) -> Iterator[None]:
+    """A block in which products add what each token's adapter says. ids: int64 `[num_tokens]`, 0 for none; the inputs
+    of products have a row for each token. Of this thread alone: parts of a step run side by side."""
+    before, _adapter_ids.value = _adapter_ids.value, ids
+    try:
+        yield
+    finally:
+        _adapter_ids.value = before
+
+
+class LoraLinear(Linear):
+    """A product, and what adapters add to it: `base(x) + up(down(x))`, where of `down(x)` only the numbers of each
+    token's adapter count.
+
+    All adapters are one product, so that the tokens of a step may each have another one, and a captured graph holds for
+    any: it costs what their ranks together cost. down: in_features -> ranks of all adapters and projections; up: those
+    -> out_features. owner: int64 `[ranks]`, the adapter that each of these numbers belongs to.
+    """
+
+    __slots__ = ("base", "down", "owner", "up")
+
+    def __init__(self, base: Linear, down: Linear, up: Linear, owner: torch.Tensor) -> None:
+        self.base, self.down, self.up, self.owner = base, down, up, owner
+        self.bias, self.product = base.bias, base.product
+        self._describe((base.out_features, base.in_features), base.dtype, base.device)
+
+    @classmethod
+    def of(cls, base: Linear, found: Mapping[str, Sequence[LoraPart]], sizes: Mapping[str, int]) -> LoraLinear:
+        """found: by projection, what each adapter adds to its rows of `base`, of which it has `sizes`. A row's sum has
+        zeros for the numbers of other projections and adapters."""
+        ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
+        parts = [(ends[name] - sizes[name], ends[name], part) for name, each in found.items() for part in each]
+        down = torch.cat([part.down for _, _, part in parts])
+        up = torch.zeros(base.out_features, len(down))
+        owner = torch.tensor([part.adapter for _, _, part in parts for _ in part.down])
+        done = 0
+        for first, end, part in parts:
+            rank = len(part.down)
+            up[first:end, done : done + rank] = part.up
+            done += rank
+        products = [Linear(each.to(base.device, base.dtype)) for each in (down, up)]
+        return cls(base, products[0], products[1], owner.to(base.device))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if (ids := _adapter_ids.value) is None:
+            return self.base(x)
+        lowered = self.down(x)
+        return self.base(x).add_(self.up(torch.where(ids[:, None] == self.owner, lowered, 0.0)))
+
+    def with_product(self, product_of: ProductOf) -> Linear:
+        base, down, up = (each.with_product(product_of) for each in (self.base, self.down, self.up))
+        return LoraLinear(base, down, up, self.owner)
+
+    def without_adapters(self) -> Linear:
+        return self.base
+
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        return LoraLinear(self.base.rows(index), self.down, self.up.rows(index), self.owner)
+
+    def beside(self, others: Sequence[Linear]) -> LoraLinear:
+        """As `stacked` of this and others, which are rows of the same product."""
+        parts = [self, *(other for other in others if isinstance(other, LoraLinear) and other.down is self.down)]
+        if len(parts) <= len(others):
+            raise NotImplementedError("products with adapters of their own cannot be stacked")
+        base = Linear.stacked([part.base for part in parts])
+        return LoraLinear(base, self.down, Linear.stacked([part.up for part in parts]), self.owner)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the product alone, as numbers."""
+        return self.base.weight
+
+
 @dataclass(frozen=True)
 class Parts:
     """Parameters of a part of a model, some of which are products or have such."""
@@ -181,6 +289,13 @@ class Parts:
         """The same weights, multiplied by what `product_of` chooses for each."""
         found = {
             name: part.with_product(product_of) for name, part in vars(self).items() if hasattr(part, "with_product")
+        }
+        return replace(self, **found)
+
+    def without_adapters(self) -> Self:
+        """The same weights, without what adapters add."""
+        found = {
+            name: part.without_adapters() for name, part in vars(self).items() if hasattr(part, "without_adapters")
         }
         return replace(self, **found)
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dflash_backend.error_text import shown
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
@@ -138,6 +139,7 @@ def parse_request(
         vocab_size=ready.vocab_size,
         max_n=rules.max_n,
     )
+    check_adapter(sampling.lora_name, ready)
     sampling = resolve_token_masks(sampling, tokenizer, tokenizer.eos_token_ids, ready.vocab_size)
     if rules.require_cache_salt and not sampling.cache_salt:
         raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
@@ -158,6 +160,14 @@ def parse_request(
     if asked is not None or sampling.n > 1 or has_logprobs:
         deltas = None
     return ParsedRequest(token_ids, sampling, stream, prefix, returns, interval, asked is None, deltas)
+
+
+def check_adapter(lora_name: str, ready: EngineReady) -> None:
+    """Raises `InputError` for a LoRA adapter that the engine does not have, in the words of Triton's vLLM backend."""
+    if lora_name and not ready.lora_names:
+        raise InputError(NO_LORA)
+    if lora_name and lora_name not in ready.lora_names:
+        raise InputError(f"LoRA {shown(lora_name)} is not supported, we currently support {list(ready.lora_names)}")
 
 
 def _delta_stream(inputs: Mapping[str, Array]) -> tuple[str, str]:
@@ -291,9 +301,6 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
     if "sampling_parameters" not in inputs:
         values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
     values |= formats
-    # Triton's vLLM backend takes it. Ignoring it would let a client believe that its adapter was used.
-    if values.pop("lora_name", None) is not None:
-        raise InputError(NO_LORA)
     return values
 
 
@@ -330,4 +337,12 @@ def _one(array: Array, name: str) -> Any:
     return array.reshape(-1)[0]
 
 
-__all__ = ["InputError", "ParsedRequest", "PromptError", "RequestRules", "ReturnFlags", "parse_request"]
+__all__ = [
+    "InputError",
+    "ParsedRequest",
+    "PromptError",
+    "RequestRules",
+    "ReturnFlags",
+    "check_adapter",
+    "parse_request",
+]

@@ -213,6 +213,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", read_bool, "true or false"),
     Parameter("num_speculative_tokens", int_from(0), "an integer from 0 to what the server drafts"),
     Parameter("cache_salt", text_that(lambda text: len(text) <= MAX_SALT_CHARS and is_text(text)), _SALT),
+    Parameter("lora_name", text_that(is_text), "the name of a LoRA adapter of the server"),
     Parameter("tenant", text_that(TENANT_NAME.fullmatch), TENANT_NAME_IN_WORDS),
     Parameter(
         "priority",

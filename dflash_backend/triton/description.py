@@ -41,5 +41,6 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "kv_events_endpoints": event_endpoints(config),
             "kv_events_topic": config.kv_events_topic,
+            "lora_names": ready.lora_names,
         }
     )

@@ -68,6 +68,7 @@ _SAME_NAMES = [
     "tensor_parallel_size",
     "data_parallel_size",
 ]
+ENABLE_LORA, MULTI_LORA = "enable_lora", "multi_lora.json"
 _SETTINGS = {name: name for name in _SAME_NAMES} | {
     "model": "target_model",
     "revision": "target_revision",
@@ -88,7 +89,7 @@ _NO_SETTINGS: dict[str, Sequence[Any] | None] = {
     "disable_log_requests": (True, False),
     "enable_log_requests": (False,),
     "enable_chunked_prefill": (True,),
-    "enable_lora": (False,),
+    **dict.fromkeys((ENABLE_LORA, "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype")),  # `_adapters`
     "trust_remote_code": (True, False),
     "pipeline_parallel_size": (1,),
     "max_logprobs": range(MAX_LOGPROBS + 1),
@@ -188,7 +189,22 @@ def read_model_json(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: '{name}' is {json.dumps(value)}; allowed: {allowed}")
         elif name == DISABLE_LOG_STATS:
             settings[name] = _plain(value)
+    if _plain(given.get(ENABLE_LORA)) is True:
+        settings["lora_modules"] = _adapters(path.with_name(MULTI_LORA))
     return settings
+
+
+def _adapters(path: Path) -> dict[str, Any]:
+    """The LoRA adapters, which Triton's vLLM backend has in a file beside the model.json."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; with 'enable_lora' it names the adapters' folders") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: it is not JSON: {error}") from None
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f'{path}: it must be a JSON object, such as {{"NAME": "FOLDER"}}')
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -65,8 +65,8 @@ class TritonRequest:
 
 def is_recorded(sampling: SamplingParams) -> bool:
     """Whether a request may be written down: its client does not refuse, has no salt that keeps it apart from others,
-    and left the target's logits as they are; and another server does not answer it."""
-    changed = sampling.penalised or bool(sampling.logit_bias) or sampling.masks_tokens
+    and left the target and its logits as they are; and another server does not answer it."""
+    changed = sampling.penalised or bool(sampling.logit_bias or sampling.lora_name) or sampling.masks_tokens
     is_prefill = sampling.kv_transfer_params is not None and sampling.kv_transfer_params.do_remote_decode
     return sampling.record_traffic and not sampling.cache_salt and not changed and not is_prefill
 

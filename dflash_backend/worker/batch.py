@@ -31,13 +31,14 @@ class BatchTraits:
 
     sampled: some row belongs to a request with a temperature. drafts: some row proposes drafts. chooses: some row
     chooses tokens; the chunks of prompts that do not end need no logits. wants_confidence: the drafter shall say how
-    sure it is of its drafts, if it can.
+    sure it is of its drafts, if it can. adapted: some row may belong to a request with a LoRA adapter.
     """
 
     sampled: bool
     drafts: bool
     chooses: bool = True
     wants_confidence: bool = True
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,10 @@ class HostBatch:
         ]
         sampled = requests.num_sampled > 0 and any(requests.temperature.item(each[0]) for each in numbers)
         drafts, chooses = any(each[5] for each in numbers), any(each[6] for each in numbers)
-        traits = BatchTraits(sampled, drafts, chooses, wants_confidence)
+        adapted = requests.adapts_all or (
+            requests.num_adapted > 0 and any(requests.adapters.item(each[0]) for each in numbers)
+        )
+        traits = BatchTraits(sampled, drafts, chooses, wants_confidence, adapted)
         return cls([row.request_id for row in rows], np.array(numbers, dtype=np.int64), traits, budget, shared)
 
     @property

@@ -409,7 +409,9 @@ class GraphDispatcher:
             logits_token=nowhere,
             logits_row=batch.token_row if nowhere is None else nowhere,
             bounds=LengthBounds(np.full(num_rows, most), longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, model.drafter is not None and draft_width > 0),
+            traits=BatchTraits(
+                sampled, model.drafter is not None and draft_width > 0, adapted=bool(model.target.adapter_names)
+            ),
             budget=budget,
             draft_width=draft_width,
             shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
@@ -587,7 +589,9 @@ def _padding_under_bounds(
         logits_token=torch.zeros(1, dtype=torch.int32, device=device),
         logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
         bounds=LengthBounds(lens, ends, ends, max_overestimate=longest),
-        traits=BatchTraits(sampled, drafts=model.drafter is not None and draft_width > 0),
+        traits=BatchTraits(
+            sampled, drafts=model.drafter is not None and draft_width > 0, adapted=bool(model.target.adapter_names)
+        ),
         budget=budget,
         draft_width=draft_width,
     )

@@ -109,7 +109,7 @@ class ModelRunner:
         self.model = model
         self.device = model.device
         self.overlaps = not model.ops.on_host
-        self.requests = RequestStates(model.state, model.target.spec.vocab_size)
+        self.requests = RequestStates(model.state, model.target.spec.vocab_size, model.target.adapter_names)
         self.threads = threads or BatchThreads(1)
         beside = self.threads.num_workers == 1
         self.grammars = GrammarStates(grammars, model.target.spec.vocab_size, self.device, beside)

@@ -21,7 +21,7 @@ from dflash_backend.worker.transfers import Uploader, share
 # Size of the buffers for the changes of usual steps; a long prompt makes them grow.
 INITIAL_BYTES = 1 << 20
 # Of a request, on the host (`RequestStates`) and on the device (`StateTensors`).
-PARAMETERS = ("temperature", "top_p", "min_p", "top_k", "seeds", "penalties")
+PARAMETERS = ("temperature", "top_p", "min_p", "top_k", "seeds", "penalties", "adapters")
 
 
 @dataclass
@@ -34,7 +34,8 @@ class StateTensors:
     window_blocks: as `blocks`, for the target's layers with a window, where these have block ids of their own, else
     None. Columns of blocks that were given back hold ids of others, whose positions no query sees. confidence: float32
     `[S, k]`, how sure the drafter is of each of those drafts. temperature (0: greedy), top_p, min_p: float32 `[S]`.
-    top_k (0: all tokens), seeds: int64 `[S]`. penalties: float32 `[S, 3]`, repetition, frequency, presence.
+    top_k (0: all tokens), seeds, adapters (the number of a LoRA adapter, 0 for none): int64 `[S]`. penalties: float32
+    `[S, 3]`, repetition, frequency, presence.
     token_counts: int32 `[S, vocab]`, as of `dflash_kernels.penalties`, of the first `num_counted` (int32 `[S]`) tokens;
     up to date for requests with penalties only. block_size: tokens in a block. k: the most drafts of a request.
 
@@ -53,6 +54,7 @@ class StateTensors:
     top_k: torch.Tensor
     seeds: torch.Tensor
     penalties: torch.Tensor
+    adapters: torch.Tensor
     token_counts: torch.Tensor
     num_counted: torch.Tensor
     block_size: int
@@ -93,6 +95,7 @@ class StateTensors:
             top_k=full(0, torch.int64),
             seeds=full(0, torch.int64),
             penalties=full(0.0, torch.float32, 3),
+            adapters=full(0, torch.int64),
             token_counts=full(0, torch.int32, vocab_size),
             num_counted=full(0, torch.int32),
             block_size=block_size,
@@ -139,12 +142,13 @@ class RequestStates:
     """The requests that the worker holds: `state` on the device, and the host's mirror of what plans decide.
 
     On the host, one entry for each request: temperature (0: greedy), top_p, min_p float32, top_k (0: all
-    tokens), seeds int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the position below
-    which stop tokens are hidden, 0 for none; biased, masked and penalised bool; penalties float32 `[S, 3]`, repetition,
-    frequency, presence; num_logprobs and num_prompt_logprobs int64, -1 for none.
+    tokens), seeds, adapters int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the
+    position below which stop tokens are hidden, 0 for none; biased, masked and penalised bool; penalties float32
+    `[S, 3]`, repetition, frequency, presence; num_logprobs and num_prompt_logprobs int64, -1 for none.
     """
 
-    def __init__(self, state: StateTensors, vocab_size: int) -> None:
+    def __init__(self, state: StateTensors, vocab_size: int, adapter_names: Sequence[str] = ()) -> None:
+        """adapter_names: the target's LoRA adapters."""
         count = len(state.tokens)
         self.state = state
         self.device = state.tokens.device
@@ -157,6 +161,8 @@ class RequestStates:
         self.min_p = np.zeros(count, dtype=np.float32)
         self.top_k = np.zeros(count, dtype=np.int64)
         self.seeds = np.zeros(count, dtype=np.int64)
+        self.adapters = np.zeros(count, dtype=np.int64)
+        self._adapter_numbers = {name: number for number, name in enumerate(adapter_names, 1)} | {"": 0}
         self.num_prompt_tokens = np.zeros(count, dtype=np.int64)
         self.min_end = np.zeros(count, dtype=np.int64)
         self.biased = np.zeros(count, dtype=bool)
@@ -167,6 +173,9 @@ class RequestStates:
         self.num_prompt_logprobs = np.full(count, -1, dtype=np.int64)
         self.num_processed = 0  # requests of `RequestRecord.processed`
         self.num_sampled = 0  # requests with a temperature
+        self.num_adapted = 0  # requests with a LoRA adapter
+        # A GPU's captured steps hold for any adapters, and memory is measured for what steps take with some.
+        self.adapts_all = bool(adapter_names) and self.device.type == "cuda"
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
@@ -230,13 +239,14 @@ class RequestStates:
         self._free.append(record.index)
         self.num_processed -= record.processed
         self.num_sampled -= bool(self.temperature[record.index])
+        self.num_adapted -= bool(self.adapters[record.index])
 
     def clear(self) -> None:
         """Drop every request, and what rows have learned of them."""
         self.records.clear()
         if self.state.lookup_gain is not None:
             self.state.lookup_gain.zero_()
-        self.num_processed = self.num_sampled = 0
+        self.num_processed = self.num_sampled = self.num_adapted = 0
         self._free = list(range(len(self.temperature) - 1, -1, -1))
 
     def add(self, new: NewRequest) -> RequestRecord:
@@ -251,6 +261,8 @@ class RequestStates:
         self.min_p[index] = sampling.min_p
         self.top_k[index] = max(sampling.top_k, 0)
         self.seeds[index] = new.seed
+        self.adapters[index] = self._adapter_numbers[sampling.lora_name]
+        self.num_adapted += bool(self.adapters[index])
         self.num_prompt_tokens[index] = new.num_prompt_tokens
         min_end = min(new.num_prompt_tokens + sampling.min_tokens, self.state.max_len)
         self.min_end[index] = min_end if len(record.stop_ids) else 0

@@ -102,6 +102,8 @@ class SpecDecodeModel:
         context = PagedContext(
             step.attention, step.positions, step.slots, self.backend, self.dtype, step.padded, step.states, step.windows
         )
+        if step.traits.adapted:
+            context.adapter_ids = self.ops.adapter_ids(step, self.state)
         capture = self.drafter.capture if self.drafter is not None else ()
         output = self.target.forward(step.token_ids, context, self.kv.target, capture)
         hidden, step.features = output.hidden, output.features

@@ -225,6 +225,12 @@ class CommonStepOps:
         if state.window_blocks is not None:
             step.windows = window_slots(step, state.window_blocks, state.block_size)
 
+    @staticmethod
+    def adapter_ids(step: ForwardBatch, state: StateTensors) -> torch.Tensor:
+        """The number of each token's LoRA adapter, int64 `[T]`; of padding any."""
+        of_rows = state.adapters.index_select(0, step.batch.req_idx.clamp(min=0))
+        return of_rows.index_select(0, step.batch.token_row.clamp(min=0))
+
     def target_tokens(self, step: ForwardBatch, state: StateTensors) -> torch.Tensor:
         """The target's own token for each row of the step's logits, int64 `[D]`: by the request's temperature, filters
         and noise for the token's position; the argmax for a greedy request. Where no row chooses tokens, or all choose

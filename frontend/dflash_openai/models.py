@@ -35,7 +35,7 @@ def _card(model: Model, name: str, anthropic: bool) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "dflash-triton",
         "root": model.description.target_model or model.names[0],
-        "parent": None,
+        "parent": model.names[0] if name in model.description.lora_names else None,
         "max_model_len": model.description.max_model_len,
         "num_speculative_tokens": model.description.num_speculative_tokens,
     }

@@ -34,6 +34,8 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
     _check_sizes(sampling, description.vocab_size)
     sampling |= _structured_outputs(request)
+    if request.model in description.lora_names:
+        sampling["lora_name"] = request.model
     if request.store:
         raise invalid("'store' is true, but this server keeps no answers; leave it out or set it to false", "store")
     if request.store is False:

@@ -52,7 +52,8 @@ class Model:
     def __init__(
         self, names: tuple[str, ...], description: ModelDescription, prompts: PromptBuilder, output_format: OutputFormat
     ) -> None:
-        """`output_format`: how the model writes reasoning and tool calls."""
+        """names: of the model, its id first, then of its LoRA adapters. output_format: how the model writes reasoning
+        and tool calls."""
         self.names, self.description, self.prompts = names, description, prompts
         self.output_format = output_format
         self.created = int(time.time())
@@ -169,5 +170,11 @@ class Frontend:
         return path
 
     def _names(self, description: ModelDescription) -> tuple[str, ...]:
-        given = self.config.served_model_names
-        return given or tuple(dict.fromkeys(filter(None, (description.target_model, self.config.model_name))))
+        given, adapters = self.config.served_model_names, description.lora_names
+        own = given or tuple(dict.fromkeys(filter(None, (description.target_model, self.config.model_name))))
+        if both := [name for name in own if name in adapters]:
+            raise CheckpointError(
+                f"'{both[0]}' is the model's name and that of a LoRA adapter; give it another one with "
+                "--served-model-name, or the adapter in lora_modules"
+            )
+        return (*own, *adapters)

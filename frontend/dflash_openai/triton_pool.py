@@ -32,7 +32,7 @@ MAX_PREFILL_S, MAX_TOKEN_S = 60.0, 0.01
 # A server that takes no requests, as one that stops, is among the last for so long, unless it takes one before.
 REFUSED_S = 10.0
 # What a prefill server must know of a request beside its prompt.
-OF_PROMPT = ("cache_salt", "tenant", "priority")
+OF_PROMPT = ("cache_salt", "lora_name", "tenant", "priority")
 _LOG = logging.getLogger("dflash_openai")
 
 
@@ -54,6 +54,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
     max_queue_tokens: int = 2_000_000
     sampling_defaults: dict[str, Any] = {}
     description: str = ""
+    # LoRA adapters, which clients name as the model.
+    lora_names: tuple[str, ...] = ()
 
 
 class TritonPool:

@@ -103,6 +103,7 @@ NOT_RUN = {
         "--profile gpu up": CONTAINER,
         "apiVersion: serving.kserve.io/v1beta1": LISTING,
     },
+    "docs/lora.md": {"dflash-triton serve Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 \\": PLACEHOLDER},
     "docs/disaggregation.md": {
         "dflash-triton serve --openai-port 9100 --http-port 0 --grpc-port 0 --metrics-port 0 --set kv_role=prefill": (
             "serves until it is ended; checks/disaggregation.py serves both roles"

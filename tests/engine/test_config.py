@@ -67,6 +67,7 @@ def test_a_setting_with_the_name_of_a_service_link_and_a_misspelt_one_are_settin
         ("rope_scaling", "", ""),
         ("rope_scaling", ' {"type": "yarn"} ', '{"type": "yarn"}'),
         ("rope_scaling", {"type": "yarn"}, '{"type": "yarn"}'),
+        ("lora_modules", {"a": "b/c"}, '{"a": "b/c"}'),
     ],
 )
 def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, expected: Any) -> None:

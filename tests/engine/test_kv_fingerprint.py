@@ -17,6 +17,7 @@ from dflash_backend.engine import kv_tiers
 from dflash_backend.engine.sizing import at_length
 from dflash_backend.models.kv_code import COMPUTES_KV, code_digest, source_files
 from tests.core.toy_engine import make_config
+from tests.support.lora_adapter import make_adapter
 from tests.support.tiny_models import make_draft, make_target
 
 LENGTH = 128
@@ -137,3 +138,13 @@ def test_the_code_that_computes_kv_is_all_there() -> None:
         "worker/kv_mover.py",
     ):
         assert name in names
+
+
+def test_adapters_are_part_of_it(models: Path) -> None:
+    model = make_target(models / "target")
+    make_adapter(models / "a", model, seed=1)
+    plain, one = fingerprint(models), fingerprint(models, lora_modules={"a": str(models / "a")})
+    assert plain != one
+    assert fingerprint(models, lora_modules={"b": str(models / "a")}) != one
+    make_adapter(models / "a", model, seed=2)
+    assert fingerprint(models, lora_modules={"a": str(models / "a")}) != one

@@ -17,6 +17,7 @@ from dflash_backend.worker.runner import ModelRunner
 from dflash_kernels.measured_linear import _State as measured_products
 from dflash_kernels.measured_linear import use_measured_products
 from dflash_kernels.scaled_linear import ScaledProduct
+from tests.support.lora_adapter import make_adapter
 from tests.support.tiny_models import make_pair, make_target
 
 
@@ -25,6 +26,9 @@ def is_fp8(weight: torch.Tensor) -> bool:
     round_to_fp8("", again := weight.clone())
     return torch.allclose(again, weight, rtol=1e-6)
 
+
+# Of the tiny target, in the folder `models`.
+ADAPTER = Path("adapter")
 
 # One observable of the engine for each setting, a value that is not the default, and what the observable is with it.
 Observe = Callable[[BuiltEngine], Any]
@@ -63,6 +67,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
         lambda built: (built.pair.target.decoder.rope.kind, built.pair.draft.decoder.rope.kind),
         ("linear", "default"),
     ),
+    "lora_modules": (ADAPTER, lambda built: built.ready.lora_names, ("a",)),
     "max_num_seqs": (3, lambda built: built.core.config.max_num_seqs, 3),
     "max_num_batched_tokens": (77, lambda built: built.core.config.max_num_batched_tokens, 77),
     "max_prefill_tokens_per_step": (19, lambda built: built.core.config.max_prefill_tokens_per_step, 19),
@@ -125,6 +130,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     """The settings of a pair of tiny models, and the folder of a target with fewer layers."""
     folder = tmp_path_factory.mktemp("models")
     make_target(folder / "other", num_hidden_layers=2)
+    make_adapter(folder / ADAPTER, make_target(folder / "t"))
     return dict(make_pair(folder)), folder
 
 
@@ -143,7 +149,8 @@ def test_a_setting_changes_what_it_says(
     value, observe, expected = TABLE[name]
     settings, folder = models
     if isinstance(value, Path):
-        value = str(folder / value if name == "target_model" else tmp_path / value)
+        value = str(folder / value if name in ("target_model", "lora_modules") else tmp_path / value)
+    value = {"a": value} if name == "lora_modules" else value
     # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}

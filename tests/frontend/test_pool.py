@@ -147,9 +147,16 @@ KEPT = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 7, "remote
 def test_a_long_prompt_goes_to_a_prefill_server_first() -> None:
     first, second = ScriptedClient("p"), ScriptedClient("d")
     first.kept = KEPT
-    sampling = {"max_tokens": 9, "temperature": 0.7, "cache_salt": "s", "tenant": "t", "stop": ["x"], "n": 2}
+    sampling = {"max_tokens": 9, "temperature": 0.7, "cache_salt": "s", "lora_name": "l", "tenant": "t", "n": 2}
     assert answer(pool_of(second, prefill=[first]), 64, **sampling) == ["d"]
-    asked = {"cache_salt": "s", "tenant": "t", "max_tokens": 1, "temperature": 0, "record_traffic": False}
+    asked = {
+        "cache_salt": "s",
+        "lora_name": "l",
+        "tenant": "t",
+        "max_tokens": 1,
+        "temperature": 0,
+        "record_traffic": False,
+    }
     assert first.asked == [(False, 64, {**asked, "kv_transfer_params": {"do_remote_decode": True}})]
     assert second.asked == [(True, 64, {**sampling, "kv_transfer_params": KEPT})]
 

@@ -122,7 +122,7 @@ CORE_MUTANTS = (
     *mutants_of(
         f"{CORE}/block_hashes.py",
         RANDOM,
-        ("the salt is not hashed", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"),
+        ("the salt is not hashed", 'tag + cache_salt.encode("utf-8", "surrogatepass")', "tag"),
         ("a block hash is not chained to its parent", "hashlib.sha256(parent + packed)", "hashlib.sha256(packed)"),
         (
             "a block's hash leaves out the token behind it that the drafter's KV depends on",

@@ -360,8 +360,8 @@ DRAFTERS_MUTANTS = (
     Mutant(
         "a hit ends with drafter KV of another text",
         "dflash_backend/core/request.py",
-        "config.block_size, config.reads_next_tokens)",
-        "config.block_size)",
+        "config.block_size, config.reads_next_tokens, sampling",
+        "config.block_size, False, sampling",
         (SEAM + "test_a_hit_ends_where_its_context_would_be_that_of_another_text",),
         (("dflash_backend/core/kv/manager.py", "int(config.reads_next_tokens)", "0"),),
     ),

@@ -35,6 +35,7 @@ from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
 from tests.mutations.kv_tiers import KV_TIER_MUTANTS
 from tests.mutations.large_requests import LARGE_REQUEST_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
+from tests.mutations.lora import LORA_MUTANTS
 from tests.mutations.many_tenants import MANY_TENANTS_MUTANTS
 from tests.mutations.measured_products import MEASURED_PRODUCTS_MUTANTS
 from tests.mutations.measuring import MEASURING_MUTANTS
@@ -110,7 +111,7 @@ MUTANTS += (
 )
 MUTANTS += HUB_MUTANTS + PENALTY_MUTANTS + SCALED_PRODUCT_MUTANTS + LARGE_REQUEST_MUTANTS + ENGINE_PROCESS_MUTANTS
 MUTANTS += KV_TIER_MUTANTS + DELTA_STREAM_MUTANTS + DEPLOYMENT_MUTANTS + VALUE_MUTANTS + MEASURED_PRODUCTS_MUTANTS
-MUTANTS += MEASURING_MUTANTS
+MUTANTS += MEASURING_MUTANTS + LORA_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

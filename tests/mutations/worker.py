@@ -161,8 +161,8 @@ WORKER_MUTANTS = (
     Mutant(
         "top_p, top_k and min_p never reach the device",
         f"{WORKER}/state.py",
-        '("temperature", "top_p", "min_p", "top_k", "seeds", "penalties")',
-        '("temperature", "seeds", "penalties")',
+        '("temperature", "top_p", "min_p", "top_k", "seeds", ',
+        '("temperature", "seeds", ',
         ("tests/invariants/test_device_lossless.py::test_each_filter_of_these_requests_changes_what_is_drawn",),
     ),
     Mutant(

@@ -143,7 +143,18 @@ def test_a_request_may_ask_for_as_many_completions_as_run_at_a_time(parse):
 
 
 def test_a_name_for_no_adapter_is_let_pass(parse):
-    assert parse('{"lora_name": null}', text_input="a").sampling.max_tokens == 16
+    assert parse('{"lora_name": null}', text_input="a").sampling.lora_name == ""
+    assert parse('{"lora_name": ""}', text_input="a").sampling.max_tokens == 16
+
+
+def test_an_adapter_is_one_of_the_engines(tokenizer):
+    ready = msgspec.structs.replace(READY, lora_names=("doll", "sheep"))
+    arrays = {"text_input": as_input("a")}
+    assert parse_request(arrays, '{"lora_name": "sheep"}', tokenizer, ready, RULES).sampling.lora_name == "sheep"
+    with pytest.raises(InputError, match=r"^LoRA 'goat' is not supported, we currently support \['doll', 'sheep'\]$"):
+        parse_request(arrays, '{"lora_name": "goat"}', tokenizer, ready, RULES)
+    with pytest.raises(ParameterError, match="'lora_name' has the value 3; allowed: the name of a LoRA adapter"):
+        parse_request(arrays, '{"lora_name": 3}', tokenizer, ready, RULES)
 
 
 def test_a_nul_in_a_prompt_is_a_character_like_others(parse):

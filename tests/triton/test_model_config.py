@@ -119,6 +119,21 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
     assert (config.num_speculative_tokens, config.data_parallel_size) == (15, 2)
 
 
+def test_the_adapters_of_a_model_of_the_vllm_backend_are_read(tmp_path: Path) -> None:
+    path, adapters = tmp_path / "model.json", tmp_path / "multi_lora.json"
+    adapters.write_text('{"doll": "/adapters/doll", "sheep": "owner/sheep"}')
+    path.write_text('{"model": "a/b", "enable_lora": "true", "max_lora_rank": 16, "max_loras": 2}')
+    config = EngineConfig.load({}, {}, model_json=read_model_json(path))
+    assert config.adapters == {"doll": "/adapters/doll", "sheep": "owner/sheep"}
+    path.write_text('{"model": "a/b", "enable_lora": "false"}')
+    assert EngineConfig.load({}, {}, model_json=read_model_json(path)).adapters == {}
+    path.write_text('{"enable_lora": true}')
+    for text in ("[]", "{}", "{"):
+        adapters.write_text(text)
+        with pytest.raises(ConfigError, match=r"multi_lora.json: it (must be a JSON object|is not JSON)"):
+            read_model_json(path)
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "setting", "expected"),
     [
@@ -230,7 +245,10 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ('{"pipeline_parallel_size": 2}', "'pipeline_parallel_size' is 2; allowed: 1"),
         ('{"model": "a/b", "tokenizer": "c/d"}', "'tokenizer' has no counterpart here"),
         ('{"max_logprobs": 21}', "'max_logprobs' is 21; allowed: 0 to 20"),
-        ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
+        (
+            '{"enable_lora": "true"}',
+            "multi_lora.json does not exist; with 'enable_lora' it names the adapters' folders",
+        ),
         (
             '{"speculative_config": {"method": "medusa"}}',
             "has the method 'medusa'; allowed: 'dflash', 'dflash2', 'dspark', 'eagle3', 'ngram'",

@@ -57,6 +57,7 @@ def test_prompts_and_whole_answers_are_written_down(
         ({"cache_salt": "mine"}, False),
         ({"cache_salt": "mine", "record_traffic": True}, False),
         ({"logit_bias": {"97": 1}}, False),
+        ({"lora_name": "doll"}, False),
         ({"presence_penalty": 0.5}, False),
         ({"frequency_penalty": -0.5}, False),
         ({"repetition_penalty": 1.1}, False),

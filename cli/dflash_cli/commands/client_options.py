@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
-TEXTS = ("stop", "cache_salt", "tenant")
+TEXTS = ("stop", "cache_salt", "lora_name", "tenant")
 API_KEY_VARIABLE = "DFLASH_API_KEY"
 URL_VARIABLE = "DFLASH_URL"
 

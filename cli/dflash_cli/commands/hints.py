@@ -11,7 +11,7 @@ from dflash_client.sampling import Sampling
 
 SETTINGS_COMMANDS = ("serve", "eval", "train")
 REQUEST_COMMANDS = ("generate", "chat")
-NO_ADAPTERS = "there are no adapters; merge them into the weights"
+ADAPTERS = 'LoRA adapters are given with --set \'lora_modules={"NAME": "FOLDER"}\''
 ENDPOINT = "the server is given with --url HOST:PORT"
 # By command, then by option as others call it. "" stands for a word that is no option.
 KNOWN: dict[str, dict[str, str]] = {
@@ -31,8 +31,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "--enable-auto-tool-choice": "tools are always there; --tool-call-parser says how the model writes calls",
         "--chat-template-content-format": "the chat template says whether content is text or parts",
         "--enable-reasoning": "reasoning is always told apart; --reasoning-parser says how the model writes it",
-        "--enable-lora": NO_ADAPTERS,
-        "--lora-modules": NO_ADAPTERS,
+        **dict.fromkeys(("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"), ADAPTERS),
         "--trust-remote-code": "code of a checkpoint is never run; leave it out",
         "--enforce-eager": "a setting is given with --set enable_cuda_graphs=false",
         "--no-enable-prefix-caching": "a setting is given with --set enable_prefix_caching=false",
