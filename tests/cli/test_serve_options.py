@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[list[str], Found]] = {
     "MODEL": (["a/model"], {"setting.target_model": "a/model"}),
     "--target": (["t"], {"setting.target_model": "t"}),
     "--draft": (["d"], {"setting.draft_model": "d"}),
+    "--lora-modules": (["a=b", "c=d=e"], {"setting.lora_modules": '{"a": "b", "c": "d=e"}'}),
     "--revision": (["r"], {"setting.target_revision": "r"}),
     "--draft-revision": (["s"], {"setting.draft_revision": "s"}),
     "--max-model-len": (["3000"], {"setting.max_model_len": "3000"}),
@@ -425,6 +427,15 @@ def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:
     assert found == {**environ, "DFLASH_MAX_NUM_SEQS": "9", "DFLASH_DTYPE": "float32"}
 
 
+def test_models_are_found_from_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton runs in another one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    found = environment_with({}, {"target_model": "here", "lora_modules": '{"a": "here", "b": "owner/there"}'})
+    assert found["DFLASH_TARGET_MODEL"] == str(tmp_path / "here")
+    assert json.loads(found["DFLASH_LORA_MODULES"]) == {"a": str(tmp_path / "here"), "b": "owner/there"}
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -432,6 +443,8 @@ def test_a_setting_of_the_command_line_wins_over_the_environments() -> None:
         (["--target", "a", "--set", "target_model=b"], "target_model"),
         (["a", "--set", "target_model=b"], "target_model"),
         (["--draft", "a", "--set", "draft_model=b"], "draft_model"),
+        (["--lora-modules", "a=b", "--set", "lora_modules={}"], "lora_modules"),
+        (["--lora-modules", "a=b", "a=c"], "the adapter 'a'"),
         (["--revision", "a", "--set", "target_revision=b"], "target_revision"),
         (["--draft-revision", "a", "--set", "draft_revision=b"], "draft_revision"),
         (["a", "--target", "b"], "the model"),

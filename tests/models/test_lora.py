@@ -3,6 +3,7 @@ requests are in the step, with and without a drafter."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,8 @@ def test_adapters_are_those_of_the_thread_and_of_the_block() -> None:
         with using_adapters(None):
             assert not linear(x).any()
         assert linear(x).any()
+        with ThreadPoolExecutor(1) as other:  # which runs another part of the step
+            assert not other.submit(linear, x).result().any()
     assert not linear(x).any()
 
 

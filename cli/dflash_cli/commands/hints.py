@@ -11,7 +11,7 @@ from dflash_client.sampling import Sampling
 
 SETTINGS_COMMANDS = ("serve", "eval", "train")
 REQUEST_COMMANDS = ("generate", "chat")
-ADAPTERS = 'LoRA adapters are given with --set \'lora_modules={"NAME": "FOLDER"}\''
+ADAPTERS = "LoRA adapters are given with --lora-modules NAME=FOLDER, and all of them are in memory"
 ENDPOINT = "the server is given with --url HOST:PORT"
 # By command, then by option as others call it. "" stands for a word that is no option.
 KNOWN: dict[str, dict[str, str]] = {
@@ -31,7 +31,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "--enable-auto-tool-choice": "tools are always there; --tool-call-parser says how the model writes calls",
         "--chat-template-content-format": "the chat template says whether content is text or parts",
         "--enable-reasoning": "reasoning is always told apart; --reasoning-parser says how the model writes it",
-        **dict.fromkeys(("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"), ADAPTERS),
+        **dict.fromkeys(("--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras"), ADAPTERS),
         "--trust-remote-code": "code of a checkpoint is never run; leave it out",
         "--enforce-eager": "a setting is given with --set enable_cuda_graphs=false",
         "--no-enable-prefix-caching": "a setting is given with --set enable_prefix_caching=false",

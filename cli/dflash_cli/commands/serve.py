@@ -242,6 +242,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     given = {
         "target_model": ("MODEL", arguments.model) if arguments.model is not None else ("--target", arguments.target),
         "draft_model": ("--draft", arguments.draft),
+        "lora_modules": ("--lora-modules", _adapters(arguments.lora_modules)),
         "target_revision": ("--revision", arguments.revision),
         "draft_revision": ("--draft-revision", arguments.draft_revision),
         **{name: (f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in SETTING_OPTIONS},
@@ -253,6 +254,16 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
             check_setting(name, str(value), option)
             settings[name] = str(value)
     return settings
+
+
+def _adapters(modules: list[tuple[str, str]] | None) -> str | None:
+    """The setting `lora_modules`. Raises `LauncherError` for a name that is given twice."""
+    from dflash_cli.launcher.server import LauncherError
+
+    names = [name for name, _ in modules or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise LauncherError(f"the adapter {twice!r} is given twice by --lora-modules")
+    return None if modules is None else json.dumps(dict(modules))
 
 
 def warnings(arguments: argparse.Namespace) -> Iterator[str]:

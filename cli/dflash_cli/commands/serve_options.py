@@ -14,6 +14,7 @@ from dflash_cli.commands.arguments import (
     ModelParser,
     add_answer_options,
     add_settings_option,
+    assignment,
     non_negative_int,
 )
 from dflash_cli.commands.security_options import add_security_options
@@ -83,6 +84,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|ID|ngram",
         help="DFlash drafter: directory, hub id, file in GGUF or smollm2; ngram: prompt lookup, without one; '' for no "
         "speculation",
+    )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        type=assignment,
+        metavar="NAME=DIR|ID",
+        help="LoRA adapters of the target, which requests choose by their names (docs/lora.md)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
     group.add_argument("--draft-revision", metavar="REV", help="the same of the drafter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -134,6 +135,11 @@ def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) ->
         no_paths = {"target_model": ("", *NAMED), "draft_model": ("", NGRAM, *NAMED)}.get(name)
         if no_paths is not None and value not in no_paths and Path(value).exists():
             value = str(Path(value).resolve())
+        if name == "lora_modules" and value:
+            modules = json.loads(value).items()
+            value = json.dumps(
+                {key: str(Path(where).resolve()) if Path(where).exists() else where for key, where in modules}
+            )
         result[environment_name(name)] = value
     EngineConfig.from_values(environment_settings(result), "environment")
     return result
