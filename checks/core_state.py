@@ -6,6 +6,7 @@ tables name it (OWN, RETURN).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_backend.core.engine import EngineCore
@@ -151,6 +152,8 @@ def check_tiers(tiers: KVTiers) -> None:
     pins = sum(check_slots(slots) for tier in tiers.tiers for slots in tier.groups)
     reading = sum(len(move.records) for move in moves if move.source not in (DEVICE, REMOTE))
     assert pins == reading + sum(map(len, tiers._outbox[1:])), "a record is pinned that nothing reads"
+    for outbox, counted in zip(tiers._outbox, tiers._num_waiting, strict=True):
+        assert Counter(group for group, _ in outbox) == +counted, "what waits for a tier is miscounted"
     from_device = [move for move in moves if move.source == DEVICE]
     leaving = [(record.group, record.block_hash) for move in from_device for record in move.records]
     assert sorted(leaving) == sorted(tiers._leaving), "copies from the device are miscounted"

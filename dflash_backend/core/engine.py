@@ -225,7 +225,8 @@ class EngineCore:
                 request.num_pending_drafts = drafts.num_kept[row.request_id]
         for row, request in rows if drafts.num_looked_up else ():
             if row.num_next_draft:
-                request.looks_up = drafts.num_looked_up[row.request_id] > 0
+                # A row that has ended looked nothing up, though the plan had drafts for it.
+                request.looks_up = drafts.num_looked_up.get(row.request_id, 0) > 0
                 if request.looks_up:
                     request.speculation.confidences = ()  # they are lookup's, and tell nothing of the drafter's
         self._outputs.phase_seconds.update(drafts.phase_seconds)
@@ -441,9 +442,10 @@ class EngineCore:
         self._worker.reset()
         ids = {row.request_id for row in plan.rows}
         suspects = [request for request in queued if request.request_id in ids]
+        failed_before = len(outputs.failed)  # of other causes
         for request in suspects:
             self._run_alone(request, outputs)
-        if not outputs.failed:
+        if len(outputs.failed) == failed_before:
             for request in suspects:
                 request.num_unexplained_failures += 1
                 if request.num_unexplained_failures == MAX_UNEXPLAINED_FAILURES and self._is_in_progress(request):

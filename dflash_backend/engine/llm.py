@@ -37,7 +37,7 @@ from dflash_backend.messages import (
 from dflash_backend.models import TargetModel
 from dflash_backend.text.chat import pop_options
 from dflash_backend.text.output import CompletionState, RequestState
-from dflash_backend.text.request import ParsedRequest, ReturnFlags, check_adapter
+from dflash_backend.text.request import ParsedRequest, ReturnFlags, check_adapter, check_known
 from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import Tokenizer
@@ -206,7 +206,9 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            token_ids = self.tokenizer.encode(prompt)
+            check_known(token_ids or [0], self.engine.ready)
+            return token_ids
         vocab_size = self.engine.ready.vocab_size
         invalid = next((i for i in prompt if not 0 <= i < vocab_size), None)
         if invalid is not None:

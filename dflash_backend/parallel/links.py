@@ -31,6 +31,14 @@ CAUSE_S = 1.0
 """How long a rank's end may take to show once a sum with it has failed."""
 
 
+def polled_for(since: float) -> tuple[float, float]:
+    """Seconds of a poll for what ranks say, which began at `since` and waits up to a beat; and the time now. Where it
+    took longer, this process did not run, as in a container that was paused with all of its ranks, and that is no
+    silence of theirs."""
+    now = time.monotonic()
+    return min(now - since, 2 * BEAT_S), now
+
+
 @dataclass(frozen=True)
 class StartFailure:
     """A rank does not start. words: why, for the operator. is_lost: whether it has ended or is silent without a word of

@@ -25,6 +25,7 @@ from dflash_backend.parallel.links import (
     Reduce,
     StartFailure,
     call_together,
+    polled_for,
 )
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.shard import Shard
@@ -110,15 +111,18 @@ class LocalRanks:
             process.wait()
 
     def _watch(self) -> None:
-        last = dict.fromkeys(range(len(self._connections)), time.monotonic())
+        silence = dict.fromkeys(range(len(self._connections)), 0.0)
+        polled = time.monotonic()
         while not self.lost:
             ready = wait(self._connections, BEAT_S)
-            now = time.monotonic()
+            passed, polled = polled_for(polled)
             for index, connection in enumerate(self._connections):
                 if connection in ready:
                     self.lost = self.lost or self._end_of(index + 1, connection)
-                    last[index] = now
-                elif now - last[index] > HANG_S:
+                    silence[index] = 0.0
+                    continue
+                silence[index] += passed
+                if silence[index] > HANG_S:
                     self.lost = f"{self.name(index + 1)} has not answered for {HANG_S:g} s"
         was_ended = self._ended
         self.end()

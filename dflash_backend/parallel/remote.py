@@ -29,6 +29,7 @@ from dflash_backend.parallel.links import (
     StartFailure,
     call_together,
     cause_of,
+    polled_for,
 )
 from dflash_backend.parallel.nccl import GpuSum
 from dflash_backend.parallel.rank import log_to_stderr, start
@@ -244,21 +245,24 @@ class RemoteRanks:
         self._endpoint.close()
 
     def _watch(self) -> None:
-        last = dict.fromkeys(range(1, self._num_others + 1), time.monotonic())
+        silence = dict.fromkeys(range(1, self._num_others + 1), 0.0)
+        polled = time.monotonic()
         while not self.lost:
             messages = self._receive()
-            now = time.monotonic()
+            passed, polled = polled_for(polled)
+            for rank in silence:
+                silence[rank] += passed
             for rank, message in messages:
-                last[rank] = now
+                silence[rank] = 0.0
                 if isinstance(message, RankFailed):
                     self.lost = self.lost or f"{self.name(rank)} failed: {message.error}"
             if rank := self._ended_rank():
                 # The heartbeats end a connection too, and then the beats have been missing as long.
-                is_silent = now - last[rank] > NETWORK_SILENCE_S - BEAT_S
+                is_silent = silence[rank] > NETWORK_SILENCE_S - BEAT_S
                 how = f"has not answered for {NETWORK_SILENCE_S:g} s" if is_silent else "has ended"
                 self.lost = self.lost or f"{self.name(rank)} {how}"
-            for rank, at in last.items():
-                if now - at > HANG_S:
+            for rank, seconds in silence.items():
+                if seconds > HANG_S:
                     self.lost = self.lost or f"{self.name(rank)} has not answered for {HANG_S:g} s"
         self._launcher.end()
         if self._gpu_sum is not None and not self._ended:

@@ -26,9 +26,17 @@ class _Batch:
         self.num_done = 0
         self.stopped = self.given_up = False
         self.ended = threading.Event()
+        self.error: BaseException | None = None
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - who waits for the batch raises it
+            self.error = error
+        self.ended.set()
+
+    def _run(self) -> None:
         for call in self.calls:
             if self.stopped:
                 break
@@ -37,7 +45,6 @@ class _Batch:
                 if self.given_up:
                     return
                 self.num_done += 1
-        self.ended.set()
 
     def give_up(self, num_done: int) -> bool:
         """Give the job up that is under way after `num_done`; False if it has ended meanwhile."""
@@ -59,14 +66,16 @@ class DeadlineThread:
         self._thread: threading.Thread | None = None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> tuple[list[int], list[int]]:
-        """Run each of `calls`, which raise nothing. Returns the numbers of those that passed their deadline, and of
-        those whose turn did not come."""
+        """Run each of `calls`. Returns the numbers of those that passed their deadline, and of those whose turn did not
+        come. Raises what one of them raises, unless it was given up."""
         late: list[int] = []
         began, first = time.monotonic(), 0
         while first < len(calls) and time.monotonic() - began < self._total_limit_s:
             batch = _Batch(calls[first:])
             self._give(batch)
             is_late = self._wait(batch, began)
+            if batch.error is not None and not is_late:
+                raise batch.error
             first += batch.num_done
             if is_late:
                 late.append(first)

@@ -156,9 +156,14 @@ class GrammarTrial:
         assert self._process.stdout is not None
         began = active = time.monotonic()
         used = -1.0
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        # A tokenizer is larger than a pipe, and a process that hangs reads none of it.
+        os.set_blocking(stdin, False)
+        unsent = memoryview(json.dumps(message).encode() + b"\n")
+        poller = select.poll()
+        poller.register(stdout, select.POLLIN)
+        poller.register(stdin, select.POLLOUT)
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
             while True:
                 line, end, rest = self._read.partition(b"\n")
                 if end:
@@ -166,12 +171,18 @@ class GrammarTrial:
                     answer: dict[str, Any] = json.loads(line)
                     if answer["number"] == message["number"]:
                         return answer
-                elif select.select([self._process.stdout], [], [], min(_POLL_S, limit_s))[0]:
-                    data = os.read(self._process.stdout.fileno(), 1 << 16)
+                    continue
+                ready = dict(poller.poll(1e3 * min(_POLL_S, limit_s)))
+                if stdin in ready:
+                    unsent = unsent[os.write(stdin, unsent) :]
+                    if not unsent:
+                        poller.unregister(stdin)
+                if stdout in ready:
+                    data = os.read(stdout, 1 << 16)
                     if not data:
                         raise _Ended(self._process.wait())
                     self._read += data
-                else:
+                if not ready:
                     now, seconds = time.monotonic(), processor_seconds(str(self._process.pid))
                     if seconds > used:
                         active, used = now, seconds

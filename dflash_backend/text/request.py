@@ -5,7 +5,7 @@ It knows no Triton type: inputs are numpy arrays by name, request parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -147,6 +147,7 @@ def parse_request(
     token_ids, text = _prompt(inputs, tokenizer, ready, chat_options, kept)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
+    check_known(token_ids, ready)
     check_num_tokens(len(token_ids), ready.max_model_len)
     if sampling.max_tokens == INT64_MAX:
         # null, which asks for as many as fit.
@@ -168,6 +169,17 @@ def check_adapter(lora_name: str, ready: EngineReady) -> None:
         raise InputError(NO_LORA)
     if lora_name and lora_name not in ready.lora_names:
         raise InputError(f"LoRA {shown(lora_name)} is not supported, we currently support {list(ready.lora_names)}")
+
+
+def check_known(token_ids: Sequence[int], ready: EngineReady) -> None:
+    """Raises `InputError` for a token that the tokenizer has and the target has not: such as one that was added to the
+    tokenizer alone."""
+    if max(token_ids) >= ready.vocab_size:
+        unknown = next(token_id for token_id in token_ids if token_id >= ready.vocab_size)
+        raise InputError(
+            f"the prompt has the token {unknown} of the tokenizer, which the target does not know: its vocabulary ends "
+            f"at {ready.vocab_size - 1}; leave out the text that stands for it, such as an added special token"
+        )
 
 
 def _delta_stream(inputs: Mapping[str, Array]) -> tuple[str, str]:
@@ -344,5 +356,6 @@ __all__ = [
     "RequestRules",
     "ReturnFlags",
     "check_adapter",
+    "check_known",
     "parse_request",
 ]

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from dflash_backend.core.plan import SchedulerOutput, StepFailed, StepOutOfMemory
+from dflash_backend.messages import EngineCoreOutputs, RequestFailed
 from tests.core.checked_engine import CheckedEngine
 from tests.core.toy_engine import make_config, make_request
 from tests.core.toy_worker import OverlappingToy
@@ -109,14 +110,26 @@ def test_a_request_alone_for_which_memory_lacks_after_it_waited_ends() -> None:
     assert failed["large"].startswith("a step of this request alone does not fit the device's memory (full)")
 
 
+@pytest.mark.parametrize("others_fail", [False, True])
 @MODES
-def test_requests_that_fail_only_together_end_and_the_engine_goes_on(lag: int | None) -> None:
+def test_requests_that_fail_only_together_end_and_the_engine_goes_on(
+    lag: int | None, others_fail: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while other requests fail, for reasons of their own, in the same steps."""
     engine = CheckedEngine(make_config(), lag)
+    isolate = engine.core._isolate
+
+    def beside_another(plan: SchedulerOutput, message: str, outputs: EngineCoreOutputs) -> None:
+        if others_fail:
+            outputs.failed.append(RequestFailed("other", "INTERNAL", "a grammar"))
+        isolate(plan, message, outputs)
+
+    monkeypatch.setattr(engine.core, "_isolate", beside_another)
     engine.add(*[make_request(name, PROMPT, max_tokens=40) for name in "ab"])
     engine.worker.fails = lambda plan: _runs("a", plan) and _runs("b", plan)
     failed = _failures(engine)
-    assert set(failed) == {"a", "b"}
-    assert all(0 < len(engine.outputs[name].token_ids) < 40 for name in failed), "each went on by itself between"
+    assert set(failed) - {"other"} == {"a", "b"}
+    assert all(0 < len(engine.outputs[name].token_ids) < 40 for name in "ab"), "each went on by itself between"
     engine.worker.fails = lambda plan: False
     (output,) = engine.run(make_request("next", PROMPT, max_tokens=5))
     assert len(output.token_ids) == 5

@@ -53,6 +53,22 @@ def test_the_text_is_the_targets_own(pair: dict[str, Any], way: dict[str, Any]) 
     assert outputs_of(on_device_runner(built(pair, **way)), PROMPTS, SAMPLING).tokens == expected
 
 
+def test_rows_that_end_in_a_part_of_their_own_leave_the_others_drafting(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a part drafts nothing, so nothing is said of what its rows looked up. That a row ends is not known before:
+    by a stop token."""
+    texts = outputs_of(built(pair), PROMPTS, SAMPLING).tokens
+    sampling = [
+        {**each, "stop_token_ids": [tokens[3 + 4 * index]]}
+        for index, (each, tokens) in enumerate(zip(SAMPLING, texts.values(), strict=True))
+    ]
+    expected = outputs_of(built(pair), PROMPTS, sampling).tokens
+    cut = built(pair, prompt_lookup_min=2)
+    monkeypatch.setattr(cut.runner.threads, "split", lambda rows, answers: [[row] for row in rows])
+    assert outputs_of(cut, PROMPTS, sampling).tokens == expected
+
+
 def test_kernels_look_up_as_the_reference_does(pair: dict[str, Any]) -> None:
     sizes = {"kv_block_size": 16, "kv_cache_gb": 0.01, "max_num_seqs": 4, "max_model_len": 96}
     own, looked_up = (triton_engine(**pair, **sizes, **more) for more in ({}, {"prompt_lookup_min": 2}))

@@ -18,6 +18,29 @@ NUM_FULL = "min(request.num_computed, len(request.token_ids) - self._num_next) /
 
 CORE_MUTANTS = (
     *mutants_of(
+        f"{CORE}/engine.py",
+        ("tests/core/test_failed_steps.py",),
+        (
+            "another request's failure explains that of a step",
+            "len(outputs.failed) == failed_before",
+            "not outputs.failed",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        ("tests/drafters/test_lookup_beside.py",),
+        (
+            "a part that drafts nothing ends the engine",
+            "drafts.num_looked_up.get(row.request_id, 0)",
+            "drafts.num_looked_up[row.request_id]",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/kv/tiers.py",
+        ("tests/core/test_kv_tiers.py",),
+        ("records that left their tier wait on", "self._num_waiting[number][key[0]] -= 1", "pass"),
+    ),
+    *mutants_of(
         f"{CORE}/scheduler_config.py",
         INVARIANTS,
         ("RESERVE: lookahead of k instead of k + 1", "else drafts + base for", "else drafts for"),

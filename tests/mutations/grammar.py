@@ -13,6 +13,16 @@ ENGINE = ("tests/structured_output/test_structured_output.py",)
 
 GRAMMAR_MUTANTS = (
     *mutants_of(
+        "dflash_backend/structured_output/deadline.py",
+        ("tests/structured_output/test_deadline.py",),
+        ("what a job raises is lost", "            self.error = error", "            pass"),
+    ),
+    *mutants_of(
+        "dflash_backend/structured_output/trial.py",
+        ("tests/structured_output/test_trial.py::test_a_process_that_reads_nothing_is_ended",),
+        ("a process that reads nothing is waited for", "os.set_blocking(stdin, False)", "os.set_blocking(stdin, True)"),
+    ),
+    *mutants_of(
         "dflash_backend/structured_output/fair_thread.py",
         ("tests/structured_output/test_fair_thread.py",),
         (

@@ -101,8 +101,8 @@ KV_TIER_MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a slow disk keeps all of host memory",
-            "for each in waiting[: max(0, len(waiting) - int(most))]:",
-            "for each in ():",
+            "max(0, num_over)",
+            "0",
         ),
         (
             "an event of a tier says that the device has the block",

@@ -14,6 +14,11 @@ HYBRID = ("tests/parallel/test_ranks.py::test_ranks_of_a_hybrid_preempt_copy_sta
 
 PARALLEL_MUTANTS = (
     *mutants_of(
+        "dflash_backend/parallel/links.py",
+        ("tests/parallel/test_ranks.py::test_a_pause_of_all_is_no_silence_of_a_rank",),
+        ("ranks of a container that was paused are lost", "min(now - since, 2 * BEAT_S)", "now - since"),
+    ),
+    *mutants_of(
         SHARD,
         LAYERS,
         ("each rank adds the bias of a sum", "if is_of_sum and self._shard.rank > 0:", "if False:"),

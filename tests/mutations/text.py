@@ -14,6 +14,11 @@ TOOLS = ("tests/frontend/test_tools.py",)
 
 TEXT_MUTANTS = (
     *mutants_of(
+        f"{TEXT}/request.py",
+        ("tests/text/test_request.py",),
+        ("a token that the target does not know is looked up", "    check_known(token_ids, ready)\n", ""),
+    ),
+    *mutants_of(
         f"{TEXT}/output.py",
         CONTEXT,
         ("an answer loses the first space that its prompt's text leaves it", "context_of(tokenizer, prompt)", "[]"),

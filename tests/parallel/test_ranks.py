@@ -16,7 +16,7 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.models.peers import RankLostError
 from dflash_backend.parallel.group import RankGroup
-from dflash_backend.parallel.links import HANG_S
+from dflash_backend.parallel.links import BEAT_S, HANG_S, polled_for
 from dflash_backend.parallel.local import LocalRanks
 from dflash_backend.parallel.target import TensorParallelTarget
 from tests.parallel.rank_forks import fork_ranks
@@ -283,3 +283,11 @@ def test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended(
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not start: it has said nothing for 1 s"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
     assert not lives(int((tmp_path / "pid").read_text()))
+
+
+def test_a_pause_of_all_is_no_silence_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("dflash_backend.parallel.links.time.monotonic", lambda: now)
+    assert polled_for(99.6) == (pytest.approx(0.4), now)
+    assert polled_for(40.0) == (2 * BEAT_S, now), "as a container that was paused"
+    assert 2 * BEAT_S < SILENT_S

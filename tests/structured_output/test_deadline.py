@@ -56,3 +56,12 @@ def test_all_jobs_are_done_in_order(count: int) -> None:
     thread = DeadlineThread("test", limit_s=1, total_limit_s=30)
     assert thread.run([lambda i=i: done.append(i) for i in range(count)]) == ([], [])  # type: ignore[misc]
     assert done == list(range(count))
+
+
+def test_what_a_job_raises_reaches_who_waits_for_it() -> None:
+    done: list[str] = []
+    thread = DeadlineThread("test", limit_s=30, total_limit_s=30)
+    with pytest.raises(ZeroDivisionError):
+        thread.run([lambda: done.append("a"), lambda: 1 // 0, lambda: done.append("b")])
+    assert thread.run([lambda: done.append("c")]) == ([], [])
+    assert done == ["a", "c"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -150,6 +151,19 @@ def test_a_process_that_starts_too_slowly_is_ended_and_not_the_grammars_fault(
         with pytest.raises(TrialUnavailable, match="does not start within 0.001 s"):
             trial.run(HARMLESS)
     # Its late answer is that of no other grammar.
+    assert trial._process is None
+
+
+def test_a_process_that_reads_nothing_is_ended(tokenizer_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe takes less than a tokenizer."""
+    monkeypatch.setattr(trial_module, "STALLED_S", 0.3)
+    start = subprocess.Popen
+    monkeypatch.setattr(trial_module.subprocess, "Popen", lambda command, **options: start(["sleep", "60"], **options))
+    trial = GrammarTrial(tokenizer_text + " " * 1_000_000, 300, [EOS], 1.0)
+    began = time.monotonic()
+    with pytest.raises(TrialUnavailable, match="does not start within"):
+        trial.run(HARMLESS)
+    assert time.monotonic() - began < 10
     assert trial._process is None
 
 

@@ -142,6 +142,18 @@ def test_a_request_may_ask_for_as_many_completions_as_run_at_a_time(parse):
     assert parse('{"n": "4"}', text_input="a").sampling.n == 4
 
 
+@pytest.mark.parametrize(
+    "inputs", [{"text_input": "ab\xff"}, {"messages": json.dumps([{"role": "u", "content": "b\xff"}])}]
+)
+def test_a_token_that_the_tokenizer_alone_has_is_refused(parse, inputs):
+    """A step that looks it up would fail, on a GPU with all other requests."""
+    assert parse(vocab_size=258, **inputs).prompt_token_ids
+    with pytest.raises(
+        InputError, match=r"the prompt has the token \d+ of the tokenizer, which the target does not know"
+    ):
+        parse(vocab_size=190, **inputs)
+
+
 def test_a_name_for_no_adapter_is_let_pass(parse):
     assert parse('{"lora_name": null}', text_input="a").sampling.lora_name == ""
     assert parse('{"lora_name": ""}', text_input="a").sampling.max_tokens == 16

@@ -7,9 +7,11 @@ meanwhile; what comes in is held by its load until the request that it is for st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -90,6 +92,7 @@ class KVTiers:
             self.kept = KeptForOthers(mover.sender, self.groups, config.block_size, transfer.timeout_s)
         # What is to go to each tier, in order, and how much may wait for that: what is above it can have.
         self._outbox: list[dict[tuple[int, bytes], None]] = [{} for _ in self.tiers]
+        self._num_waiting: list[Counter[int]] = [Counter() for _ in self.tiers]  # of each group in that
         on_device = config.num_blocks + config.num_window_blocks + (config.num_state_snapshots or 0)
         self._most_waiting = [on_device, *(sum(tier.num_slots) for tier in config.tiers)]
         self._moves: dict[int, Move] = {}
@@ -213,6 +216,7 @@ class KVTiers:
         if key in outbox or self.tiers[number].groups[group].reserved(block_hash) is not None:
             return
         outbox[key] = None
+        self._num_waiting[number][group] += 1
         if number:
             self.tiers[number - 1].groups[group].pin(block_hash)  # until it is in the tier below
         if len(outbox) > self._most_waiting[number]:
@@ -225,14 +229,19 @@ class KVTiers:
         self.stats[self.tiers[number].name].num_lost += 1
         if number + 1 == len(self.tiers):
             return
-        most = MAX_WAITING_SHARE * self.tiers[number].groups[key[0]].num_slots
-        waiting = [each for each in self._outbox[number + 1] if each[0] == key[0]]
-        for each in waiting[: max(0, len(waiting) - int(most))]:
-            self._lose(number + 1, each)
+        group, below = key[0], number + 1
+        num_over = self._num_waiting[below][group] - int(MAX_WAITING_SHARE * self.tiers[number].groups[group].num_slots)
+        oldest = (each for each in self._outbox[below] if each[0] == group)
+        for each in list(islice(oldest, max(0, num_over))):
+            self._lose(below, each)
+
+    def _take_out(self, number: int, key: tuple[int, bytes]) -> None:
+        del self._outbox[number][key]
+        self._num_waiting[number][key[0]] -= 1
 
     def _drop(self, number: int, key: tuple[int, bytes]) -> None:
         """A record does not go to a tier."""
-        del self._outbox[number][key]
+        self._take_out(number, key)
         if number:
             self.tiers[number - 1].groups[key[0]].unpin(key[1])
 
@@ -250,7 +259,7 @@ class KVTiers:
                 continue
             if (found := slots.reserve(block_hash)) is None:
                 break
-            del outbox[key]
+            self._take_out(number, key)
             if found[1] is not None:
                 self._report(tier, group, found[1], stored=False)
             if number == 0:
