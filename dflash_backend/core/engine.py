@@ -174,8 +174,6 @@ class EngineCore:
             self._queue_compiled(outputs)
         if self._failed_step is not None:
             failed_plan, reason = self._failed_step
-            if self._swap is not None and self._swap.exchange is not None and not self._in_flight:
-                self._roll_back_drafter(self._swap, f"a step failed ({reason})", outputs)
             self._isolate(failed_plan, reason, outputs)
         elif self._due_swap is not None:
             self._exchange_drafters(self._due_swap, outputs)
@@ -388,7 +386,7 @@ class EngineCore:
             swap.exchange = None
 
     def _roll_back_drafter(self, swap: DrafterSwap, reason: str, outputs: EngineCoreOutputs) -> None:
-        """Put the drafter before this one back, with nothing in flight."""
+        """Put the drafter before this one back, with nothing in flight and nothing that waits for drafts."""
         assert swap.exchange is not None
         drafting = swap.exchange()
         swap.exchange = self._due_swap = None
@@ -440,6 +438,8 @@ class EngineCore:
         self._failed_step = None
         queued = self.scheduler.take_all()
         self._worker.reset()
+        if self._swap is not None and self._swap.exchange is not None:
+            self._roll_back_drafter(self._swap, f"a step failed ({message})", outputs)
         ids = {row.request_id for row in plan.rows}
         suspects = [request for request in queued if request.request_id in ids]
         failed_before = len(outputs.failed)  # of other causes

@@ -31,6 +31,8 @@ ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _BETWEEN = "\0"
 # White space at the end of a text before which the beginning of a special token is looked for.
 MAX_SPACE = 64
+# Of the types of parts of content, as `image_url` and `input_audio`.
+_MEDIA = re.compile(r"image|audio|video|file")
 _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Arguments of transformers' `apply_chat_template` that are no variables of the template.
 _RESERVED = frozenset(
@@ -211,6 +213,20 @@ def with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     given = {name: value for name, value in message.items() if name not in REASONING_NAMES or value is not None}
     return {**dict.fromkeys(REASONING_NAMES, found), **given}
+
+
+def refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `PromptError` for a part of content that is an image, a sound or a file: the template of a target that was
+    trained with them writes their places, and nothing is read there."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and _MEDIA.search(kind):
+                raise PromptError(
+                    f"a message has a content part of the type {quoted(kind)}; this server reads text alone, such as "
+                    '{"type": "text", "text": "Hello"}'
+                )
 
 
 def join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

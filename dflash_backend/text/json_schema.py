@@ -8,7 +8,7 @@ schemas are looked at: a property that is called `required` is no keyword.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -64,13 +64,13 @@ _BESIDE = {"if": ("then", "else"), "contains": ("minContains", "maxContains")}
 _NO_AUTOMATON = re.compile(r"\\[1-9bB]|\\k<|\(\?(?:P=|<?[=!])|\\.()", re.DOTALL)
 # Objects that bound the number of their properties become this many alternatives at most.
 MAX_ALTERNATIVES = 64
-# A schema that is given once may stand in several alternatives. Written out it has this many parts at most: one with
-# more is longer than any grammar may be.
-MAX_PARTS = 262_144
+# A schema that is given once may stand in several alternatives. Written out it has this many characters at most, as any
+# format of a request (`text/structured_outputs.py:MAX_GRAMMAR_CHARS`).
+MAX_CHARS = 262_144
 # Of a place in a schema, what is told: names of properties may be long, and each keyword has a place.
 MAX_PLACE_CHARS = 500
 
-# What is known of the parts of lists and objects, by their ids; they are kept, so that no other one gets the id.
+# What is known of the lengths of lists and objects, by their ids; they are kept, so that no other one gets the id.
 _Sizes = dict[int, tuple[Any, int]]
 
 
@@ -83,7 +83,14 @@ def normalise(schema: Any, where: str = "", left_out: list[str] | None = None) -
     objects where it bounds the number of their properties. where: the place of the schema, for errors. What is no
     schema is returned as it is. Raises `SchemaError`; where there is a list `left_out`, what cannot be held goes there,
     as a keyword and its place, and the schema allows more values."""
-    return _normalised(schema, where, left_out, {})
+    sizes: _Sizes = {}
+    found = _normalised(schema, where, left_out, sizes)
+    if _num_chars(found, sizes) > MAX_CHARS:
+        raise SchemaError(
+            f"has more than {MAX_CHARS} characters, with objects that bound the number of their properties written "
+            "out; allowed: a shorter one, fewer such bounds, or required properties"
+        )
+    return found
 
 
 def _normalised(schema: Any, where: str, left_out: list[str] | None, sizes: _Sizes) -> Any:
@@ -122,13 +129,18 @@ def _place(where: str, part: str) -> str:
     return place if len(place) <= MAX_PLACE_CHARS else f"{place[:MAX_PLACE_CHARS]}..."
 
 
-def _num_parts(value: Any, sizes: _Sizes) -> int:
-    """How many values a value of JSON is made of; what is in several places counts in each."""
+def _num_chars(value: Any, sizes: _Sizes) -> int:
+    """How many characters a value of JSON has at least; what is in several places counts in each."""
     if not isinstance(value, dict | list | tuple):
-        return 1
+        return len(value) + 2 if isinstance(value, str) else 1
     if id(value) not in sizes:
-        items = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = value, 1 + sum(_num_parts(item, sizes) for item in items)
+        length = 1
+        if isinstance(value, dict):
+            length += sum(3 + len(name) for name in value if isinstance(name, str))
+            value_items: Iterable[Any] = value.values()
+        else:
+            value_items = value
+        sizes[id(value)] = value, length + sum(1 + _num_chars(item, sizes) for item in value_items)
     return sizes[id(value)][1]
 
 
@@ -227,7 +239,7 @@ def _name_properties(schema: dict[str, Any], sizes: _Sizes) -> None:
         others
         and set(rules) == {"enum"}
         and all(isinstance(name, str) for name in rules["enum"])
-        and len(rules["enum"]) * _num_parts(values, sizes) <= MAX_PARTS
+        and len(rules["enum"]) * _num_chars(values, sizes) <= MAX_CHARS
     ):
         del schema["propertyNames"]
         schema |= {"properties": dict.fromkeys(rules["enum"], values), "additionalProperties": False}
@@ -262,11 +274,11 @@ def _bound_properties(schema: dict[str, Any], at: str, sizes: _Sizes) -> Schema:
         kept.pop("patternProperties", None)
     shared: dict[str, Any] = {key: kept.pop(key) for key in ("$defs", "definitions") if key in kept}
     alternatives: list[dict[str, Any]] = []
-    num_parts = 0
+    num_chars = 0
     for names in chosen:
         alternatives.append(_with_properties(kept, optional, names, required, last))
-        num_parts += _num_parts(alternatives[-1], sizes)
-        if num_parts > MAX_PARTS:
+        num_chars += _num_chars(alternatives[-1], sizes)
+        if num_chars > MAX_CHARS:
             raise SchemaError(
                 f"bounds the number of {len(optional)} optional properties{at}, in ways that written out are too "
                 "long; allowed: fewer properties, or required ones"

@@ -28,6 +28,7 @@ from dflash_backend.text.chat import (
     check_continued,
     check_role,
     join_parts,
+    refuse_media,
     with_reasoning_names,
 )
 from dflash_backend.text.time_limit import OutOfTime, time_limit
@@ -265,8 +266,11 @@ class Tokenizer:
         if continue_final_message:
             check_continued(messages)
         takes_parts = chat_template is None and self._takes_parts
-        if not takes_parts and any(isinstance(message.get("content"), list) for message in messages):
-            messages = [join_parts(message) for message in messages]
+        if any(isinstance(message.get("content"), list) for message in messages):
+            if takes_parts:
+                refuse_media(messages)
+            else:
+                messages = [join_parts(message) for message in messages]
         if tools and "tools" not in template:
             raise PromptError("the chat template of this model takes no tools; leave them out")
         end = {"add_generation_prompt": add_generation_prompt}

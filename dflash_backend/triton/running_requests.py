@@ -43,10 +43,10 @@ MAX_WAIT_S = 0.05
 class TritonRequest:
     """A request's state, where its responses go, which engine runs it, and what that is sent.
 
-    answered: a response was sent. sent: the engine was sent all of its completions. num_moves: engines that were lost
-    before it reached them. prefilled: it has its first token. has_wait, has_first_token: the metrics have its time in
-    the queue, and that to its first token. released: its engine is done with it. delta_stream: what carried some of its
-    deltas.
+    answered: a response was sent. num_alone: those of its own, outside batches. sent: the engine was sent all of its
+    completions. num_moves: engines that were lost before it reached them. prefilled: it has its first token. has_wait,
+    has_first_token: the metrics have its time in the queue, and that to its first token. released: its engine is done
+    with it. delta_stream: what carried some of its deltas.
     """
 
     state: RequestState
@@ -54,6 +54,7 @@ class TritonRequest:
     placement: Placement
     messages: list[GenerationRequest]
     answered: bool = False
+    num_alone: int = 0
     sent: bool = False
     num_moves: int = 0
     prefilled: bool = False
@@ -173,7 +174,7 @@ class RunningRequests:
             if state.finished:
                 continue
             # The first tokens may share a batch too, and wait for no others.
-            if state.parsed.may_wait and (request.answered or self.delta_streams.of(state) is not None):
+            if state.parsed.may_wait and (request.answered or self._stream_of(request) is not None):
                 begins |= not request.answered
                 self._waiting[state.request_id] = request
             else:
@@ -191,12 +192,18 @@ class RunningRequests:
         waiting, self._waiting = self._waiting, {}
         together: dict[DeltaStream, list[TritonRequest]] = {}
         for request in waiting.values():
-            if (stream := self.delta_streams.of(request.state)) is None:
+            if (stream := self._stream_of(request)) is None:
                 self._answer(request)
             else:
                 together.setdefault(stream, []).append(request)
         for stream, requests in together.items():
             self._answer_together(stream, requests)
+
+    def _stream_of(self, request: TritonRequest) -> DeltaStream | None:
+        """The delta stream of a request's next tokens. None for one with several responses of its own, as where its
+        stream opens late: its client reads batches as soon as it has read one response, and would have later tokens
+        before earlier ones."""
+        return self.delta_streams.of(request.state) if request.num_alone < 2 else None
 
     def _answer_together(self, stream: DeltaStream, requests: list[TritonRequest]) -> None:
         """Send what these requests have for their client as one batch of their delta stream."""
@@ -288,6 +295,7 @@ class RunningRequests:
             batches = None if request.delta_stream is None else request.delta_stream.num_batches
             response = self._responses.output(state, batches)
             request.responder.send(response, final)
+            request.num_alone += 1
         except Exception as error:  # noqa: BLE001 - SendFailed, or a response that cannot even be built
             reason = str(error) if isinstance(error, SendFailed) else one_line(error)
             self._log.error(f"request {state.request_id} failed: {reason}")

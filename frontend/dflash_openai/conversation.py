@@ -97,7 +97,7 @@ async def prepare(draft: Draft) -> Conversation:
     if output.reasoning is not None and not output.reasoning.is_closed_after(tail) and not in_grammar:
         _begin_after_reasoning(sampling, model.tokenizer.encode_part(output.reasoning.close))
     if output.shows_special_tokens:
-        sampling.setdefault("skip_special_tokens", False)
+        sampling["skip_special_tokens"] = False  # whatever the client says: its marks tell reasoning and calls apart
     return Conversation(model, prompt, sampling, use, tail, names)
 
 

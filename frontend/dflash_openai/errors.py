@@ -25,6 +25,8 @@ from dflash_client.errors import (
 _LOG = logging.getLogger("dflash_openai")
 # The seconds after which a client may try again.
 _RETRY = {"retry-after": "1"}
+# OpenAI's clients send what failed with a 500 again. What ends an engine would end it three times, for all.
+_NO_RETRY = {"x-should-retry": "false"}
 _PARAMETER = re.compile(r"(?:parameter|the grammar in) (['\"])(\w+)\1")
 
 
@@ -101,4 +103,4 @@ def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
         return ApiError(504, "the request took longer than this front end allows", "timeout_error", "timeout")
     if isinstance(error, Cancelled):
         return ApiError(499, message, "api_error", "cancelled")
-    return ApiError(500, message, "api_error", "internal_error")
+    return ApiError(500, message, "api_error", "internal_error", headers=_NO_RETRY)

@@ -32,6 +32,8 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     """The model's sampling parameters, but for the number of tokens. Raises `ApiError`."""
     _refuse_unsupported(request)
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
+    if isinstance(stop := sampling.get("stop"), str) and stop:
+        sampling["stop"] = [stop]  # the model would read one that is a JSON list as such
     _check_sizes(sampling, description.vocab_size)
     sampling |= _structured_outputs(request)
     if request.model in description.lora_names:

@@ -78,12 +78,12 @@ class Frontend:
         self.running: set[Generation] = set()
 
     def model(self, name: str | None = None) -> Model:
-        """The model, if `name` is one of its names or None. Raises `ApiError`: 503 before it is known, else 404."""
+        """The model, if `name` is one of its names, or none. Raises `ApiError`: 503 before it is known, else 404."""
         if self._stopping:
             raise unavailable("this front end is shutting down; try again later")
         if self._model is None:
             raise unavailable(f"the model is not ready: {self._why_not}; try again later")
-        if name is not None and name not in self._model.names:
+        if name and name not in self._model.names:
             raise ApiError(
                 404,
                 f"the model '{name}' does not exist; this server has '{self._model.names[0]}'",

@@ -211,6 +211,31 @@ def test_a_step_that_fails_while_it_is_compared_takes_it_out_before_any_request_
     engine.finish()
 
 
+@MODES
+def test_a_worker_is_emptied_before_a_failed_step_takes_the_drafter_out(
+    lag: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold a step whose results could not be taken in, which has not drafted."""
+    swapping = Swapping(CheckedEngine(make_config(), lag))
+    engine, done = swapping.engine, ["exchange"]
+    engine.add(*crowd())
+    for _ in range(3):
+        swapping.step()
+    swapping.swap(window=10_000)
+    swapping.step()
+    reset, exchange = engine.worker.reset, swapping.exchange
+    monkeypatch.setattr(engine.worker, "reset", lambda: (done.append("reset"), reset()))
+    assert engine.core._swap is not None
+    engine.core._swap.exchange = lambda: (done.append("exchange"), exchange())[1]
+    failing = iter([True])
+    engine.worker.fails_to_collect = lambda: next(failing, False)
+    swapping.run()
+    assert swapping.said[-1].outcome == "reverted"
+    assert done[:3] == ["exchange", "reset", "exchange"]
+    assert not engine.failed
+    engine.finish()
+
+
 def test_a_step_that_fails_as_the_drafter_is_due_to_go_takes_it_out_once() -> None:
     swapping = Swapping(CheckedEngine(make_config()))
     engine = swapping.engine

@@ -55,6 +55,7 @@ def test_a_failure_of_the_model_has_its_status(
     assert caught.value.status_code == status
     if status in (429, 503):
         assert caught.value.response.headers["retry-after"] == "1"
+    assert (caught.value.response.headers.get("x-should-retry") == "false") == (status == 500)
     if status == 400:
         assert caught.value.param in ("top_p", "response_format")
         assert f"'{caught.value.param}'" in str(behind)

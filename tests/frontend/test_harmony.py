@@ -170,6 +170,8 @@ def test_a_chat_has_reasoning_content_and_calls_apart(client: openai.OpenAI, poo
     message = ask(client).choices[0].message
     assert (message.reasoning, message.content) == ("I see. ", "Yes")
     assert pool.asked[-1].sampling["skip_special_tokens"] is False
+    ask(client, extra_body={"skip_special_tokens": True})  # as vLLM's clients say it, whose default it is
+    assert pool.asked[-1].sampling["skip_special_tokens"] is False
     pool.script = Script((THOUGHT + NEXT, CALL))
     (choice,) = ask(client).choices
     assert choice.finish_reason == "tool_calls"

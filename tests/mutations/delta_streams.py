@@ -67,9 +67,10 @@ DELTA_STREAM_MUTANTS = (
         ),
         (
             "first tokens come alone",
-            "(request.answered or self.delta_streams.of(state) is not None)",
+            "(request.answered or self._stream_of(request) is not None)",
             "request.answered",
         ),
+        ("responses of its own come after a batch", "if request.num_alone < 2 else None", "if True else None"),
         ("each entry begins its answer", "entry(each.state, not each.answered)", "entry(each.state, True)"),
         ("prompts that begin in a batch are not counted", "        if num_prompt_tokens:\n", "        if False:\n"),
         ("last responses do not say what comes before", "            request.delta_stream = stream\n", ""),

@@ -68,8 +68,13 @@ DRAFTER_SWAP_MUTANTS = (
         ),
         (
             "a drafter whose step fails stays",
-            "if self._swap is not None and self._swap.exchange is not None and not self._in_flight:",
+            "if self._swap is not None and self._swap.exchange is not None:",
             "if False:",
+        ),
+        (
+            "a drafter is taken out of a worker that has not drafted",
+            "        self._worker.reset()\n        if self._swap",
+            "        if self._swap",
         ),
         (
             "a drafter that was compared is kept in memory",

@@ -14,6 +14,20 @@ TOOLS = ("tests/frontend/test_tools.py",)
 
 TEXT_MUTANTS = (
     *mutants_of(
+        f"{TEXT}/json_schema.py",
+        ("tests/text/test_json_schema.py",),
+        (
+            "schemas that stand beside one another are written out",
+            "if _num_chars(found, sizes) > MAX_CHARS:",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/chat.py",
+        ("tests/text/test_chat.py",),
+        ("a picture is let pass", "_MEDIA.search(kind)", "False"),
+    ),
+    *mutants_of(
         f"{TEXT}/request.py",
         ("tests/text/test_request.py",),
         ("a token that the target does not know is looked up", "    check_known(token_ids, ready)\n", ""),

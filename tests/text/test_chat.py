@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from checks.byte_tokenizer import EOS, START
 from dflash_backend.config import asset_path
-from dflash_backend.text.chat import MARKS, MAX_SPACE, PromptError, SpecialTokens, pop_options
+from dflash_backend.text.chat import MARKS, MAX_SPACE, PromptError, SpecialTokens, pop_options, refuse_media
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.support.growth import assert_linear
 
@@ -225,3 +225,12 @@ def test_white_space_that_may_begin_a_special_token_is_looked_at_once():
     assert_linear(lambda size: special_tokens.marked("\t" * size + "x"), 500)
     text, mark = special_tokens.marked("x" + "\t" * MAX_SPACE)
     assert text == "x" + mark + "\t" * MAX_SPACE
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image", "input_audio", "video_url", "file"])
+def test_a_template_that_takes_parts_gets_text_alone(kind: str) -> None:
+    """It would write where the picture is, and the model would answer as if it saw one."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}]
+    with pytest.raises(PromptError, match=f"a content part of the type '{kind}'; this server reads text alone"):
+        refuse_media(messages)
+    refuse_media([{"role": "user", "content": [{"type": "text", "text": "an image"}, {"type": "thinking"}, "x", 3]}])

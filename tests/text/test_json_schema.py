@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
 
-from dflash_backend.text.json_schema import MAX_ALTERNATIVES, MAX_PLACE_CHARS, SchemaError, normalise
+from dflash_backend.text.json_schema import (
+    MAX_ALTERNATIVES,
+    MAX_CHARS,
+    MAX_PLACE_CHARS,
+    SchemaError,
+    _num_chars,
+    normalise,
+)
 from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
 
 INTEGER = {"type": "integer"}
@@ -284,3 +293,23 @@ def test_of_a_place_with_a_long_name_the_beginning_is_told() -> None:
     assert len(left_out) == 100
     assert left_out[0].startswith("'not' at properties.aaa")
     assert max(map(len, left_out)) < 2 * MAX_PLACE_CHARS
+
+
+@pytest.mark.parametrize("text", ["", "x" * 50_000])
+def test_a_schema_that_is_too_long_once_it_is_written_out_is_refused(text: str) -> None:
+    """However short it is: what is there once stands in many alternatives, of objects beside one another too."""
+    bounded: dict[str, Any] = {"description": text}
+    for _ in range(1 if text else 5):
+        bounded = {"minProperties": 1, "properties": {"a": {}, "b": {}, "z": bounded}}
+    began = time.monotonic()
+    with pytest.raises(SchemaError, match=f"has more than {MAX_CHARS} characters, with objects"):
+        normalise({"properties": {f"p{i}": bounded for i in range(100)}})
+    assert time.monotonic() - began < 5
+
+
+def test_the_length_of_a_schema_is_no_more_than_that_of_its_text() -> None:
+    for schema in (
+        {"a": [1, True, None, "x"], "b": {}},
+        {"properties": {"é": {"const": "a"}, "c": {"enum": [[], 1.5]}}},
+    ):
+        assert 0 < _num_chars(schema, {}) <= len(json.dumps(schema, separators=(",", ":"), ensure_ascii=False))

@@ -111,7 +111,7 @@ def test_the_end_of_the_reasoning_is_token_ids():
         ({"regex": "a", "after_reasoning": "</think>"}, "a list of 1 to 16 token ids"),
         ({"regex": "a", "after_reasoning": []}, "a list of 1 to 16 token ids"),
         ({"json": json.loads("[" * 70 + "]" * 70)}, "no object"),
-        ({"json": {"enum": ["x" * 300_000]}}, "characters in its field 'json'"),
+        ({"json": {"enum": ["x" * 300_000]}}, "has more than 262144 characters"),
         ({"json": "[" * 70 + "]" * 70}, "nested too deeply; allowed: 64 levels"),
     ],
 )

@@ -157,8 +157,20 @@ def test_requests_of_a_batch_wait_for_less_than_a_response_each(serve: Any, monk
         sender.cancelled = True
 
 
-def test_a_request_that_begins_alone_marks_no_entry(service: TritonService) -> None:
-    sender = ask(service, "a", 400)
+def test_a_request_with_several_responses_of_its_own_joins_no_stream(serve: Any) -> None:
+    """Its client may not have read them yet, and would have what a batch brings before them."""
+    service = serve(max_stream_responses_per_s=1)
+    sender = ask(service, "a", 3000)
+    first = [sender.next(), sender.next()]
+    stream = opened(service)
+    own = [*first, *sender.all()]
+    assert [token_id for each in own for token_id in each.outputs["token_ids"]] == repeated(3000)
+    assert batches(stream) == [[]]
+
+
+def test_a_request_that_begins_alone_marks_no_entry(serve: Any) -> None:
+    service = serve(max_stream_responses_per_s=1)  # so its second response waits
+    sender = ask(service, "a", 3000)
     first = sender.next()
     assert "delta_batches" not in first.outputs
     stream = opened(service)
@@ -168,7 +180,7 @@ def test_a_request_that_begins_alone_marks_no_entry(service: TritonService) -> N
     assert {len(entry) for batch in together[1:] for entry in batch} == {3}
     ids = [token_id for each in own[:-1] for token_id in each.outputs["token_ids"]]
     ids += [token_id for batch in together for entry in batch for token_id in entry[2]]
-    assert ids + list(own[-1].outputs["token_ids"]) == repeated(400)
+    assert ids + list(own[-1].outputs["token_ids"]) == repeated(3000)
 
 
 def test_what_a_batch_cannot_hold_comes_alone(service: TritonService) -> None:
