@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import queue
 import random
@@ -25,6 +26,7 @@ import msgspec
 
 VERSION = 1
 PATTERN = "traffic-*.jsonl"
+CONFIG = "config.json"
 FILES = 16
 """The bound on all files together is this many times what one file grows to."""
 MAX_WAITING = 256
@@ -64,7 +66,7 @@ Line = TypeVar("Line", Header, Row)
 def target_digest(target: Path) -> str:
     """32 hexadecimal digits that differ between targets, fine-tunes of each other too, and not between copies of one.
     target: its folder, or its GGUF file. Raises `OSError`."""
-    return _digest(target, ("*.safetensors", "*.gguf", "config.json"))
+    return _digest(target, ("*.safetensors", "*.gguf", CONFIG))
 
 
 def tokenizer_digest(target: Path) -> str:
@@ -76,6 +78,9 @@ def _digest(target: Path, patterns: Sequence[str]) -> str:
     files = [target] if target.is_file() else sorted(each for name in patterns for each in target.glob(name))
     digest = hashlib.sha256()
     for path in files:
+        if path.name == CONFIG and (config := _without_source(path)) is not None:
+            digest.update(f"{CONFIG} {len(config)}\n".encode() + config)
+            continue
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{'' if path == target else path.name} {size}\n".encode())
@@ -84,6 +89,18 @@ def _digest(target: Path, patterns: Sequence[str]) -> str:
                 file.seek(piece * (size - PIECE_BYTES) // (NUM_PIECES - 1))
                 digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()[:32]
+
+
+def _without_source(path: Path) -> bytes | None:
+    """The config of a target that was converted from a GGUF file, without what says where that lies; None of another
+    one. Raises `OSError`."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.pop("gguf", None) is None:
+        return None
+    return json.dumps(fields, sort_keys=True).encode()
 
 
 class TrafficWriter:

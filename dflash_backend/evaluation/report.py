@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -158,6 +159,11 @@ def prepare(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EvaluationError(f"{directory} cannot be made: {error.strerror}; give another --out") from None
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise EvaluationError(f"{directory} cannot be written to: {error.strerror}; give another --out") from None
 
 
 def write(directory: Path, evaluation: Evaluation, about: Mapping[str, Any]) -> None:

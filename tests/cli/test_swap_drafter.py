@@ -53,6 +53,9 @@ def test_a_folder_is_sent_whole_and_options_only_where_they_are_given(
     assert main(["swap-drafter", "org/name", *options]) == 0
     expected = {"draft_revision": "v2", "window": 0, "max_loss": 0.25, "timeout_s": 9.0}
     assert server.asked[1] == ("org/name", "of the environment", expected)
+    (tmp_path / "d.gguf").write_text("GGUF", encoding="utf-8")
+    assert main(["swap-drafter", "d.gguf"]) == 0
+    assert server.asked[2][0] == str(tmp_path / "d.gguf")
 
 
 @pytest.mark.parametrize(

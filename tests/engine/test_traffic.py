@@ -4,6 +4,7 @@ or a killed server costs."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import stat
@@ -246,3 +247,18 @@ def test_a_gguf_file_is_a_target_too(tmp_path: Path) -> None:
     assert target_digest(moved) == before
     moved.write_bytes(b"GGUF" + bytes(99) + b"\1")
     assert target_digest(moved) != before
+
+
+def test_a_converted_gguf_file_is_the_same_target_wherever_it_lay(tmp_path: Path) -> None:
+    """As it is served: the folder that it was converted to."""
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(100))
+
+    def digest(file: str, **fields: Any) -> str:
+        config = {"model_type": "llama", **fields, "gguf": {"file": file, "notes": []}}
+        (folder / "config.json").write_text(json.dumps(config))
+        return target_digest(folder)
+
+    assert digest("/models/x.gguf") == digest("/home/me/x.gguf")
+    assert digest("/models/x.gguf") != digest("/models/x.gguf", num_hidden_layers=3)

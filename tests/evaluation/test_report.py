@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +117,21 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path: Pat
     (tmp_path / "file").write_text("x")
     with pytest.raises(EvaluationError, match="cannot be made"):
         prepare(tmp_path / "file" / "folder")
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By trying: who may write, and whether there is space, is not seen otherwise."""
+    prepare(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    def full(**_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dflash_backend.evaluation.report.tempfile.TemporaryFile", full)
+    with pytest.raises(EvaluationError, match="cannot be written to: No space left on device; give another --out"):
+        prepare(tmp_path)
 
 
 def test_a_cell_cannot_break_the_table() -> None:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     # A server on this machine has another working directory.
     local = Path(arguments.draft)
-    draft = str(local.absolute()) if local.is_dir() else arguments.draft
+    draft = str(local.absolute()) if local.exists() else arguments.draft
     try:
         key = _admin_key(arguments.admin_key_file)
         if arguments.max_loss is not None and not (math.isfinite(arguments.max_loss) and arguments.max_loss <= 1):

@@ -15,7 +15,7 @@ from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
 KEYS_VARIABLE = "DFLASH_API_KEYS"
 MIN_KEY_LENGTH = 8
 # What a header can carry in one piece.
-_KEY = re.compile(r"[!-~]+")
+_KEY = re.compile(r"[!-:<-~]+")  # a ; ends the entry of a key
 LINE_IN_WORDS = "NAME KEY [requests_per_minute=N] [prompt_tokens_per_minute=N] [max_concurrency=N]"
 
 
@@ -49,7 +49,7 @@ class ApiKey:
         if not _KEY.fullmatch(key) or len(key) < MIN_KEY_LENGTH:
             raise ValueError(
                 f"the key of '{name}' is not a key; allowed: at least {MIN_KEY_LENGTH} printable ASCII characters "
-                "without spaces"
+                "without spaces and semicolons"
             )
         return cls(name, _digest(key), limits or KeyLimits())
 

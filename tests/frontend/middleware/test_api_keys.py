@@ -136,3 +136,9 @@ def test_metrics_may_be_open() -> None:
 def test_without_keys_all_are_let_in() -> None:
     response = call(AuthenticationMiddleware(echo, ()), headers=bearer("anything"))
     assert response.json()["state"]["api_key"] == "None"
+
+
+def test_a_key_that_could_not_be_one_of_several_is_refused() -> None:
+    """In the variable of keys a semicolon ends an entry: the front end would not start, after the model has loaded."""
+    with pytest.raises(ValueError, match="without spaces and semicolons"):
+        ApiKey.of("alice", "abcdefgh;ijklmnopqrst")
