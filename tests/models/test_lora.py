@@ -81,6 +81,9 @@ def test_each_request_has_the_text_of_the_target_that_its_adapter_is_merged_into
     with_drafts = engine(**settings | {"draft_model": tmp_path / "draft"})
     assert texts(with_drafts, list(models)) == found
     assert with_drafts.core.stats().spec_decoding.num_drafts > 0
+    assert with_drafts.runner.requests.num_adapted == sum(
+        bool(with_drafts.runner.requests.adapters[each.index]) for each in with_drafts.runner.requests.records.values()
+    )
 
 
 def test_a_request_is_the_same_alone_and_beside_others(tmp_path: Path) -> None:
