@@ -41,9 +41,9 @@ def test_every_way_to_run_gives_the_text_of_the_target_alone(
     assert all(each.is_tie for each in parted), parted
     stats = llm.stats()
     if way.settings.get("draft") != "":
-        # Whether drafts of random weights pay is measured, and on a busy machine they may not for once.
-        adapts = way.settings.get("adaptive_speculation", True)
-        assert stats.spec_decoding.num_draft_tokens > 0 or (adapts and stats.speculation.num_steps > 0)
+        # On a busy machine the rule may say of every step that drafts of random weights do not pay: there are none then.
+        rests = stats.speculation.num_steps_without_drafts == stats.speculation.num_steps > 0
+        assert stats.spec_decoding.num_draft_tokens > 0 or rests
     assert (stats.num_preemptions > 0) == (name == "after preemptions")
     if name == "with prefix hits":
         assert stats.prefix_cache_hits > 0
