@@ -41,7 +41,7 @@ def test_every_way_to_run_gives_the_text_of_the_target_alone(
     assert all(each.is_tie for each in parted), parted
     stats = llm.stats()
     if way.settings.get("draft") != "":
-        # On a busy machine the rule may say of every step that drafts of random weights do not pay: there are none then.
+        # On a busy machine the rule may say of every step that drafts of random weights do not pay.
         rests = stats.speculation.num_steps_without_drafts == stats.speculation.num_steps > 0
         assert stats.spec_decoding.num_draft_tokens > 0 or rests
     assert (stats.num_preemptions > 0) == (name == "after preemptions")
